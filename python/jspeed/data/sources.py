@@ -1,0 +1,251 @@
+"""Where documents come from: the standard library's own sources, or text files on disk, in a fixed order.
+
+A document is ``bytes``: UTF-8 text or a source file of the standard library. Empty ones are skipped.
+"""
+
+import hashlib
+import json
+import lzma
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from jspeed.errors import BadInput
+from jspeed.files import sha256_of
+from numpy.typing import NDArray
+
+# Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter, turtledemo,
+# ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils) and test suites.
+LEFT_OUT_FOLDERS = frozenset(
+    "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo ensurepip"
+    " macholib lib2to3 distutils".split()
+)
+# Single files that are split off with tkinter (turtle), or made by one machine's build or its distribution.
+LEFT_OUT_FILES = frozenset(["turtle.py", "sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"])
+LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
+
+# About 1 file in 32 validates: 353,796 of 9.8 million tokens with CPython 3.11.7, more with 3.12 and 3.13.
+STDLIB_VALIDATION_ONE_IN = 32
+
+TEXT_ENDINGS = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz")
+SEPARATOR = b"<|endoftext|>"
+BLOCK_BYTES = 1 << 20
+NAMES_KEPT = 20
+
+VAL_FRACTION = 0.01
+VAL_DOCUMENTS = 32
+
+
+def stdlib_root() -> Path:
+    """Return the folder of the running interpreter's standard library."""
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files() -> list[tuple[str, int]]:
+    """Return (relative POSIX path, bytes) of the standard library's ``.py`` files, sorted by path.
+
+    Empty files are skipped. So that the data of two distributions resemble each other, three things are left
+    out: test suites, folders that distributions split off, drop or move (``LEFT_OUT_FOLDERS``), and files
+    made for one machine or distribution (``LEFT_OUT_FILES`` and names that begin with ``LEFT_OUT_PREFIXES``).
+    Raises BadInput when nothing is left, as for an interpreter that keeps its library in a zip file.
+    """
+    root = stdlib_root()
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in LEFT_OUT_FOLDERS and not f.startswith(LEFT_OUT_PREFIXES)]
+        for name in names:
+            path = Path(folder, name)
+            if not name.endswith(".py") or name in LEFT_OUT_FILES or name.startswith(LEFT_OUT_PREFIXES):
+                continue
+            if path.is_file() and (size := path.stat().st_size):
+                found.append((path.relative_to(root).as_posix(), size))
+    if not found:
+        raise BadInput(f"this Python's standard library {root} holds no .py sources; use another Python")
+    return sorted(found)
+
+
+def stdlib_key(files: Sequence[tuple[str, int]]) -> str:
+    """Return 12 hexadecimal digits for this Python's version, its source files and how they are split."""
+    identity = [platform.python_implementation(), platform.python_version(), STDLIB_VALIDATION_ONE_IN, files]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
+
+
+def stdlib_split(path: str) -> str:
+    """Return ``"val"`` or ``"train"`` for a relative POSIX path; nothing but the path decides."""
+    return "val" if hash_of(path.encode()) % STDLIB_VALIDATION_ONE_IN == 0 else "train"
+
+
+def stdlib_documents(files: Iterable[tuple[str, int]]) -> Iterator[tuple[str, bytes]]:
+    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order."""
+    for name, _ in files:
+        path = stdlib_root() / name
+        try:
+            yield stdlib_split(name), path.read_bytes()
+        except OSError as error:
+            raise BadInput(f"source file {path} cannot be read ({error.strerror})") from None
+
+
+def hash_of(content: bytes) -> int:
+    """Return the first 64 bits of the SHA-256 of ``content``."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+
+
+def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
+    """Return (name, path) of each text file among ``inputs``, in their order, none twice.
+
+    A folder stands for the files below it that end in one of ``TEXT_ENDINGS``, sorted by relative POSIX path;
+    hidden ones and other endings are passed over. The name is relative to the folder, or the file's own.
+    Raises BadInput for a missing input, an unknown ending and a folder without text files.
+    """
+    found: dict[str, tuple[str, Path]] = {}
+    for given in inputs:
+        try:
+            names = _names(given)
+        except OSError as error:
+            raise BadInput(f"input {given} cannot be read ({error.strerror})") from None
+        for name in names:
+            path = given / name
+            found.setdefault(os.path.realpath(path), (name or given.name, path))
+    if not found:
+        raise BadInput(f"no input was given; name a {_endings()} file or a folder of them")
+    return list(found.values())
+
+
+def _endings() -> str:
+    return f"{', '.join(TEXT_ENDINGS[:-1])} or {TEXT_ENDINGS[-1]}"
+
+
+def _names(given: Path) -> list[str]:
+    """Return the relative paths of the text files that ``given`` stands for; a file's own is empty."""
+    if given.is_dir():
+        names = sorted(_below(given))
+        if not names:
+            raise BadInput(f"input folder {given} holds no {_endings()} file")
+        return names
+    if not given.exists():
+        raise BadInput(f"input {given} does not exist; give a {_endings()} file or a folder of them")
+    if not given.is_file():
+        raise BadInput(f"input {given} is neither a file nor a folder; save it to a file first")
+    if not given.name.endswith(TEXT_ENDINGS):
+        raise BadInput(f"input {given} has an unknown ending; expected {_endings()}")
+    return [""]
+
+
+def _below(root: Path) -> Iterator[str]:
+    def stop(error: OSError) -> None:
+        raise error
+
+    for folder, folders, names in os.walk(root, onerror=stop):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.endswith(TEXT_ENDINGS) and not name.startswith("."):
+                yield Path(folder, name).relative_to(root).as_posix()
+
+
+def text_documents(path: Path) -> Iterator[bytes]:
+    """Yield the documents of one text file as UTF-8, holding one document in memory at a time.
+
+    ``.jsonl``: the string field ``text`` of each line; blank lines are skipped. ``.txt``: the whole file is
+    one document, to the byte; but if it holds ``<|endoftext|>``, the documents are what lies between these,
+    without surrounding white space. Either may be compressed (``.xz``). Raises BadInput with the line or the
+    byte offset (in the decompressed text) of what cannot be read.
+    """
+    split = _lines if path.name.removesuffix(".xz").endswith(".jsonl") else _texts
+    try:
+        with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
+            for document in split(path, file):
+                if document:
+                    yield document
+    except (lzma.LZMAError, EOFError) as error:
+        raise BadInput(f"{path} is corrupt or not xz ({error}); fetch or compress it again") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def text_hashes(files: Sequence[tuple[str, Path]]) -> NDArray[np.uint64]:
+    """Return :func:`hash_of` each document in ``files`` as uint64, reading and so checking all of them."""
+    found = (hash_of(document) for _, path in files for document in text_documents(path))
+    return np.fromiter(found, np.uint64)
+
+
+def text_threshold(hashes: NDArray[np.uint64], fraction: float | None) -> int:
+    """Return the largest hash that a validation document has, for the given ``fraction`` of the documents.
+
+    The documents with the smallest hashes validate: what decides is their contents, not where they lie, and
+    equal documents stay together. They are ``fraction`` of the distinct documents, at least one and never
+    all. Without a fraction they are 1 %, but not fewer than 32 or a tenth of all, whichever is less, since a
+    handful of documents is a noisy measure. Raises BadInput when there are not two distinct documents.
+    """
+    distinct = np.unique(hashes)
+    count = distinct.size
+    if count < 2:
+        found = "no documents" if count == 0 else "one document, or copies of one"
+        raise BadInput(f"the input holds {found}; expected two or more, one to train on and one to validate")
+    if fraction is None:
+        wanted = max(round(VAL_FRACTION * count), min(VAL_DOCUMENTS, count // 10))
+    else:
+        wanted = round(fraction * count)
+    return int(distinct[min(max(wanted, 1), count - 1) - 1])
+
+
+def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
+    """Return the number of ``files``, their bytes, one SHA-256 of names and contents, and the first names."""
+    digest, size = hashlib.sha256(), 0
+    for name, path in files:
+        try:
+            digest.update(f"{sha256_of(path)}  {name}\n".encode())
+            size += path.stat().st_size
+        except OSError as error:
+            raise BadInput(f"{path} cannot be read ({error.strerror})") from None
+    names = [name for name, _ in files[:NAMES_KEPT]]
+    return {"files": len(files), "bytes": size, "sha256": digest.hexdigest(), "names": names}
+
+
+def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            where = f"line {number} of {path}"
+            text = _checked(path, line, offset)
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise BadInput(f"{where} is not JSON ({error}); expected one object a line") from None
+            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                raise BadInput(f'{where} lacks the string field "text"; expected {{"text": "..."}}')
+            try:
+                yield record["text"].encode()
+            except UnicodeEncodeError:
+                raise BadInput(f'{where} has half a surrogate pair in "text"') from None
+        offset += len(line)
+
+
+def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    held = bytearray()
+    offset = searched = 0  # of held's first byte in the file; of the first byte of held not yet searched
+    separated = False
+    while block := file.read(BLOCK_BYTES):
+        held += block
+        while (end := held.find(SEPARATOR, searched)) >= 0:
+            document = bytes(held[:end])
+            _checked(path, document, offset)
+            yield document.strip()
+            separated = True
+            del held[: end + len(SEPARATOR)]
+            offset += end + len(SEPARATOR)
+            searched = 0
+        searched = max(0, len(held) - len(SEPARATOR) + 1)
+    document = bytes(held)
+    _checked(path, document, offset)
+    yield document.strip() if separated else document
+
+
+def _checked(path: Path, content: bytes, offset: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None

@@ -1,0 +1,50 @@
+"""Bad input is one sentence on stderr and exit code 2; this file is where that promise is kept."""
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+
+class BadInput(Exception):
+    """The user gave something that cannot work.
+
+    Its text is one sentence that names what and where, what was expected, what was found and what to do.
+    """
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+@contextmanager
+def as_sentences() -> Iterator[None]:
+    """Turn :class:`BadInput` into its sentence and exit code 2, and Ctrl-C into exit code 130."""
+    try:
+        yield
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run_script(main: Callable[[], int | None]) -> None:
+    """Call a script's ``main`` under :func:`as_sentences` and exit with what it returns."""
+    with as_sentences():
+        sys.exit(main() or 0)
+
+
+def writable_folder(path: str | os.PathLike[str], what: str) -> None:
+    """Create folder ``path`` if needed and raise :class:`BadInput` when files cannot be made in it."""
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as error:
+        raise BadInput(
+            f"{what} {os.fspath(path)} cannot be created ({error.strerror}); choose a folder you can write to"
+        ) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise BadInput(f"{what} {os.fspath(path)} is read-only; choose a folder you can write to")

@@ -1,0 +1,36 @@
+"""The small parts of a block: normalisation, rotary positions, squared ReLU."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array) -> jax.Array:
+    """Divide by the root mean square over the last axis; no gain. fp32 inside, ``x``'s shape and dtype out.
+
+    Used before every sub-layer, before the head, and on queries and keys (QK-norm), as in modded-nanogpt.
+    """
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6)
+    return (x32 * scale).astype(x.dtype)
+
+
+def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
+    """Rotate the first half of each head by position (RoPE), channel c paired with channel c + K/2.
+
+    Half-truncated as in modded-nanogpt: of K/2 frequencies the first K/4 fall from 1 to 1/``base``, the others
+    are 0, so half of the channels carry no position. Same shape and dtype out.
+    """
+    _, length, _, width = x_BTHK.shape
+    turning = width // 4
+    frequency = (1.0 / base) ** jnp.linspace(0.0, 1.0, turning, dtype=jnp.float32)
+    frequency = jnp.concatenate([frequency, jnp.zeros(width // 2 - turning, jnp.float32)])
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
+
+
+def relu_squared(x: jax.Array) -> jax.Array:
+    """Return ``max(x, 0) ** 2`` (So et al. 2021, Primer)."""
+    return jnp.square(jnp.maximum(x, 0))

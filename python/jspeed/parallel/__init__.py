@@ -1,0 +1,1 @@
+"""Meshes, layouts and shardings: how one program covers one device or many."""

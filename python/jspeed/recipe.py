@@ -1,0 +1,250 @@
+"""What a recipe is: a table of parameters, a list of stages, three functions, and the numbers that follow from them."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jspeed.errors import BadInput
+
+Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter array before it exists: this table row gives its start, its sharding and its optimizer.
+
+    ``axes`` names each dimension; a layout maps these names to mesh axes. Two names carry meaning of their own:
+    a ``layer`` or ``matrix`` axis stacks matrices of one shape in a bank, and an array with a ``token`` axis is
+    a table whose rows are looked up, so it costs no matrix-multiplication FLOPs. The last two axes of a matrix
+    are (in, out): it is used as ``x @ w``.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: Init
+    group: str
+    dtype: Any = jnp.float32
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of steps that share every array shape, so that one executable serves them all.
+
+    ``lane_len`` and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in one lane. ``windows`` holds
+    one attention window per layer: how many tokens a query sees, itself included; an empty tuple means the whole
+    lane before it.
+    """
+
+    steps: int
+    lane_len: int
+    max_doc_len: int | None = None
+    max_docs: int | None = None
+    windows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Context:
+    """What ``forward`` and ``loss`` may know besides parameters and tokens; all of it fixed at compile time."""
+
+    stage: Stage
+    training: bool
+
+
+@dataclass(frozen=True)
+class Data:
+    """Which token shards a recipe reads and how batches are cut from them.
+
+    ``name`` is ``stdlib`` (prepared on first use) or ``fineweb`` (any folder of FineWeb-format shards). Ids in
+    the shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
+    contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
+    """
+
+    name: str
+    vocab_size: int
+    bos_id: int
+    align: str | None = None
+    shuffle_block: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it ``RECIPE``.
+
+    ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT, targets_BT,
+    weights_BT, ctx)`` returns the weighted sum of the token losses (a scalar with a gradient) and the losses
+    themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax transformation over the
+    whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
+    devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``.
+    """
+
+    name: str
+    parent: str | None
+    track: str
+    data: Data
+    target_loss: float
+    parameters: Mapping[str, Any]
+    forward: Callable[..., jax.Array]
+    loss: Callable[..., tuple[jax.Array, jax.Array]]
+    optimizer: Callable[[], optax.GradientTransformation]
+    stages: tuple[Stage, ...]
+    lanes: int
+    eval_every: int
+    eval_tokens: int
+    eval_len: int
+    attention_width: int
+    layers: int
+    schedules: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all stages together."""
+        return sum(stage.steps for stage in self.stages)
+
+    def tokens_per_step(self, stage: Stage) -> int:
+        """Tokens in one global batch of ``stage``."""
+        return self.lanes * stage.lane_len
+
+    @property
+    def tokens(self) -> int:
+        """Training tokens of the whole run."""
+        return sum(stage.steps * self.tokens_per_step(stage) for stage in self.stages)
+
+    def validate(self) -> None:
+        """Raise :class:`BadInput` when the parts do not fit together."""
+        for path, spec in leaves(self.parameters):
+            if len(spec.axes) != len(spec.shape):
+                raise BadInput(
+                    f"recipe {self.name}: parameter {path} has shape {spec.shape} but names {len(spec.axes)} axes "
+                    f"{spec.axes}; give one name for each dimension"
+                )
+        if not self.stages:
+            raise BadInput(f"recipe {self.name}: STAGES is empty; a recipe needs at least one Stage")
+        for number, stage in enumerate(self.stages, 1):
+            if stage.steps < 1 or stage.lane_len < 1:
+                raise BadInput(
+                    f"recipe {self.name}: stage {number} has {stage.steps} steps of {stage.lane_len} tokens a lane; "
+                    "both must be at least 1"
+                )
+            if stage.windows and len(stage.windows) != self.layers:
+                raise BadInput(
+                    f"recipe {self.name}: stage {number} lists {len(stage.windows)} attention windows for "
+                    f"{self.layers} layers; give one for each layer"
+                )
+        block = self.data.shuffle_block
+        for stage in self.stages:
+            if block and block % stage.lane_len:
+                raise BadInput(
+                    f"recipe {self.name}: shuffle block of {block} tokens is not a multiple of the lane length "
+                    f"{stage.lane_len}; change one of them"
+                )
+        if self.lanes < 1 or self.eval_len < 1 or self.eval_tokens < self.eval_len:
+            raise BadInput(
+                f"recipe {self.name}: found lanes={self.lanes}, eval_tokens={self.eval_tokens}, "
+                f"eval_len={self.eval_len}; all must be positive and eval_tokens at least eval_len"
+            )
+
+
+def leaves(parameters: Mapping[str, Any]) -> list[tuple[str, ParamSpec]]:
+    """Return (slash-joined path, spec) for every row of a parameter table, in pytree order."""
+    flat, _ = jax.tree.flatten_with_path(parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return [("/".join(str(key.key) for key in path), spec) for path, spec in flat]
+
+
+def map_specs(function: Callable[[ParamSpec], Any], parameters: Mapping[str, Any]) -> Any:
+    """Apply ``function`` to every row of a parameter table and keep the tree."""
+    return jax.tree.map(function, parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def groups(parameters: Mapping[str, Any]) -> Any:
+    """Return the tree of optimizer group names that ``optax.partition`` takes."""
+    return map_specs(lambda spec: spec.group, parameters)
+
+
+def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
+    """Draw every parameter, each from a key of its own (folded in by its place in the table)."""
+    specs, tree = jax.tree.flatten(parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
+    arrays = [s.init(jax.random.fold_in(key, n), s.shape, s.dtype) for n, s in enumerate(specs)]
+    return jax.tree.unflatten(tree, arrays)
+
+
+def parameter_count(parameters: Mapping[str, Any]) -> int:
+    """Number of stored parameters."""
+    return sum(spec.size for _, spec in leaves(parameters))
+
+
+def matmul_parameters(parameters: Mapping[str, Any]) -> int:
+    """Number of parameters that multiply every token: all matrices but the looked-up tables."""
+    return sum(s.size for _, s in leaves(parameters) if len(s.shape) >= 2 and "token" not in s.axes)
+
+
+def mean_context(stage: Stage, window: int | None) -> float:
+    """Mean number of keys a query sees in a lane cut into pieces of ``max_doc_len`` (causal, itself included)."""
+    length = min(stage.lane_len, stage.max_doc_len or stage.lane_len)
+    window = min(window or length, length)
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def flops_per_token(recipe: Recipe, stage: Stage) -> float:
+    """Training FLOPs per token, forward and backward: 6 per matmul parameter + 12 x width x keys seen, per layer.
+
+    The attention term counts two matmuls (scores, values) of 2 x width FLOPs per key, three times (forward and
+    two in the backward pass), for the keys that the causal mask and the window leave.
+    """
+    windows = stage.windows or (None,) * recipe.layers
+    attention = sum(12 * recipe.attention_width * mean_context(stage, window) for window in windows)
+    return 6 * matmul_parameters(recipe.parameters) + attention
+
+
+def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran one recipe."""
+    text = json.dumps({"fields": dict(fields), "source": source}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
+    """Return the derived numbers as (name, formula, value) for the start of a run."""
+    rows = [
+        (
+            "parameters",
+            " + ".join(f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)),
+            f"{parameter_count(recipe.parameters):,}",
+        )
+    ]
+    for number, stage in enumerate(recipe.stages, 1):
+        label = f"stage {number}" if len(recipe.stages) > 1 else "batch"
+        rows.append(
+            (
+                label,
+                f"{stage.steps} steps x {recipe.lanes} lanes x {stage.lane_len} tokens",
+                f"{recipe.tokens_per_step(stage):,} tokens/step",
+            )
+        )
+    rows.append(("tokens", "sum of steps x tokens/step", f"{recipe.tokens:,}"))
+    flops = flops_per_token(recipe, recipe.stages[-1])
+    rows.append(
+        ("FLOPs/token", "6 x matmul parameters + 12 x width x keys seen x layers", f"{flops / 1e6:.2f} M")
+    )
+    total = sum(s.steps * recipe.tokens_per_step(s) * flops_per_token(recipe, s) for s in recipe.stages)
+    rows.append(("FLOPs", "tokens x FLOPs/token", f"{total / 1e12:.2f} T"))
+    rows.append(
+        ("target", f"mean over the first {recipe.eval_tokens:,} validation tokens", f"{recipe.target_loss} nats")
+    )
+    return rows
+
+
+def replace(recipe: Recipe, **changes: Any) -> Recipe:
+    """Return a copy of ``recipe`` with other values for some of its attributes."""
+    return dataclasses.replace(recipe, **changes)

@@ -1,0 +1,184 @@
+"""Pictures of the loss against the training clock, as SVG files that are the same bytes for the same run."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jspeed.files import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# (timed seconds, loss in nats per token); a loss that was not finite is None or NaN.
+Points = Sequence[tuple[float, float | None]]
+Line = tuple[str, Any, Any, dict[str, Any]]  # label, seconds, losses, matplotlib's style
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow (too pale on white).
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+INK, PALE = "#333333", "#DDDDDD"
+DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+TRAIN_POINTS = 400  # more than this many cannot be told apart at the width of the picture
+
+
+def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, title: str) -> None:
+    """Draw one run to ``path``: training loss (thin), validation loss (points) and the target (dashed).
+
+    ``train`` and ``val`` are (timed seconds, nats per token) in order of time and may be empty; None or NaN,
+    as a diverged run leaves them, breaks the line. Long training curves are averaged over neighbouring steps,
+    and the legend says over how many. The first steps may leave through the top: see :func:`_loss_limits`.
+
+    Raises OSError when ``path`` cannot be written.
+    """
+    lines: list[Line] = []
+    if len(train):
+        seconds, losses, group = _averaged(*_arrays(train))
+        label = f"train, mean of {group} steps" if group > 1 else "train"
+        lines.append((label, seconds, losses, {"color": COLOURS[0], "linewidth": 0.8, "alpha": 0.45}))
+    if len(val):
+        seconds, losses = _arrays(val)
+        style = {"color": COLOURS[0], "linewidth": 1.6, "marker": "o", "markersize": 4.0}
+        lines.append((f"validation, {_last(losses)}", seconds, losses, style))
+    _draw(path, lines, target, title)
+
+
+def curves_svg(path: Path, runs: Mapping[str, Points], target: float | None, title: str) -> None:
+    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one picture."""
+    lines: list[Line] = []
+    for index, (label, points) in enumerate(runs.items()):
+        seconds, losses = _arrays(points)
+        turn, colour = divmod(index, len(COLOURS))
+        style = {
+            "color": COLOURS[colour],
+            "linestyle": DASHES[turn % len(DASHES)],
+            "linewidth": 1.4,
+            "marker": "o",
+            "markersize": 3.0,
+        }
+        lines.append((f"{label}, {_last(losses)}", seconds, losses, style))
+    _draw(path, lines, target, title)
+
+
+def _draw(path: Path, lines: list[Line], target: float | None, title: str) -> None:
+    # Imported here because it takes a second, which a run without a picture should not pay. A bare Figure
+    # needs neither a display nor pyplot's global state.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # the user's own style would make other bytes
+        # Text stays text: readable in the file, searchable on the page, small.
+        matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
+        figure = Figure(figsize=(7.2, 4.2), layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        for _, seconds, losses, style in lines:
+            axes.plot(seconds, losses, zorder=3 if "marker" in style else 2, **style)
+        hidden = _set_limits(axes, lines, target)
+        if target is not None:
+            axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+            # At the left the curves are still high above the target, so that nothing lies under its label.
+            axes.annotate(
+                f"target {target:g}",
+                (0, target),
+                xycoords=("axes fraction", "data"),
+                xytext=(6, 3),
+                textcoords="offset points",
+                color=INK,
+                fontsize=9,
+            )
+        axes.set_title(_printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
+        axes.set_xlabel("timed seconds", color=INK)
+        axes.set_ylabel("loss (nats per token)", color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#999999")
+        axes.tick_params(color="#999999", labelcolor=INK)
+        axes.grid(axis="y", color=PALE, linewidth=0.6)
+        axes.set_axisbelow(True)
+        if lines:
+            # Labels are set afterwards: matplotlib would drop one that begins with an underscore.
+            legend = axes.legend(
+                axes.lines[: len(lines)],
+                ["-"] * len(lines),
+                loc="upper right",
+                fontsize=9,
+                title=hidden,
+                title_fontsize=8,
+                alignment="left",
+                labelcolor=INK,
+                facecolor="white",
+                edgecolor="none",
+                framealpha=0.8,
+            )
+            legend.get_title().set_color(INK)
+            for text, (label, *_) in zip(legend.get_texts(), lines, strict=True):
+                text.set_parse_math(False)
+                text.set_text(_printable(label))
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
+    write_whole(path, buffer.getvalue())
+
+
+def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | None:
+    """Set what the axes show; return a sentence about what they do not show, if anything."""
+    right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
+    axes.set_xlim(-0.01 * right, 1.02 * right)  # room for half a marker at either end
+    low, high = _loss_limits([(times, losses) for _, times, losses, _ in lines], target)
+    axes.set_ylim(low, high)
+    highest = max((float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low)
+    return f"not shown: losses up to {highest:.4g}" if highest > high else None
+
+
+def _loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
+    """Return the lowest and the highest loss to show.
+
+    The first seconds fall from the loss of a guess and would squash everything that matters. What a curve
+    does for nine tenths of the time is shown; what is far above that leaves through the top.
+    """
+    lows, bulks, tops = ([] if target is None else [target] for _ in range(3))
+    for seconds, losses in curves:
+        keep = np.isfinite(losses)
+        if not keep.any():
+            continue
+        seconds, losses = seconds[keep], losses[keep]
+        evenly = np.interp(np.linspace(seconds[0], seconds[-1], 400), seconds, losses)
+        lows.append(float(losses.min()))
+        bulks.append(float(np.percentile(evenly, 90)))
+        tops.append(float(losses.max()))
+    if not lows:
+        return 0.0, 1.0
+    low, bulk, top = min(lows), max(bulks), max(tops)
+    high = top if top - low < 2.0 * (bulk - low) else bulk + 0.25 * (bulk - low)
+    margin = 0.06 * (high - low) or 0.05 * max(1.0, abs(low))
+    return low - margin, high + margin
+
+
+def _arrays(points: Points) -> tuple[Any, Any]:
+    """Return times and losses as float64 arrays, with NaN for a loss that is not there."""
+    seconds = np.array([float(t) for t, _ in points], dtype=np.float64)
+    losses = np.array([math.nan if loss is None else float(loss) for _, loss in points], dtype=np.float64)
+    return seconds, np.where(np.isfinite(losses), losses, math.nan)
+
+
+def _averaged(seconds: Any, losses: Any) -> tuple[Any, Any, int]:
+    """Return means over neighbours so that at most TRAIN_POINTS remain, and over how many points each is."""
+    group = max(1, math.ceil(len(losses) / TRAIN_POINTS))
+    starts = range(0, len(losses), group)
+    return (
+        np.array([seconds[i : i + group].mean() for i in starts]),
+        np.array([losses[i : i + group].mean() for i in starts]),  # NaN in a group makes the group NaN: a gap
+        group,
+    )
+
+
+def _last(losses: Any) -> str:
+    if not len(losses):
+        return "no points"
+    return f"last {losses[-1]:.3f}" if math.isfinite(losses[-1]) else "diverged"
+
+
+def _printable(text: str) -> str:
+    """Return ``text`` without the control characters that XML does not allow."""
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -1,0 +1,104 @@
+"""What a run says: derived numbers at the start, a progress bar or plain lines, one sentence at the end."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from jspeed.run.clock import now
+
+
+def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print every derived number as name, value and formula."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", style="bold")
+    table.add_column(style="dim")
+    for name, formula, value in rows:
+        table.add_row(Text(name), Text(value), Text(formula))
+    console.print(table)
+
+
+class Display:
+    """Shows training as a bar on a terminal, else as a plain line for about every twentieth step.
+
+    Use as a context manager; :meth:`step` and :meth:`validation` take what the loop has just learned.
+    """
+
+    def __init__(self, console: Console, steps: int, bar: bool) -> None:
+        self._console, self._steps = console, steps
+        self._every = max(1, steps // 20)
+        self._last = now(), 0
+        self._rate = 0.0
+        self._progress: Progress | None = None
+        if bar and console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"),
+                BarColumn(),
+                TextColumn("{task.fields[text]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+                console=console,
+                refresh_per_second=2,
+            )
+            self._task = self._progress.add_task("training", total=steps, text="")
+
+    def __enter__(self) -> Self:
+        if self._progress:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress:
+            self._progress.stop()
+
+    def step(self, step: int, loss: float, tokens: int) -> None:
+        """Show training loss (nats per token) after ``step`` steps and ``tokens`` tokens."""
+        moment = now()
+        if moment - self._last[0] > 1 or step == self._steps:
+            self._rate = (tokens - self._last[1]) / max(moment - self._last[0], 1e-9)
+            self._last = moment, tokens
+        if self._progress:
+            text = f"loss {loss:.4f}  {self._rate:,.0f} tokens/s"
+            self._progress.update(self._task, completed=step, text=text)
+        elif step % self._every == 0 or step == self._steps:
+            self._console.print(f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s", highlight=False)
+
+    def validation(self, step: int, loss: float, seconds: float) -> None:
+        """Show validation loss at ``step`` and the timed seconds so far; the time since is not training time."""
+        self._console.print(
+            f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]  at {seconds:.1f} s timed", highlight=False
+        )
+        self._last = now(), self._last[1]
+
+
+def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
+    """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds and n."""
+    lines = []
+    timed = run["timed_seconds"] or math.inf
+    wait, dispatch = (run["host"][f"{name}_seconds"] / timed for name in ("data_wait", "dispatch"))
+    lines.append(f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]")
+    for name, verdict in run["probes"].items():
+        if not verdict["passed"]:
+            lines.append(f"[bold red]probe {name} failed: {escape(str(verdict))}; this run does not count[/]")
+    lines.append(f"[dim]{escape(str(run_dir))}: run.json, metrics.jsonl, loss.svg[/]")
+    ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"
+    loss, target = run["val_loss"], run["target_loss"]
+    if loss is None:
+        return [*lines, f"[bold]no final validation loss: {ended}, {run['timed_seconds']:.1f} s timed[/]"]
+    byte_tokens = run["data"]["tokenizer"] == "bytes"
+    unit = f"nats/byte ({loss / math.log(2):.3f} bits)" if byte_tokens else "nats/token"
+    line = (
+        f"{loss:.4f} {unit} {'<=' if loss <= target else '>'} {target} in {run['timed_seconds']:.1f} s timed; "
+        f"compile {run['compile_seconds']:.1f} s; n=1"
+    )
+    return [*lines, f"[bold]{line}{'' if run['status'] == 'finished' else '; ' + ended}[/]"]

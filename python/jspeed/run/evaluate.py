@@ -1,0 +1,64 @@
+"""Validation loss on a fixed set of tokens, the same whatever the batch size and the number of devices."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jspeed.data import Shards, TokenLoader
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import batch_rows
+from jspeed.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """The first ``tokens`` validation tokens as rows on the devices: uint16 ``[padded rows, eval_len + 1]``."""
+
+    rows: jax.Array
+    count: int
+    tokens: int
+
+
+def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
+    """Read the evaluation rows: uint16 ``[rows, eval_len + 1]``, contiguous, each row's last id only a target.
+
+    All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do.
+    """
+    wanted = recipe.eval_tokens // recipe.eval_len
+    loader = TokenLoader(
+        shards,
+        lanes=1,
+        lane_len=recipe.eval_len,
+        bos_id=recipe.data.bos_id,
+        vocab_size=recipe.data.vocab_size,
+        prefetch=0,
+    )
+    with loader:
+        rows = [np.array(batch.tokens[0]) for batch, _ in zip(loader, range(wanted), strict=False)]
+    if not rows:
+        raise BadInput(
+            f"the validation shards ({shards.num_tokens} tokens, first {shards.paths[0]}) are shorter than one "
+            f"evaluation row of {recipe.eval_len} tokens and its last target; give more validation text"
+        )
+    return np.stack(rows)
+
+
+def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
+    """Put the rows on the devices, with empty ones after them up to ``padded``."""
+    full = np.zeros((padded, rows.shape[1]), np.uint16)
+    full[: len(rows)] = rows
+    sharding = batch_rows(mesh)
+    array = jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
+    return ValidationSet(array, len(rows), len(rows) * recipe.eval_len)
+
+
+def validation_loss(
+    evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet
+) -> float:
+    """Return the mean loss in nats per token: fp32 within a row, float64 over rows."""
+    row_losses = jax.device_get(evaluate(params, validation.rows))
+    return float(np.mean(row_losses[: validation.count], dtype=np.float64))

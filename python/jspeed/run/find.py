@@ -1,0 +1,136 @@
+"""Find a recipe by name or path, read its file with fields replaced by ``--set``, and hash what came out."""
+
+import ast
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput, nearest
+from jspeed.recipe import Recipe, recipe_hash
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recipe, the file and source it was read from, its resolved fields and the ones ``--set`` changed."""
+
+    recipe: Recipe
+    path: Path
+    source: str
+    fields: dict[str, Any]
+    overrides: dict[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """Hash of source and resolved fields (see :func:`jspeed.recipe.recipe_hash`)."""
+        return recipe_hash(self.source, self.fields)
+
+
+def known_recipes() -> list[str]:
+    """Names of the recipes that come with jspeed."""
+    return sorted(path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py"))
+
+
+def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
+    """Read the recipe called ``name_or_path`` (a name, or a path that ends in ``.py``).
+
+    A *field* is a module-level ``NAME = literal`` with an upper-case name. ``sets`` are ``FIELD=VALUE`` texts;
+    the file is read as if those lines held the new values, so everything derived from them follows.
+    Raises :class:`BadInput` for an unknown name, a file that fails or has no RECIPE, an unknown field or a value
+    of another type.
+    """
+    path = _locate(name_or_path)
+    try:
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source, filename=str(path))
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise BadInput(f"recipe file {path} cannot be read as Python: {error}") from None
+    literals = _fields(tree)
+    fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
+    overrides = dict(_override(text, fields, path) for text in sets)
+    for name, value in overrides.items():
+        literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
+    ast.fix_missing_locations(tree)
+
+    module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
+    try:
+        exec(compile(tree, str(path), "exec"), module.__dict__)
+    except BadInput:
+        raise
+    except Exception as error:
+        line = _line_in(error, str(path))
+        raise BadInput(f"recipe file {path} fails at line {line}: {type(error).__name__}: {error}") from error
+    recipe = getattr(module, "RECIPE", None)
+    if not isinstance(recipe, Recipe):
+        raise BadInput(
+            f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {FOLDER / 'stdlib.py'} does"
+        )
+    recipe.validate()
+    return Found(recipe, path, source, fields | overrides, overrides)
+
+
+def _locate(name_or_path: str) -> Path:
+    if name_or_path.endswith(".py") or "/" in name_or_path:
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise BadInput(f"recipe file {path} does not exist; give the path of a recipe file or one of the names "
+                           f"{', '.join(known_recipes())}")
+        return path
+    path = FOLDER / f"{name_or_path.replace('-', '_')}.py"
+    if name_or_path not in known_recipes():
+        raise BadInput(
+            f"recipe '{name_or_path}' is unknown{nearest(name_or_path, known_recipes())}; "
+            f"known recipes: {', '.join(known_recipes())}; a file is given by its path, ending in .py"
+        )
+    return path
+
+
+def _fields(tree: ast.Module) -> dict[str, ast.Assign]:
+    fields = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            try:
+                ast.literal_eval(node.value)
+            except ValueError:
+                continue
+            if name.isupper():
+                fields[name] = node
+    return fields
+
+
+def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
+    name, equals, value_text = text.partition("=")
+    name = name.strip().upper().replace("-", "_")
+    if not equals or name not in fields:
+        raise BadInput(
+            f"--set {text}: {path.name} has no field '{name}'{nearest(name, fields)}; write FIELD=VALUE with one of "
+            f"{', '.join(fields)}"
+        )
+    old = fields[name]
+    try:
+        value = ast.literal_eval(value_text)
+    except (ValueError, SyntaxError):
+        value = value_text
+    if isinstance(old, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(old) and old is not None:
+        raise BadInput(
+            f"--set {text}: field {name} of {path.name} is of type {type(old).__name__} (now {old!r}) but "
+            f"{value_text!r} is {type(value).__name__}; give a {type(old).__name__}"
+        )
+    return name, value
+
+
+def _line_in(error: BaseException, filename: str) -> int | str:
+    line: int | str = "?"
+    trace = error.__traceback__
+    while trace:
+        if trace.tb_frame.f_code.co_filename == filename:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line

@@ -1,0 +1,94 @@
+"""After the clock has stopped: the final evaluation, the probes, run.json, the picture and the last line."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from jspeed.recipe import flops_per_token, parameter_count
+from jspeed.record import picture, schema
+from jspeed.run import console as say
+from jspeed.run import probes, provenance
+from jspeed.run.evaluate import validation_loss
+from jspeed.run.prepare import Setup
+from jspeed.run.step import State
+
+if TYPE_CHECKING:
+    from jspeed.run.train import Progress
+
+
+def finish(setup: Setup, progress: "Progress", state: State, loader: dict[str, Any], console: Console) -> int:
+    """Write the record of a run that has ended in whatever way, and return the exit code."""
+    recipe, clock = setup.recipe, progress.clock
+    verdicts: dict[str, probes.Verdict] = {}
+    if progress.status in ("finished", "stopped"):
+        with clock.section("final evaluation"):
+            loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
+        progress.validated(loss)
+        with clock.section("probes"):
+            verdicts = probes.run_all(setup, state, loss)
+    val_loss = None
+    if progress.status in ("finished", "stopped"):
+        val_loss = progress.curve[-1]["val_loss"]
+    valid = all(verdict["passed"] for verdict in verdicts.values())
+    reached = val_loss is not None and val_loss <= recipe.target_loss and valid
+    with clock.section("picture"):
+        points = [(point["timed_seconds"], point["val_loss"]) for point in progress.curve]
+        title = f"{recipe.name}, seed {setup.options.seed}, {provenance.devices()['kind']}"
+        picture.loss_svg(
+            setup.run_dir / "loss.svg", train=progress.train, val=points, target=recipe.target_loss, title=title
+        )
+    run = {
+        "schema": schema.SCHEMA,
+        "recipe": recipe.name,
+        "recipe_hash": setup.found.hash,
+        "recipe_source": setup.found.path.name,
+        "fields": setup.found.fields,
+        "overrides": setup.found.overrides,
+        "parent": recipe.parent,
+        "track": recipe.track,
+        "seed": setup.options.seed,
+        "status": progress.status,
+        "reached": reached,
+        "target_loss": recipe.target_loss,
+        "val_loss": val_loss,
+        "timed_seconds": clock.timed_seconds,
+        "compile_seconds": clock.seconds("compile"),
+        "wall_seconds": clock.wall_seconds,
+        "started": setup.started,
+        "steps": progress.steps,
+        "planned_steps": recipe.steps,
+        "tokens": progress.tokens,
+        "parameters": parameter_count(recipe.parameters),
+        "flops_per_token": flops_per_token(recipe, recipe.stages[-1]),
+        "devices": provenance.devices(),
+        "mesh": dict(setup.mesh.shape),
+        "layout": setup.options.layout,
+        "micro_batch": setup.program.micro_tokens,
+        "data": {
+            "name": recipe.data.name,
+            "fingerprint": setup.shards.fingerprint,
+            "val_fingerprint": setup.val_shards.fingerprint,
+            "train_tokens": setup.shards.num_tokens,
+            "val_tokens": setup.validation.tokens,
+            "tokenizer": setup.manifest.get("tokenizer"),
+        },
+        "loader": loader,
+        "host": {
+            "data_wait_seconds": progress.data_wait_seconds,
+            "dispatch_seconds": progress.dispatch_seconds,
+        },
+        "ledger": clock.ledger,
+        "curve": progress.curve,
+        "probes": verdicts,
+        "versions": provenance.versions(),
+        "xla_flags": provenance.xla_flags(),
+        "git": provenance.git(Path(__file__).parent),
+    }
+    schema.write_run(setup.run_dir, run)
+    for line in say.closing(run, setup.run_dir):
+        console.print(line, soft_wrap=True)
+    if progress.status == "interrupted":
+        return 130
+    asked_for_less = progress.status == "stopped" and setup.options.steps == progress.steps
+    return 0 if reached or asked_for_less else 1

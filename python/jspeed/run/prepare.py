@@ -1,0 +1,163 @@
+"""Everything before the clock starts: recipe, devices, data, run directory, compiled program, warm-up, first state."""
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jspeed.data import Shards, find_split
+from jspeed.data.tokenise import prepare_stdlib
+from jspeed.errors import BadInput, writable_folder
+from jspeed.files import cache_folder, write_whole
+from jspeed.parallel.mesh import make_mesh, parse_mesh, replicated, request_cpu_devices
+from jspeed.recipe import Recipe, describe, replace
+from jspeed.run import console as say
+from jspeed.run import evaluate, provenance
+from jspeed.run.clock import Clock, utc_now
+from jspeed.run.find import Found, find
+from jspeed.run.step import Program, State, compile_program, micro_batches, use_compile_cache, warm_up
+
+RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; ``scripts/speedrun.py`` explains each."""
+
+    recipe: str
+    data: Path | None = None
+    seed: int = 1
+    steps: int | None = None
+    run_dir: Path | None = None
+    layout: str = "dp"
+    mesh: str | None = None
+    micro_batch: int | None = None
+    target_loss: float | None = None
+    max_minutes: float | None = None
+    sets: tuple[str, ...] = ()
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that is ready to start; ``recipe`` has the target that counts, ``state`` is the initial one."""
+
+    options: Options
+    found: Found
+    recipe: Recipe
+    mesh: Mesh
+    shards: Shards
+    val_shards: Shards
+    manifest: dict[str, Any]
+    run_dir: Path
+    started: str
+    program: Program
+    validation: evaluate.ValidationSet
+    state: State
+
+
+def prepare(options: Options, clock: Clock, console: Console) -> Setup:
+    """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
+    check_numbers(options)
+    found = find(options.recipe, options.sets)
+    recipe = found.recipe
+    if options.target_loss is not None:
+        recipe = replace(recipe, target_loss=options.target_loss)
+    axes = parse_mesh(options.mesh) if options.mesh else None
+    if axes:
+        request_cpu_devices(axes)
+    use_compile_cache()
+    mesh = make_mesh(axes)
+    parts = [micro_batches(recipe, stage, mesh, options.micro_batch) for stage in recipe.stages]
+    with clock.section("data"):
+        folder = data_folder(recipe, options.data, console)
+        shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
+        rows = evaluate.read_rows(val_shards, recipe)
+    run_dir, started = claim(options, recipe), utc_now()
+    try:
+        config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        config |= {"options": dataclasses.asdict(options)}
+        write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        devices = provenance.devices()
+        facts = [
+            ("recipe", f"{found.path}, hash {found.hash[:12]}", recipe.name),
+            *describe(recipe),
+            ("devices", f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}", str(devices["count"])),
+            ("accumulation", "lanes / devices / lanes at once", " then ".join(map(str, parts))),
+            ("data", str(folder), f"{shards.num_tokens:,} tokens"),
+        ]
+        say.opening(console, facts)
+        with clock.section("compile"):
+            program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows))
+        with clock.section("warm-up"):
+            validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
+            warm_up(program, recipe, mesh, validation.rows)
+        with clock.section("initial state"):
+            state = program.init(jax.device_put(np.uint32(options.seed), replicated(mesh)))
+            jax.block_until_ready(state)
+    except BaseException:
+        abandon(run_dir)
+        raise
+    manifest = read_manifest(folder)
+    return Setup(
+        options, found, recipe, mesh, shards, val_shards, manifest, run_dir, started, program, validation, state
+    )
+
+
+def check_numbers(options: Options) -> None:
+    """Raise :class:`BadInput` for counts that cannot be meant."""
+    for name in ("steps", "micro_batch", "max_minutes"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: must be more than 0")
+    if not 0 <= options.seed < 2**32:
+        raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
+
+
+def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
+    """Return the folder with the recipe's shards; prepares the standard library's where none is given."""
+    if given is not None:
+        return given
+    if recipe.data.name == "stdlib":
+        return prepare_stdlib()
+    folder = cache_folder() / "data" / recipe.data.name
+    if not folder.is_dir():
+        raise BadInput(
+            f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "
+            "shards of your own text with: python scripts/prepare.py text FILES --out DIR"
+        )
+    return folder
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the ``manifest.json`` beside the shards, or an empty dict where there is none."""
+    path = folder / "manifest.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON ({error}); prepare the folder again, or delete the file") from None
+
+
+def claim(options: Options, recipe: Recipe) -> Path:
+    """Create the run directory. Raises :class:`BadInput` if it cannot be written or already holds a run."""
+    name = f"{recipe.name}-{utc_now().replace(':', '').replace('-', '')}-seed{options.seed}"
+    run_dir = options.run_dir or Path("runs") / name
+    held = [file for file in RUN_FILES if (run_dir / file).exists()]
+    if held:
+        raise BadInput(f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away")
+    writable_folder(run_dir, "run directory")
+    return run_dir
+
+
+def abandon(run_dir: Path) -> None:
+    """Take back what :func:`claim` and :func:`prepare` made: their file, and the folder when nothing else is in it."""
+    (run_dir / "config.json").unlink(missing_ok=True)
+    if not any(run_dir.iterdir()):
+        shutil.rmtree(run_dir)

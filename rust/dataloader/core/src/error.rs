@@ -1,0 +1,265 @@
+//! Everything that can go wrong, each as one sentence: what, which file, expected, found, what to do.
+
+use std::fmt;
+use std::path::PathBuf;
+
+/// What is wrong with a shard's header or size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The file is shorter than a header; its size in bytes.
+    NoHeader(u64),
+    /// The first header word is not the magic number.
+    Magic(i32),
+    /// The second header word is not the version.
+    Version(i32),
+    /// The third header word, the token count, is zero or negative.
+    Count(i32),
+    /// The file ends before the last token.
+    Short {
+        /// Tokens that the header counts.
+        count: i32,
+        /// Size of the file in bytes.
+        size: u64,
+    },
+    /// The file goes on after the last token.
+    Long {
+        /// Tokens that the header counts.
+        count: i32,
+        /// Size of the file in bytes.
+        size: u64,
+    },
+}
+
+/// The one error of this crate. `offset` is in bytes from the start of the file unless it says tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Error {
+    /// An argument, or a call at the wrong time; the text is the whole sentence.
+    Argument {
+        /// The sentence.
+        message: String,
+    },
+    /// The operating system refused to open or read a shard.
+    Io {
+        /// The shard.
+        path: PathBuf,
+        /// Where the read began.
+        offset: u64,
+        /// The system's reason.
+        reason: String,
+    },
+    /// A file that is not a valid shard.
+    Format {
+        /// The shard.
+        path: PathBuf,
+        /// Where the fault lies.
+        offset: u64,
+        /// What it is.
+        fault: Fault,
+    },
+    /// A shard changed its size after it was validated.
+    Resized {
+        /// The shard.
+        path: PathBuf,
+        /// Where the read began.
+        offset: u64,
+        /// Size in bytes when the shard was validated.
+        was: u64,
+        /// Size in bytes now.
+        now: u64,
+    },
+    /// A shard was written to, or its disk failed, while it was read.
+    Changed {
+        /// The shard.
+        path: PathBuf,
+        /// Where the read began.
+        offset: u64,
+    },
+    /// A token id outside the vocabulary.
+    TokenRange {
+        /// The shard.
+        path: PathBuf,
+        /// Position in tokens, from the first token of the shard.
+        offset: usize,
+        /// The id found.
+        token: u16,
+        /// The size of the vocabulary.
+        vocab_size: u32,
+    },
+    /// A lane holds more documents than its table of offsets.
+    DocOverflow {
+        /// The shard in which the lane starts.
+        path: PathBuf,
+        /// Position in tokens at which the lane starts.
+        offset: usize,
+        /// The step, from 0.
+        step: u64,
+        /// The lane, counted over all processes.
+        lane: usize,
+        /// Documents in the lane.
+        found: usize,
+        /// The size of the table.
+        max_docs: usize,
+        /// The smallest table that this batch fits.
+        fits: usize,
+    },
+    /// A whole epoch went by without a single batch.
+    NoBatch {
+        /// The first shard.
+        path: PathBuf,
+        /// Position in tokens at which the search began.
+        offset: usize,
+        /// How many shards were searched.
+        shards: usize,
+        /// Lanes of a batch.
+        lanes: usize,
+        /// Tokens of a lane.
+        lane_len: usize,
+        /// The document marker that was looked for, when lanes start at documents.
+        bos_id: Option<u16>,
+    },
+    /// A saved state that belongs to other data or another configuration.
+    State {
+        /// The field that differs.
+        field: String,
+        /// What this loader has.
+        expected: String,
+        /// What the state has.
+        found: String,
+    },
+    /// The producer was told to stop; never shown to a user.
+    Stopped,
+}
+
+/// The families of errors that a caller may want to tell apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A wrong argument.
+    Argument,
+    /// A shard that cannot be opened or read.
+    Shard,
+    /// A file that is not a valid shard.
+    Format,
+    /// A shard that changed while it was in use.
+    Truncated,
+    /// A token id outside the vocabulary.
+    TokenRange,
+    /// More documents than the table holds.
+    DocOverflow,
+    /// A saved state that does not belong here.
+    State,
+}
+
+impl Error {
+    /// A wrong argument, with its whole sentence.
+    #[must_use]
+    pub fn argument(message: impl Into<String>) -> Self {
+        Self::Argument { message: message.into() }
+    }
+
+    /// The family of this error.
+    #[must_use]
+    pub fn kind(&self) -> Kind {
+        match self {
+            Self::Argument { .. } | Self::NoBatch { .. } | Self::Stopped => Kind::Argument,
+            Self::Io { .. } => Kind::Shard,
+            Self::Format { .. } => Kind::Format,
+            Self::Resized { .. } | Self::Changed { .. } => Kind::Truncated,
+            Self::TokenRange { .. } => Kind::TokenRange,
+            Self::DocOverflow { .. } => Kind::DocOverflow,
+            Self::State { .. } => Kind::State,
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Argument { message } => f.write_str(message),
+            Self::Io { path, offset, reason } => write!(
+                f,
+                "shard {} cannot be read at byte {offset} ({reason}); check the path and its permissions, or make \
+                 shards with `python scripts/prepare.py text FILES --out DIR`",
+                path.display()
+            ),
+            Self::Format { path, fault, .. } => write!(f, "shard {} {fault}", path.display()),
+            Self::Resized { path, offset, was, now } => write!(
+                f,
+                "shard {} had {was} bytes when it was opened and has {now} now, noticed while reading at byte \
+                 {offset}; restore it, and replace shards by renaming a finished file over them",
+                path.display()
+            ),
+            Self::Changed { path, offset } => write!(
+                f,
+                "shard {} was written to, or its disk failed, while it was read at byte {offset}; restore it, and \
+                 replace shards by renaming a finished file over them",
+                path.display()
+            ),
+            Self::TokenRange { path, offset, token, vocab_size } => write!(
+                f,
+                "shard {} holds token id {token} at token position {offset}, but vocab_size={vocab_size} allows \
+                 ids below {vocab_size} only; use the vocabulary the shard was made with or make the shard again",
+                path.display()
+            ),
+            Self::DocOverflow { path, offset, step, lane, found, max_docs, fits } => write!(
+                f,
+                "step {step}, lane {lane} (shard {}, token {offset}) holds {found} documents but \
+                 max_docs={max_docs}; set max_docs to at least {fits}, the most in a lane of this batch",
+                path.display()
+            ),
+            Self::NoBatch { path, shards, lanes, lane_len, bos_id, .. } => {
+                write!(f, "no batch of {lanes} lanes x {lane_len} tokens")?;
+                if let Some(bos_id) = bos_id {
+                    write!(f, " that start at a document (token {bos_id})")?;
+                }
+                write!(
+                    f,
+                    " fits into any of {shards} shard(s) from {}; use fewer lanes, a shorter lane_len or larger shards",
+                    path.display()
+                )
+            }
+            Self::State { field, expected, found } => write!(
+                f,
+                "the saved state differs in {field}: this loader has {expected}, the state has {found}; resume with \
+                 the data and settings that the state was saved with"
+            ),
+            Self::Stopped => f.write_str("the loader was stopped; make a new one"),
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use crate::header::{BYTES, MAGIC, VERSION, file_bytes};
+        const AGAIN: &str = "copy it again or make it with `python scripts/prepare.py`";
+        match self {
+            Self::NoHeader(size) => {
+                write!(f, "has {size} bytes, fewer than the {BYTES} bytes of a shard header; {AGAIN}")
+            }
+            Self::Magic(found) => write!(
+                f,
+                "is not a token shard: its first header word should be the magic number {MAGIC} but is {found}; {AGAIN}"
+            ),
+            Self::Version(found) => write!(
+                f,
+                "should be version {VERSION} (uint16 tokens) but its header says version {found}; {AGAIN}"
+            ),
+            Self::Count(0) => write!(f, "should hold at least one token but holds zero tokens; {AGAIN}"),
+            Self::Count(found) => {
+                write!(f, "should hold at least one token but its header counts {found}; {AGAIN}")
+            }
+            Self::Short { count, size } => write!(
+                f,
+                "is too short: its header counts {count} tokens, which take {} bytes, but the file has {size}; {AGAIN}",
+                file_bytes(*count)
+            ),
+            Self::Long { count, size } => write!(
+                f,
+                "has trailing bytes: its header counts {count} tokens, which take {} bytes, but the file has {size}; \
+                 {AGAIN}",
+                file_bytes(*count)
+            ),
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! A stream that runs ahead of its consumers: one thread, a bounded queue, and the state of what was delivered.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{Builder, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::buffer::{Batch, Pool};
+use crate::catalog::Catalog;
+use crate::config::{Arguments, Config};
+use crate::error::Error;
+use crate::lanes::{Item, Stream};
+use crate::reader::Backend;
+use crate::state::{self, Cursor, Value};
+use crate::stats::Stats;
+
+/// What [`Loader::next`] found.
+pub enum Next {
+    /// The next batch.
+    Batch(Batch),
+    /// There is none; every later call says so too.
+    End,
+    /// None was ready in time; call again with the same [`Wait`].
+    Pending,
+}
+
+/// One consumer's wait for one batch.
+pub struct Wait {
+    began: Instant,
+    found_empty: bool,
+}
+
+impl Default for Wait {
+    fn default() -> Self {
+        Self { began: Instant::now(), found_empty: false }
+    }
+}
+
+/// A stream of batches with a thread that makes them ahead. All methods may be called from any thread.
+pub struct Loader {
+    catalog: Arc<Catalog>,
+    config: Arc<Config>,
+    pool: Arc<Pool>,
+    backend: Backend,
+    shared: Arc<Shared>,
+    made_in: u32,
+}
+
+struct Shared {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Inner {
+    queue: VecDeque<Batch>,
+    /// Why no batch will follow the queue: the tokens dropped last, or an error.
+    end: Option<Result<u64, Error>>,
+    delivered: Cursor,
+    producer: Option<Producer>,
+    stats: Stats,
+    closed: bool,
+}
+
+enum Producer {
+    Thread { handle: JoinHandle<()>, stop: Arc<AtomicBool> },
+    Inline(Box<Stream>),
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    fn accept(&mut self, item: Result<Item, Error>) {
+        match item {
+            Ok(Item::Batch(batch)) => self.queue.push_back(batch),
+            Ok(Item::End { dropped }) => self.end = Some(Ok(dropped)),
+            Err(error) => self.end = Some(Err(error)),
+        }
+    }
+}
+
+impl Loader {
+    /// A loader at the start of its stream; nothing is read until [`Loader::start`] or [`Loader::next`].
+    #[must_use]
+    pub fn new(catalog: Arc<Catalog>, config: Config, backend: Backend) -> Self {
+        let pool = Pool::new(config.prefetch + 2);
+        let shared = Arc::new(Shared { inner: Mutex::default(), changed: Condvar::new() });
+        Self { catalog, config: Arc::new(config), pool, backend, shared, made_in: process::id() }
+    }
+
+    /// A loader for raw arguments.
+    ///
+    /// # Errors
+    /// As [`Config::new`].
+    pub fn open(catalog: Arc<Catalog>, arguments: &Arguments) -> Result<Self, Error> {
+        let config = Config::new(arguments, &catalog)?;
+        Ok(Self::new(catalog, config, Backend::default()))
+    }
+
+    /// What was checked and agreed on.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Begin to make batches; does nothing when that has begun.
+    ///
+    /// # Errors
+    /// The loader is closed, or the system has no more threads.
+    pub fn start(&self) -> Result<(), Error> {
+        self.check_process()?;
+        self.start_locked(&mut self.shared.lock())
+    }
+
+    /// Wait for the next batch, but not longer than `patience`.
+    ///
+    /// # Errors
+    /// The loader is closed, or its stream failed; the same error again on every later call.
+    pub fn next(&self, wait: &mut Wait, patience: Duration) -> Result<Next, Error> {
+        self.check_process()?;
+        let mut inner = self.shared.lock();
+        self.start_locked(&mut inner)?;
+        if inner.queue.is_empty() && inner.end.is_none() {
+            if let Some(Producer::Inline(stream)) = &mut inner.producer {
+                let item = stream.next_item();
+                inner.accept(item);
+            } else {
+                if !std::mem::replace(&mut wait.found_empty, true) {
+                    inner.stats.queue_empty += 1;
+                }
+                let idle = |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
+                inner = self
+                    .shared
+                    .changed
+                    .wait_timeout_while(inner, patience, idle)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+            }
+        }
+        if inner.closed {
+            return Err(closed());
+        }
+        if let Some(batch) = inner.queue.pop_front() {
+            inner.delivered = batch.after;
+            inner.stats.record(&batch, wait.began.elapsed());
+            self.shared.changed.notify_all();
+            return Ok(Next::Batch(batch));
+        }
+        match &mut inner.end {
+            None => Ok(Next::Pending),
+            Some(Err(error)) => Err(error.clone()),
+            Some(Ok(dropped)) => {
+                let dropped = std::mem::take(dropped);
+                inner.stats.dropped_tokens += dropped;
+                Ok(Next::End)
+            }
+        }
+    }
+
+    /// The state of the batches delivered so far.
+    #[must_use]
+    pub fn state(&self) -> Vec<(&'static str, Value)> {
+        let delivered = self.shared.lock().delivered;
+        state::save(&delivered, &self.config, &self.catalog)
+    }
+
+    /// Continue after the batches of a saved state.
+    ///
+    /// # Errors
+    /// [`Error::State`] when it belongs to other data or settings, or the loader is closed.
+    pub fn load_state(&self, fields: &[(String, Value)]) -> Result<(), Error> {
+        self.check_process()?;
+        let cursor = state::load(fields, &self.config, &self.catalog)?;
+        let stopped = {
+            let mut inner = self.shared.lock();
+            if inner.closed {
+                return Err(closed());
+            }
+            inner.delivered = cursor;
+            self.halt(&mut inner)
+        };
+        join(stopped);
+        Ok(())
+    }
+
+    /// Counters over the batches delivered so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        self.shared.lock().stats.clone()
+    }
+
+    /// Stop the thread and wait for it to end; batches already handed out stay valid. May be called twice.
+    pub fn close(&self) {
+        if self.made_in != process::id() {
+            return;
+        }
+        let stopped = {
+            let mut inner = self.shared.lock();
+            inner.closed = true;
+            self.halt(&mut inner)
+        };
+        join(stopped);
+    }
+
+    fn start_locked(&self, inner: &mut Inner) -> Result<(), Error> {
+        if inner.closed {
+            return Err(closed());
+        }
+        if inner.producer.is_some() {
+            return Ok(());
+        }
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut stream = Stream::new(
+            Arc::clone(&self.catalog),
+            Arc::clone(&self.config),
+            Arc::clone(&self.pool),
+            inner.delivered,
+            Arc::clone(&stop),
+            self.backend,
+        );
+        inner.producer = Some(if self.config.prefetch == 0 {
+            Producer::Inline(Box::new(stream))
+        } else {
+            let (shared, flag, depth) = (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
+            let handle = Builder::new()
+                .name("jspeed-loader".to_owned())
+                .spawn(move || produce(&mut stream, &shared, &flag, depth))
+                .map_err(|error| {
+                    Error::argument(format!(
+                        "the loader's thread cannot be started ({error}); use prefetch=0 or raise the limit on threads"
+                    ))
+                })?;
+            Producer::Thread { handle, stop }
+        });
+        Ok(())
+    }
+
+    /// Forget everything that was made ahead and tell the thread to stop; the caller joins it without the lock.
+    fn halt(&self, inner: &mut Inner) -> Option<JoinHandle<()>> {
+        inner.queue.clear();
+        inner.end = None;
+        let handle = match inner.producer.take() {
+            Some(Producer::Thread { handle, stop }) => {
+                stop.store(true, Ordering::Relaxed);
+                Some(handle)
+            }
+            _ => None,
+        };
+        self.shared.changed.notify_all();
+        handle
+    }
+
+    /// Threads and locks do not survive `fork`.
+    fn check_process(&self) -> Result<(), Error> {
+        let here = process::id();
+        if self.made_in == here {
+            return Ok(());
+        }
+        Err(Error::argument(format!(
+            "this loader was made in process {} and cannot be used in its fork {here}; make the loader in the child \
+             or start the child with spawn",
+            self.made_in
+        )))
+    }
+}
+
+impl std::fmt::Display for Loader {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Config { lanes, process_index, process_count, .. } = *self.config;
+        let step = self.shared.lock().delivered.step;
+        write!(
+            f,
+            "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}, at step {step})",
+            self.catalog.num_tokens()
+        )
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// The thread: it never holds the lock while it reads.
+fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize) {
+    loop {
+        let item = catch_unwind(AssertUnwindSafe(|| stream.next_item())).unwrap_or_else(|_| {
+            Err(Error::argument(
+                "the loader's thread panicked, which is a bug; report it with the text above",
+            ))
+        });
+        let full = |inner: &mut Inner| inner.queue.len() >= depth && !stop.load(Ordering::Relaxed);
+        let mut inner =
+            shared.changed.wait_while(shared.lock(), full).unwrap_or_else(PoisonError::into_inner);
+        if stop.load(Ordering::Relaxed) {
+            return;
+        }
+        inner.accept(item);
+        shared.changed.notify_all();
+        if inner.end.is_some() {
+            return;
+        }
+    }
+}
+
+fn join(thread: Option<JoinHandle<()>>) {
+    if let Some(thread) = thread {
+        // A panic in the thread was caught and reported there.
+        let _ = thread.join();
+    }
+}
+
+fn closed() -> Error {
+    Error::argument("the loader is closed; make a new one and give it the state of this one")
+}

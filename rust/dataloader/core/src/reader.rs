@@ -1,0 +1,269 @@
+//! Reading tokens of one shard without ever being killed by a file that shrank.
+//!
+//! Touching a mapped page beyond the end of its file raises SIGBUS, so every range is populated by
+//! `madvise(MADV_POPULATE_READ)` before it is touched; where the kernel has no such advice the shard is read by
+//! `pread` instead. A file that was cut inside its last page, or written in place, gives no signal at all:
+//! [`Reader::unchanged`] finds those by size and modification time and belongs after every copy.
+
+use std::fs::{File, Metadata};
+use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use memmap2::{Advice, Mmap};
+
+use crate::catalog::{Catalog, Shard, why};
+use crate::error::Error;
+use crate::{header, scan};
+
+/// Tokens made readable at a time when scanning: 256 KiB.
+const CHUNK: usize = 1 << 17;
+
+/// How shards are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Backend {
+    /// Mapped, with `pread` where the kernel lacks what that needs.
+    #[default]
+    Map,
+    /// Always `pread`.
+    Pread,
+}
+
+enum Source {
+    Map(Mmap),
+    Pread(Vec<u16>),
+}
+
+/// An open shard.
+pub struct Reader {
+    path: PathBuf,
+    file: File,
+    tokens: usize,
+    stamp: Stamp,
+    source: Source,
+    ready: Range<usize>,
+    bytes_read: u64,
+}
+
+#[derive(PartialEq, Eq)]
+struct Stamp {
+    size: u64,
+    modified: (i64, i64),
+}
+
+impl Stamp {
+    fn of(metadata: &Metadata) -> Self {
+        Self { size: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) }
+    }
+}
+
+impl Reader {
+    /// Open a shard that a [`Catalog`] has validated.
+    ///
+    /// # Errors
+    /// The file cannot be opened, or its size is no longer what the catalogue saw.
+    pub fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
+        let failed = |error: std::io::Error| io(&shard.path, 0, &error);
+        let file = File::open(&shard.path).map_err(failed)?;
+        let stamp = Stamp::of(&file.metadata().map_err(failed)?);
+        let was = byte(shard.tokens);
+        if stamp.size != was {
+            return Err(Error::Resized { path: shard.path.clone(), offset: 0, was, now: stamp.size });
+        }
+        // SAFETY: the mapping is read-only and private to this reader. Another process may still change the file:
+        // ranges are populated before they are touched and `unchanged` is called before a copy is used.
+        let map = if backend == Backend::Map { unsafe { Mmap::map(&file) }.ok() } else { None };
+        let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
+        Ok(Self {
+            path: shard.path.clone(),
+            file,
+            tokens: shard.tokens,
+            stamp,
+            source,
+            ready: 0..0,
+            bytes_read: 0,
+        })
+    }
+
+    /// Forget which tokens were found readable; call it at the start of every batch.
+    pub fn rewind(&mut self) {
+        self.ready = 0..0;
+    }
+
+    /// Borrow the tokens of `range`.
+    ///
+    /// # Errors
+    /// The file was truncated or cannot be read.
+    pub fn tokens(&mut self, range: Range<usize>) -> Result<&[u16], Error> {
+        self.make_ready(&range, range.end)?;
+        Ok(match &self.source {
+            Source::Map(map) => &body(map)[range],
+            Source::Pread(window) => &window[range.start - self.ready.start..range.end - self.ready.start],
+        })
+    }
+
+    /// Find the first `token` in `range`.
+    ///
+    /// # Errors
+    /// As [`Reader::tokens`], and [`Error::Stopped`] once `stop` is set.
+    pub fn find(
+        &mut self,
+        token: u16,
+        range: Range<usize>,
+        stop: &AtomicBool,
+    ) -> Result<Option<usize>, Error> {
+        let mut from = range.start;
+        while from < range.end {
+            if stop.load(Ordering::Relaxed) {
+                return Err(Error::Stopped);
+            }
+            let to = range.end.min(from + CHUNK);
+            self.make_ready(&(from..to), (from + CHUNK).min(self.tokens))?;
+            if let Some(at) = scan::find(self.tokens(from..to)?, token) {
+                return Ok(Some(from + at));
+            }
+            from = to;
+        }
+        Ok(None)
+    }
+
+    /// Check that the file still is the one that was opened: same size, not written to.
+    ///
+    /// # Errors
+    /// [`Error::Resized`] or [`Error::Changed`].
+    pub fn unchanged(&self) -> Result<(), Error> {
+        let offset = byte(self.ready.start);
+        let now = Stamp::of(&self.file.metadata().map_err(|error| io(&self.path, offset, &error))?);
+        if now.size != self.stamp.size {
+            return Err(Error::Resized {
+                path: self.path.clone(),
+                offset,
+                was: self.stamp.size,
+                now: now.size,
+            });
+        }
+        if now != self.stamp {
+            return Err(Error::Changed { path: self.path.clone(), offset });
+        }
+        Ok(())
+    }
+
+    /// Make `range` readable, and if that takes a system call, everything up to `ahead`.
+    fn make_ready(&mut self, range: &Range<usize>, ahead: usize) -> Result<(), Error> {
+        if range.start >= self.ready.start && range.end <= self.ready.end {
+            return Ok(());
+        }
+        if let Source::Map(map) = &self.source {
+            if !(self.ready.start..=self.ready.end).contains(&range.start) {
+                self.ready = range.start..range.start;
+            }
+            let (from, to) = (byte(self.ready.end), byte(ahead));
+            match map.advise_range(Advice::PopulateRead, index(from), index(to - from)) {
+                Ok(()) => {
+                    self.ready.end = ahead;
+                    self.bytes_read += to - from;
+                    return Ok(());
+                }
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+                    self.unchanged()?;
+                    return Err(Error::Changed { path: self.path.clone(), offset: from });
+                }
+                Err(_) => self.source = Source::Pread(Vec::new()),
+            }
+        }
+        self.read(range.start..ahead)
+    }
+
+    fn read(&mut self, range: Range<usize>) -> Result<(), Error> {
+        let offset = byte(range.start);
+        let mut bytes = vec![0; 2 * range.len()];
+        if let Err(error) = self.file.read_exact_at(&mut bytes, offset) {
+            self.unchanged()?;
+            return Err(io(&self.path, offset, &error));
+        }
+        self.bytes_read += bytes.len() as u64;
+        self.source =
+            Source::Pread(bytes.chunks_exact(2).map(|two| u16::from_le_bytes([two[0], two[1]])).collect());
+        self.ready = range;
+        Ok(())
+    }
+}
+
+/// The tokens of a mapped shard.
+fn body(map: &Mmap) -> &[u16] {
+    // SAFETY: any two bytes are a valid u16.
+    let (before, tokens, after) = unsafe { map[header::BYTES..].align_to() };
+    assert!(before.is_empty() && after.is_empty(), "a mapping starts at a page and has whole tokens");
+    tokens
+}
+
+/// The byte at which a token starts.
+fn byte(token: usize) -> u64 {
+    (header::BYTES + 2 * token) as u64
+}
+
+fn index(byte: u64) -> usize {
+    usize::try_from(byte).unwrap_or(usize::MAX)
+}
+
+fn io(path: &std::path::Path, offset: u64, error: &std::io::Error) -> Error {
+    Error::Io { path: path.to_owned(), offset, reason: why(error) }
+}
+
+/// The shards that are open: the last two that were used.
+pub struct Readers {
+    backend: Backend,
+    open: Vec<(usize, Reader)>,
+    opened: u64,
+    bytes_closed: u64,
+}
+
+impl Readers {
+    const MOST: usize = 2;
+
+    /// No shard is open yet.
+    #[must_use]
+    pub fn new(backend: Backend) -> Self {
+        Self { backend, open: Vec::new(), opened: 0, bytes_closed: 0 }
+    }
+
+    /// The reader of a shard, opened if need be; the one that was used least recently makes room for it.
+    ///
+    /// # Errors
+    /// As [`Reader::open`].
+    ///
+    /// # Panics
+    /// When the catalogue has no such shard.
+    pub fn get(&mut self, catalog: &Catalog, shard: usize) -> Result<&mut Reader, Error> {
+        if let Some(at) = self.open.iter().position(|(index, _)| *index == shard) {
+            let recent = self.open.remove(at);
+            self.open.push(recent);
+        } else {
+            if self.open.len() == Self::MOST {
+                self.bytes_closed += self.open.remove(0).1.bytes_read;
+            }
+            self.open.push((shard, Reader::open(&catalog.shards()[shard], self.backend)?));
+            self.opened += 1;
+        }
+        let last = self.open.len() - 1;
+        Ok(&mut self.open[last].1)
+    }
+
+    /// Call [`Reader::rewind`] on every open shard.
+    pub fn rewind(&mut self) {
+        self.open.iter_mut().for_each(|(_, reader)| reader.rewind());
+    }
+
+    /// How many times a shard was opened.
+    #[must_use]
+    pub fn opened(&self) -> u64 {
+        self.opened
+    }
+
+    /// Bytes read from all shards so far.
+    #[must_use]
+    pub fn bytes_read(&self) -> u64 {
+        self.bytes_closed + self.open.iter().map(|(_, reader)| reader.bytes_read).sum::<u64>()
+    }
+}

@@ -1,0 +1,132 @@
+//! Where a stream stands, as a few integers and strings that outlive the process.
+
+use crate::catalog::{Catalog, Fingerprint};
+use crate::config::{Config, Order, Stage};
+use crate::error::Error;
+
+/// The version of the state and of the order of every stream.
+pub const VERSION: i64 = 1;
+
+/// The position of a stream: everything that the next batch depends on besides data and configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Cursor {
+    /// Batches so far.
+    pub step: u64,
+    /// Pass over the data, from 0.
+    pub epoch: u64,
+    /// The shard; 0 in a shuffled stream.
+    pub shard: usize,
+    /// Token in the shard, or in the shuffled epoch.
+    pub offset: usize,
+}
+
+/// A field of a saved state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Value {
+    /// An integer.
+    Int(i64),
+    /// A string.
+    Text(String),
+}
+
+impl std::fmt::Display for Value {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Int(value) => write!(f, "{value}"),
+            Self::Text(value) => write!(f, "\"{value}\""),
+        }
+    }
+}
+
+impl From<&str> for Value {
+    fn from(value: &str) -> Self {
+        Self::Text(value.to_owned())
+    }
+}
+
+/// The fields of a state, in a fixed order.
+#[must_use]
+pub fn save(cursor: &Cursor, config: &Config, catalog: &Catalog) -> Vec<(&'static str, Value)> {
+    let mut fields = vec![
+        ("version", Value::Int(VERSION)),
+        ("step", Value::Int(int(cursor.step))),
+        ("epoch", Value::Int(int(cursor.epoch))),
+        ("shard", Value::Int(int(cursor.shard))),
+        ("offset", Value::Int(int(cursor.offset))),
+    ];
+    fields.extend(identity(config, catalog));
+    fields
+}
+
+/// Read a state back.
+///
+/// # Errors
+/// [`Error::State`] naming the first field that is missing, out of range or different here.
+pub fn load(fields: &[(String, Value)], config: &Config, catalog: &Catalog) -> Result<Cursor, Error> {
+    let get = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value);
+    let differs = |name: &str, expected: String| Error::State {
+        field: name.to_owned(),
+        expected,
+        found: get(name).map_or_else(|| "no such field".to_owned(), ToString::to_string),
+    };
+    let same = |name: &'static str, here: &Value| {
+        if get(name) == Some(here) { Ok(()) } else { Err(differs(name, here.to_string())) }
+    };
+    same("version", &Value::Int(VERSION))?;
+    for (name, here) in identity(config, catalog) {
+        same(name, &here)?;
+    }
+    let upto = |name: &str, high: i64| match get(name) {
+        Some(Value::Int(value)) if (0..=high).contains(value) => Ok(value.unsigned_abs()),
+        _ if high == i64::MAX => Err(differs(name, "an integer from 0".to_owned())),
+        _ => Err(differs(name, format!("an integer from 0 to {high}"))),
+    };
+    let place = |name: &str, high: usize| {
+        upto(name, int(high)).map(|value| usize::try_from(value).unwrap_or_default())
+    };
+    let shuffled = matches!(config.order, Order::Shuffled { .. });
+    let shard = place("shard", if shuffled { 0 } else { catalog.shards().len() - 1 })?;
+    let end = if shuffled { catalog.num_tokens() } else { catalog.shards()[shard].tokens };
+    Ok(Cursor {
+        step: upto("step", i64::MAX)?,
+        epoch: upto("epoch", i64::MAX)?,
+        shard,
+        offset: place("offset", end)?,
+    })
+}
+
+/// What a position means anything for: the data and every setting that the order of tokens depends on.
+fn identity(config: &Config, catalog: &Catalog) -> Vec<(&'static str, Value)> {
+    let align = if config.order == Order::Documents { "bos" } else { "none" };
+    let shuffle = match config.order {
+        Order::Shuffled { seed, block_tokens } => format!("seed {seed}, blocks of {block_tokens} tokens"),
+        _ => "none".to_owned(),
+    };
+    let schedule = config.stages.iter().map(describe).collect::<Vec<_>>().join(", ");
+    let mut fields = vec![
+        ("fingerprint", Value::from(catalog.fingerprint())),
+        ("lanes", Value::Int(int(config.lanes))),
+        ("align", Value::from(align)),
+        ("bos_id", Value::Int(config.bos_id.into())),
+        ("shuffle", Value::Text(shuffle)),
+        ("schedule", Value::Text(schedule)),
+    ];
+    let mut hash = Fingerprint::default();
+    for (name, value) in &fields[1..] {
+        hash.field(name.as_bytes());
+        hash.field(value.to_string().as_bytes());
+    }
+    fields.push(("config_hash", Value::Text(hash.hex())));
+    fields
+}
+
+fn describe(stage: &Stage) -> String {
+    let steps =
+        stage.steps.map_or_else(|| "any number of steps".to_owned(), |steps| format!("{steps} steps"));
+    let cut = stage.max_doc_len.map_or_else(String::new, |len| format!(" with documents cut at {len}"));
+    format!("{steps} of {} tokens{cut}", stage.lane_len)
+}
+
+fn int<T: TryInto<i64>>(value: T) -> i64 {
+    value.try_into().unwrap_or(i64::MAX)
+}

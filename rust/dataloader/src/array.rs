@@ -1,0 +1,124 @@
+//! Parts of a batch as read-only buffers, so that NumPy sees the memory itself and keeps it alive.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+use jspeed_dataloader_core as core;
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+
+/// Which part of a batch.
+#[derive(Clone, Copy)]
+pub enum Part {
+    /// `(rows, lane_len + 1)` uint16.
+    Tokens,
+    /// `(rows, lane_len)` uint16, all but the last column of the tokens.
+    Inputs,
+    /// `(rows, lane_len)` uint16, all but the first column of the tokens.
+    Targets,
+    /// `(rows, max_docs + 1)` int32.
+    DocOffsets,
+    /// `(rows,)` int32.
+    NumDocs,
+}
+
+/// A read-only buffer that owns a share of its batch.
+#[pyclass(frozen, module = "jspeed._dataloader")]
+pub struct Array {
+    _batch: Arc<core::Batch>,
+    start: *const c_void,
+    format: &'static CStr,
+    item: isize,
+    dimensions: c_int,
+    shape: [isize; 2],
+    strides: [isize; 2],
+}
+
+// SAFETY: `start` points into the memory of the batch, which is kept alive and never written again.
+unsafe impl Send for Array {}
+// SAFETY: as above; every access is a read.
+unsafe impl Sync for Array {}
+
+impl Array {
+    /// The NumPy array of a part of a batch.
+    pub fn numpy<'py>(py: Python<'py>, batch: &Arc<core::Batch>, part: Part) -> PyResult<Bound<'py, PyAny>> {
+        let array = Bound::new(py, Self::new(Arc::clone(batch), part))?;
+        py.import("numpy")?.call_method1("asarray", (array,))
+    }
+
+    fn new(batch: Arc<core::Batch>, part: Part) -> Self {
+        let (rows, lane_len) = (signed(batch.rows()), signed(batch.lane_len()));
+        let docs = signed(batch.max_docs().unwrap_or_default());
+        let tokens = batch.tokens();
+        let (start, format, item, row, columns): (*const c_void, _, _, _, _) = match part {
+            Part::Tokens => (tokens.as_ptr().cast(), c"H", 2, lane_len + 1, lane_len + 1),
+            Part::Inputs => (tokens.as_ptr().cast(), c"H", 2, lane_len + 1, lane_len),
+            Part::Targets => (tokens[1..].as_ptr().cast(), c"H", 2, lane_len + 1, lane_len),
+            Part::DocOffsets => (batch.doc_offsets().as_ptr().cast(), c"i", 4, docs + 1, docs + 1),
+            Part::NumDocs => (batch.num_docs().as_ptr().cast(), c"i", 4, 1, 1),
+        };
+        let dimensions = if matches!(part, Part::NumDocs) { 1 } else { 2 };
+        let (shape, strides) = ([rows, columns], [row * item, item]);
+        Self { _batch: batch, start, format, item, dimensions, shape, strides }
+    }
+
+    fn contiguous(&self) -> bool {
+        self.dimensions == 1 || self.strides[0] == self.shape[1] * self.item
+    }
+}
+
+#[pymethods]
+impl Array {
+    /// Fill in a view.
+    ///
+    /// # Safety
+    /// Called by the interpreter only, with a valid `view`.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let array = slf.get();
+        let wants = |flag: c_int| flags & flag == flag;
+        let refusal = if view.is_null() {
+            Some("a buffer needs a view")
+        } else if wants(ffi::PyBUF_WRITABLE) {
+            Some("the arrays of a batch are read-only; copy them to change them")
+        } else if !array.contiguous() && !wants(ffi::PyBUF_STRIDES) {
+            Some("inputs and targets are strided views; copy them or use tokens")
+        } else if wants(ffi::PyBUF_F_CONTIGUOUS) || (wants(ffi::PyBUF_C_CONTIGUOUS) && !array.contiguous()) {
+            Some("this part of a batch does not have that memory order; copy it or use tokens")
+        } else {
+            None
+        };
+        let items: isize = array.shape[..if array.dimensions == 1 { 1 } else { 2 }].iter().product();
+        // SAFETY: the interpreter passes a valid view. Shape, strides and format live in the frozen object, which
+        // the view owns, and the memory lives in the batch, which the object owns.
+        unsafe {
+            if let Some(refusal) = refusal {
+                if let Some(view) = view.as_mut() {
+                    view.obj = ptr::null_mut();
+                }
+                return Err(PyBufferError::new_err(refusal));
+            }
+            let view = &mut *view;
+            view.buf = array.start.cast_mut();
+            view.len = items * array.item;
+            view.itemsize = array.item;
+            view.readonly = 1;
+            view.ndim = array.dimensions;
+            view.format =
+                if wants(ffi::PyBUF_FORMAT) { array.format.as_ptr().cast_mut() } else { ptr::null_mut() };
+            view.shape = if wants(ffi::PyBUF_ND) { array.shape.as_ptr().cast_mut() } else { ptr::null_mut() };
+            view.strides =
+                if wants(ffi::PyBUF_STRIDES) { array.strides.as_ptr().cast_mut() } else { ptr::null_mut() };
+            view.suboffsets = ptr::null_mut();
+            view.internal = ptr::null_mut();
+            view.obj = slf.into_any().into_ptr();
+        }
+        Ok(())
+    }
+}
+
+/// A length in memory always fits.
+fn signed(length: usize) -> isize {
+    isize::try_from(length).unwrap_or(isize::MAX)
+}

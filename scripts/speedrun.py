@@ -1,0 +1,65 @@
+"""Train a recipe to its target loss under the clock; the run directory holds the record, the curve, the picture."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from jspeed.errors import run_script
+from jspeed.run.prepare import Options
+from jspeed.run.train import train
+from tyro.conf import Positional, UseAppendAction, arg
+
+
+def speedrun(
+    recipe: Positional[str] = "stdlib",
+    data: Path | None = None,
+    seed: int = 1,
+    steps: int | None = None,
+    run_dir: Path | None = None,
+    layout: str = "dp",
+    mesh: str | None = None,
+    micro_batch: int | None = None,
+    target_loss: float | None = None,
+    max_minutes: float | None = None,
+    set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
+    progress: bool = True,
+) -> int:
+    """Train a recipe to its target loss under the clock.
+
+    Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input, 130 Ctrl-C.
+
+    Args:
+        recipe: Name of a recipe, or path of a recipe file (FILE.py).
+        data: Folder of token shards; default: prepared or found in the cache folder.
+        seed: Seed of the initial weights and of the data order.
+        steps: Stop after this many steps; every schedule stays as it is.
+        run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
+        layout: How parameters lie on the mesh: dp.
+        mesh: Mesh axes and sizes, for example data=8; -1 is all remaining devices.
+        micro_batch: Tokens a device takes at once; a step accumulates over the rest.
+        target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
+        max_minutes: Stop after this many timed minutes.
+        set: Replace fields of the recipe file.
+        progress: Show a progress bar on a terminal; otherwise plain lines.
+    """
+    sets = tuple(text for group in set for text in group)
+    return train(
+        Options(
+            recipe=recipe,
+            data=data,
+            seed=seed,
+            steps=steps,
+            run_dir=run_dir,
+            layout=layout,
+            mesh=mesh,
+            micro_batch=micro_batch,
+            target_loss=target_loss,
+            max_minutes=max_minutes,
+            sets=sets,
+            progress=progress,
+        )
+    )
+
+
+if __name__ == "__main__":
+    run_script(lambda: tyro.cli(speedrun))

@@ -1,0 +1,251 @@
+"""run.json: what is written is read back, and everything wrong with one is a sentence."""
+
+import copy
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jspeed.errors import BadInput
+from jspeed.record.schema import FIELDS, KINDS, read_run, validate, write_run
+
+# Written out by hand from the published list of fields, not from the table that the code checks with.
+RUN = {
+    "schema": 1,
+    "recipe": "stdlib",
+    "recipe_hash": "0123456789abcdef",
+    "recipe_source": "stdlib.py",
+    "fields": {"layers": 4, "rates": [0.02, 0.001], "clip": None},
+    "overrides": {},
+    "parent": None,
+    "track": "stdlib/cpu",
+    "seed": 7,
+    "status": "finished",
+    "reached": True,
+    "target_loss": 1.4,
+    "val_loss": 1.39,
+    "timed_seconds": 60.5,
+    "compile_seconds": 8.0,
+    "wall_seconds": 75.0,
+    "started": "2026-01-31T12:00:00+00:00",
+    "steps": 300,
+    "planned_steps": 300,
+    "tokens": 2457600,
+    "parameters": 1000000,
+    "flops_per_token": 6.1e6,
+    "devices": {"kind": "cpu", "count": 1, "processes": 1, "platform": "cpu"},
+    "mesh": {"data": 1, "model": 1},
+    "layout": "dp",
+    "micro_batch": 8192,
+    "data": {
+        "name": "stdlib",
+        "fingerprint": "aa" * 8,
+        "val_fingerprint": "bb" * 8,
+        "train_tokens": 20000000,
+        "val_tokens": 524288,
+        "tokenizer": None,
+    },
+    "loader": {"waits": 3, "bytes": 2457600},
+    "host": {"data_wait_seconds": 0.01, "dispatch_seconds": 0.2},
+    "ledger": [
+        {"name": "compile", "seconds": 8.0, "timed": False},
+        {"name": "train", "seconds": 40.25, "timed": True},
+        {"name": "evaluate", "seconds": 2.0, "timed": False},
+        {"name": "train", "seconds": 20.25, "timed": True},
+    ],
+    "curve": [
+        {"step": 0, "timed_seconds": 0.0, "val_loss": 5.55},
+        {"step": 150, "timed_seconds": 40.25, "val_loss": 1.7},
+        {"step": 300, "timed_seconds": 60.5, "val_loss": 1.39},
+    ],
+    "probes": {"causality": {"passed": True, "largest_change": 0.0}},
+    "versions": {
+        "python": "3.11.9",
+        "jax": "0.10.0",
+        "jaxlib": "0.10.0",
+        "numpy": "2.3.0",
+        "optax": "0.2.8",
+        "jspeed": "0.1.0",
+    },
+    "xla_flags": "",
+    "git": {"commit": "c0ffee00c0ffee00", "dirty": False},
+}
+
+
+def changed(place: str, value: object) -> dict:
+    """Return the run above with one value replaced; ``place`` looks like ``ledger.1.seconds``."""
+    run = copy.deepcopy(RUN)
+    *way, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    node = run
+    for part in way:
+        node = node[part]
+    node[last] = value
+    return run
+
+
+def sentence(run: object) -> str:
+    with pytest.raises(BadInput) as caught:
+        validate(run)
+    return str(caught.value)
+
+
+def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "new" / "run", RUN)
+    assert path == tmp_path / "new" / "run" / "run.json"
+    assert read_run(path) == read_run(path.parent) == json.loads(path.read_text()) == RUN
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]
+
+
+def test_the_same_run_is_the_same_bytes(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a", RUN).read_bytes()
+    backwards = dict(reversed(RUN.items()))
+    assert write_run(tmp_path / "b", backwards).read_bytes() == first
+    assert first.endswith(b"}\n") and first.startswith(b'{\n  "schema": 1,')
+
+
+def test_the_table_covers_every_field_and_explains_it() -> None:
+    assert {name for name in FIELDS if not set(name) & set(".[*")} == set(RUN)
+    assert all(field.kind in KINDS and field.meaning for field in FIELDS.values())
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_each_field_is_required(name: str) -> None:
+    run = {key: value for key, value in RUN.items() if key != name}
+    assert f"field '{name}': expected" in sentence(run) and "found no such field" in sentence(run)
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_each_field_has_a_type(name: str) -> None:
+    # No field is a bare complex number, so this is wrong for all of them.
+    assert f"field '{name}': expected" in sentence(changed(name, 1j))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "expected", "found"),
+    [
+        ("seed", True, "an integer", "True (bool)"),
+        ("seed", 1.0, "an integer", "1.0 (float)"),
+        ("steps", -1, "an integer of at least 0", "-1"),
+        ("target_loss", math.nan, "a finite number (nats per token)", "nan"),
+        ("wall_seconds", math.inf, "a finite number of at least 0 (seconds)", "inf"),
+        ("val_loss", "1.39", "a finite number or null", "'1.39' (str)"),
+        ("status", "done", "one of finished, stopped, interrupted, diverged", "'done'"),
+        ("status", ["finished"], "one of finished", "list"),
+        ("started", "2026-01-31T12:00:00", "a UTC time", "'2026-01-31T12:00:00'"),
+        ("started", "2026-01-31T12:00:00+02:00", "a UTC time", "+02:00"),
+        ("started", "yesterday", "a UTC time", "'yesterday'"),
+        ("devices.count", 0, "an integer of at least 1", "0"),
+        ("mesh.data", "8", "an integer of at least 1", "'8' (str)"),
+        ("data.tokenizer", 3, "text or null", "3 (int)"),
+        ("git.dirty", "no", "true, false or null", "'no'"),
+        ("ledger", {}, "a list", "{} (dict)"),
+        ("probes.causality", True, "an object", "True"),
+        ("loader.rate", math.nan, "a finite number", "nan"),
+        ("fields.rate", np.float32(1), "a finite number", "float32"),
+    ],
+)
+def test_a_wrong_value_is_named(place: str, value: object, expected: str, found: str) -> None:
+    text = sentence(changed(place, value))
+    assert text.startswith(f"field '{place}': expected ")
+    before, after = text.split(", found ")
+    assert expected in before and found in after
+
+
+def test_places_inside_lists_and_objects_are_named() -> None:
+    assert "'ledger[1].timed': expected true or false, found 1" in sentence(changed("ledger.1.timed", 1))
+    assert "'curve[2].step'" in sentence(changed("curve.2.step", None))
+    assert "'probes.causality.passed': expected true or false, found no such field" in sentence(
+        changed("probes", {"causality": {}})
+    )
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "names"),
+    [
+        ("timed_seconds", 55.0, "timed_seconds"),  # 60.5 in the ledger
+        ("timed_seconds", 60.57, "timed_seconds"),  # just over 1 ms + 0.1 %
+        ("ledger.2.timed", True, "timed_seconds"),
+        ("wall_seconds", 69.0, "wall_seconds"),  # 70.5 in the ledger, 1 % more than 69.0 is 69.69
+        ("val_loss", 1.4001, "reached"),
+        ("val_loss", None, "reached"),
+        ("curve.1.step", 0, "curve[1].step"),
+        ("curve.2.step", 150, "curve[2].step"),
+        ("curve.2.timed_seconds", 40.0, "curve[2].timed_seconds"),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(place: str, value: object, names: str) -> None:
+    assert sentence(changed(place, value)).startswith(f"field '{names}': expected ")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("timed_seconds", 60.55),
+        ("wall_seconds", 70.0),
+        ("val_loss", 1.4),
+        ("curve", []),
+        ("probes", {}),
+        ("something_newer", [1, "two"]),
+        ("started", "2026-01-31T12:00:00.123456Z"),
+        ("flops_per_token", 6100000),
+    ],
+)
+def test_what_the_rules_allow_is_accepted(place: str, value: object) -> None:
+    validate(changed(place, value))
+
+
+def test_a_diverged_run_has_null_for_its_losses(tmp_path: Path) -> None:
+    run = changed("val_loss", math.nan) | {"reached": False, "status": "diverged"}
+    run["curve"][2]["val_loss"] = math.inf
+    run["probes"] = {"normalisation": {"passed": False, "largest_error": math.nan}}
+    text = write_run(tmp_path, run).read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    read = read_run(tmp_path)
+    assert read["val_loss"] is read["curve"][2]["val_loss"] is None
+    assert read["probes"]["normalisation"] == {"passed": False, "largest_error": None}
+
+
+def test_nothing_is_written_when_the_run_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"run\.json was not written: field 'timed_seconds'.*found nan"):
+        write_run(tmp_path / "run", changed("timed_seconds", math.nan))
+    assert list(tmp_path.iterdir()) == []
+
+
+WHOLE = json.dumps(RUN)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is cut short at line 1"),
+        (WHOLE[:400].encode(), "is cut short"),
+        (WHOLE[:-1].encode(), "is cut short"),
+        (WHOLE.replace(":", "=", 1).encode(), "is not JSON (Expecting ':' delimiter) at line 1, column 10"),
+        (b"\xff\xfe{}", "is not JSON text"),
+        (b"[1, 2]", "expected an object with the fields of a run, found [1, 2] (list)"),
+        (WHOLE.replace('"schema": 1', '"schema": 2').encode(), "field 'schema': expected 1, found 2"),
+        (WHOLE.replace("75.0", "NaN").encode(), "field 'wall_seconds': expected a finite number"),
+        (WHOLE.replace("75.0", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
+    ],
+)
+def test_a_bad_file_is_a_sentence_that_names_it(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    with pytest.raises(BadInput) as caught:
+        read_run(path)
+    assert str(caught.value).startswith(str(path)) and says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "run.json", tmp_path / "no" / "such"):
+        with pytest.raises(BadInput, match="does not exist; give a run directory"):
+            read_run(path)
+
+
+def test_the_room_does_not_import_jax() -> None:
+    code = "import sys, jspeed.record, jspeed.record.board; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
