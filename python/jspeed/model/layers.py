@@ -24,7 +24,7 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
     turning = width // 4
     frequency = (1.0 / base) ** jnp.linspace(0.0, 1.0, turning, dtype=jnp.float32)
     frequency = jnp.concatenate([frequency, jnp.zeros(width // 2 - turning, jnp.float32)])
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    angle = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequency)
     cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)

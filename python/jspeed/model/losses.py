@@ -63,7 +63,7 @@ def _forward(x_BTD, head_DV, targets_BT, weights_BT, cap, chunk):
     dhead_DV = jnp.zeros(head_DV.shape, jnp.float32)
     for x, targets, weights in _chunks(x_BTD, targets_BT, weights_BT, chunk):
         loss, z_BTV, exp_BTV, sum_BT = _chunk(x, head_DV, targets, cap)
-        hit_BTV = targets[..., None] == jnp.arange(head_DV.shape[1])
+        hit_BTV = targets[..., None] == jnp.arange(head_DV.shape[1])[None, None]
         dz_BTV = weights[..., None] * (exp_BTV / sum_BT[..., None] - hit_BTV)
         dlogits_BTV = (dz_BTV * z_BTV * (1 - z_BTV / (2 * cap)) * (2 / cap)).astype(x.dtype)
         losses.append(loss)

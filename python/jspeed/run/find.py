@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jspeed.errors import BadInput, nearest
-from jspeed.recipe import Recipe, recipe_hash
+from jspeed.recipe import Context, Recipe, init_parameters, recipe_hash
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 
@@ -59,18 +62,38 @@ def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
     module.__file__ = str(path)
     try:
         exec(compile(tree, str(path), "exec"), module.__dict__)
+        recipe = getattr(module, "RECIPE", None)
+        if not isinstance(recipe, Recipe):
+            example = FOLDER / "stdlib.py"
+            raise BadInput(f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does")
+        recipe.validate()
+        check_functions(recipe)
     except BadInput:
         raise
     except Exception as error:
         line = _line_in(error, str(path))
-        raise BadInput(f"recipe file {path} fails at line {line}: {type(error).__name__}: {error}") from error
-    recipe = getattr(module, "RECIPE", None)
-    if not isinstance(recipe, Recipe):
         raise BadInput(
-            f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {FOLDER / 'stdlib.py'} does"
-        )
-    recipe.validate()
+            f"recipe file {path} fails at line {line} with {type(error).__name__}: {str(error).splitlines()[0]}"
+            if str(error)
+            else f"recipe file {path} fails at line {line} with {type(error).__name__}"
+        ) from error
     return Found(recipe, path, source, fields | overrides, overrides)
+
+
+def check_functions(recipe: Recipe) -> None:
+    """Trace loss and optimizer on shapes alone, so that a recipe that cannot work is found before any data is."""
+    stage = recipe.stages[0]
+    params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.int32)
+    weights = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.float32)
+    ctx = Context(stage, training=True)
+    total, loss_BT = jax.eval_shape(lambda p, t, w: recipe.loss(p, t, t, w, ctx), params, tokens, weights)
+    if total.shape != () or loss_BT.shape != tokens.shape:
+        raise BadInput(
+            f"recipe {recipe.name}: loss returns shapes {total.shape} and {loss_BT.shape}; "
+            f"expected () and (batch, tokens) = {tokens.shape}"
+        )
+    jax.eval_shape(recipe.optimizer().init, params)
 
 
 def _locate(name_or_path: str) -> Path:

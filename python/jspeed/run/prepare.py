@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.data import Shards, find_split
-from jspeed.data.tokenise import prepare_stdlib
+from jspeed.data.tokenise import complete_manifest, prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.mesh import make_mesh, parse_mesh, replicated, request_cpu_devices
@@ -105,7 +105,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     except BaseException:
         abandon(run_dir)
         raise
-    manifest = read_manifest(folder)
+    manifest = complete_manifest(folder) or {}
     return Setup(
         options, found, recipe, mesh, shards, val_shards, manifest, run_dir, started, program, validation, state
     )
@@ -134,15 +134,6 @@ def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
             "shards of your own text with: python scripts/prepare.py text FILES --out DIR"
         )
     return folder
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the ``manifest.json`` beside the shards, or an empty dict where there is none."""
-    path = folder / "manifest.json"
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise BadInput(f"{path} is not JSON ({error}); prepare the folder again, or delete the file") from None
 
 
 def claim(options: Options, recipe: Recipe) -> Path:

@@ -1,4 +1,4 @@
-//! Parts of a batch as read-only buffers, so that NumPy sees the memory itself and keeps it alive.
+//! Parts of a batch as read-only buffers, so that `NumPy` sees the memory itself and keeps it alive.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
@@ -42,7 +42,7 @@ unsafe impl Send for Array {}
 unsafe impl Sync for Array {}
 
 impl Array {
-    /// The NumPy array of a part of a batch.
+    /// The `NumPy` array of a part of a batch.
     pub fn numpy<'py>(py: Python<'py>, batch: &Arc<core::Batch>, part: Part) -> PyResult<Bound<'py, PyAny>> {
         let array = Bound::new(py, Self::new(Arc::clone(batch), part))?;
         py.import("numpy")?.call_method1("asarray", (array,))

@@ -88,7 +88,7 @@ mod tests {
 
         #[test]
         fn a_good_header_gives_its_count(count in 1..i32::MAX) {
-            prop_assert_eq!(parse(&header(MAGIC, VERSION, count), file_bytes(count)), Ok(count as usize));
+            prop_assert_eq!(parse(&header(MAGIC, VERSION, count), file_bytes(count)), Ok(usize::try_from(count).unwrap()));
         }
     }
 }

@@ -104,8 +104,6 @@ mod tests {
     #[test]
     fn the_order_is_frozen() {
         // Recorded from this implementation: a change breaks every saved state, so state::VERSION must change too.
-        assert_eq!(order(8, 0, 0), FROZEN);
+        assert_eq!(order(8, 0, 0), [0, 3, 6, 2, 1, 7, 5, 4]);
     }
-
-    const FROZEN: [u64; 8] = [0; 8];
 }

@@ -1,0 +1,175 @@
+"""The loader in Rust: shards, batches and the stream that turns one into the other."""
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypedDict, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+class _Stage(Protocol):
+    @property
+    def steps(self) -> int: ...
+    @property
+    def lane_len(self) -> int: ...
+    @property
+    def max_doc_len(self) -> int | None: ...
+    @property
+    def max_docs(self) -> int | None: ...
+
+class _Stats(TypedDict):
+    batches: int
+    bytes_read: int
+    wait_seconds: float
+    wait_p50: float
+    wait_p99: float
+    wait_max: float
+    queue_empty: int
+    shard_switches: int
+    dropped_tokens: int
+
+@final
+class Shards:
+    """Validated token shards, sorted by file name; make them with :func:`jspeed.data.open_shards`."""
+
+    def __new__(cls, paths: Sequence[str | PathLike[str]]) -> Self: ...
+    def __len__(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all shards."""
+    @property
+    def fingerprint(self) -> str:
+        """Hexadecimal hash of every shard's file name, size and header; the folder does not matter."""
+    @property
+    def paths(self) -> list[Path]:
+        """The files, in stream order."""
+
+@final
+class Shuffle:
+    """A seeded order of all whole blocks of all shards, another one for every epoch.
+
+    Block ``i`` of a shard is its tokens ``[i * block_tokens, (i + 1) * block_tokens)`` and needs one more token
+    after it. ``block_tokens`` must be a multiple of the ``lane_len`` of every stage; None takes the smallest.
+    """
+
+    def __new__(cls, seed: int = 0, block_tokens: int | None = None) -> Self: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def block_tokens(self) -> int | None: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Batch:
+    """The lanes of this process in one step. Its arrays are read-only and stay valid for as long as they are kept."""
+
+    @property
+    def tokens(self) -> NDArray[np.uint16]:
+        """(local_lanes, lane_len + 1) uint16, C-contiguous, aligned to 64 bytes."""
+    @property
+    def inputs(self) -> NDArray[np.uint16]:
+        """(local_lanes, lane_len) uint16, a view of ``tokens[:, :-1]``."""
+    @property
+    def targets(self) -> NDArray[np.uint16]:
+        """(local_lanes, lane_len) uint16, a view of ``tokens[:, 1:]``: the token after each input."""
+    @property
+    def doc_offsets(self) -> NDArray[np.int32] | None:
+        """(local_lanes, max_docs + 1) int32: where each document starts, from 0, then ``lane_len`` to the end.
+
+        Strictly increasing up to index ``num_docs``. None when ``max_docs`` was not given.
+        """
+    @property
+    def num_docs(self) -> NDArray[np.int32] | None:
+        """(local_lanes,) int32: documents in each lane. None when ``max_docs`` was not given."""
+    @property
+    def step(self) -> int:
+        """Index of this batch in the stream, from 0."""
+    @property
+    def epoch(self) -> int:
+        """Pass over the data, from 0."""
+    @property
+    def dropped_tokens(self) -> int:
+        """Tokens that were passed over since the batch before and that no lane of any process holds."""
+
+@final
+class TokenLoader:
+    """An iterator of batches, made ahead by one thread. All methods may be called from any thread.
+
+    The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``, and on nothing else:
+    process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)`` of the same global batches.
+
+    Args:
+        shards: What :func:`jspeed.data.open_shards` returned.
+        lanes: Lanes of the global batch; a multiple of ``process_count``.
+        lane_len: Inputs of a lane in tokens; 16384 when neither it nor a schedule is given.
+        align: ``"bos"``: a lane is packed with documents, each from its ``bos_id`` and cut after ``max_doc_len``
+            tokens or at the end of the lane, the cut-off part is dropped; a batch that a shard cannot complete is
+            dropped with the rest of the shard (the rules of modded-nanogpt). None: lanes are consecutive windows.
+        max_doc_len: Longest document in tokens, for ``align="bos"``; None never cuts.
+        max_docs: Size of the table of document offsets; None makes no table.
+        bos_id: The token that starts a document.
+        schedule: Stages with ``steps``, ``lane_len``, ``max_doc_len`` and ``max_docs``, in place of the last three
+            arguments of the same name; the stream ends after the last stage.
+        process_index: Which process this is, from 0.
+        process_count: How many processes share the global batch.
+        shuffle: Take blocks in a seeded random order; needs ``align=None``.
+        epochs: Passes over the data, after which the stream ends; None for no end.
+        vocab_size: Ids at or above it raise :class:`TokenRangeError`; None checks nothing.
+        prefetch: Batches made ahead by the thread; 0 makes each in the call that asks for it.
+
+    Raises:
+        BadInput: Arguments that contradict each other or do not fit the shards.
+    """
+
+    def __new__(
+        cls,
+        shards: Shards,
+        *,
+        lanes: int = 8,
+        lane_len: int | None = None,
+        align: Literal["bos"] | None = "bos",
+        max_doc_len: int | None = None,
+        max_docs: int | None = None,
+        bos_id: int = 50_256,
+        schedule: Sequence[_Stage] | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+        shuffle: Shuffle | None = None,
+        epochs: int | None = 1,
+        vocab_size: int | None = None,
+        prefetch: int = 2,
+    ) -> Self: ...
+    def __iter__(self) -> Self: ...
+    def __next__(self) -> Batch:
+        """Return the next batch.
+
+        Raises:
+            StopIteration: The epochs or the schedule are over, on every process at the same step.
+            ShardTruncatedError: A shard shrank or was written to while it was read.
+            ShardError: A shard cannot be read.
+            TokenRangeError: A lane of this process holds an id outside the vocabulary.
+            DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"`` only the process
+                that owns the lane notices.
+            BadInput: No batch fits into any shard, the loader is closed, or this process is a fork of its maker.
+        """
+    def start(self) -> None:
+        """Begin to make batches now, for instance before compiling, rather than at the first ``next``."""
+    def state_dict(self) -> dict[str, int | str]:
+        """Return where the stream stands after the batches delivered so far, for JSON; the same on all processes."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the batches of ``state``; process count, prefetch, epochs and max_docs may differ from then.
+
+        Raises:
+            StateMismatchError: The state belongs to other data or settings; its text names the field.
+        """
+    def stats(self) -> _Stats:
+        """Return counters over the batches delivered so far; waits are in seconds, percentiles exact to an eighth."""
+    def close(self) -> None:
+        """Stop the thread and wait for its end. Batches already delivered stay valid; a second call does nothing."""
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...

@@ -1,0 +1,27 @@
+"""Token shards and the batches made of them. Needs NumPy; never imports jax."""
+
+from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader
+from jspeed.data.errors import (
+    DocOverflowError,
+    ShardError,
+    ShardFormatError,
+    ShardTruncatedError,
+    StateMismatchError,
+    TokenRangeError,
+)
+from jspeed.data.shards import find_split, open_shards
+
+__all__ = [
+    "Batch",
+    "DocOverflowError",
+    "ShardError",
+    "ShardFormatError",
+    "ShardTruncatedError",
+    "Shards",
+    "Shuffle",
+    "StateMismatchError",
+    "TokenLoader",
+    "TokenRangeError",
+    "find_split",
+    "open_shards",
+]

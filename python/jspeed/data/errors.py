@@ -1,0 +1,37 @@
+"""What can be wrong with shards, their tokens, their documents and a saved state: each a sentence."""
+
+from jspeed.errors import BadInput
+
+__all__ = [
+    "BadInput",
+    "DocOverflowError",
+    "ShardError",
+    "ShardFormatError",
+    "ShardTruncatedError",
+    "StateMismatchError",
+    "TokenRangeError",
+]
+
+
+class ShardError(BadInput, OSError):
+    """A shard cannot be found, opened or read."""
+
+
+class ShardFormatError(ShardError, ValueError):
+    """A file is not a valid shard: its magic number, version, token count or size is wrong."""
+
+
+class ShardTruncatedError(ShardError):
+    """A shard changed its size or was written to after it was opened."""
+
+
+class TokenRangeError(ShardError, ValueError):
+    """A shard holds a token id outside the vocabulary."""
+
+
+class StateMismatchError(BadInput, ValueError):
+    """A saved loader state belongs to other data or other settings."""
+
+
+class DocOverflowError(BadInput, ValueError):
+    """A lane holds more documents than ``max_docs``."""

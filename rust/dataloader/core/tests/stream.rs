@@ -1,0 +1,192 @@
+//! Whole streams against a naive model that holds all tokens in memory.
+
+#![allow(
+    clippy::cast_possible_truncation,
+    clippy::cast_possible_wrap,
+    clippy::cast_sign_loss,
+    reason = "the numbers of these tests are tiny"
+)]
+
+mod common;
+
+use common::{Folder, Told, arguments, drain, loader, next, told};
+use jspeed_dataloader_core::Error;
+use jspeed_dataloader_core::reader::Backend;
+use proptest::prelude::*;
+
+type Stages = Vec<(i64, i64, Option<i64>)>;
+
+/// The model: shards as vectors, every rule spelt out token by token.
+fn naive(shards: &[Vec<u16>], lanes: usize, stages: &Stages, aligned: bool, epochs: u64) -> Vec<Told> {
+    let steps: Vec<_> =
+        stages.iter().flat_map(|&(n, len, cut)| vec![(len as usize, cut); n as usize]).collect();
+    let (mut all, mut dropped) = (Vec::new(), 0);
+    for epoch in 0..epochs {
+        let before = all.len();
+        for tokens in shards {
+            let mut at = 0;
+            while let Some(&(len, cut)) = steps.get(all.len()) {
+                let found = if aligned {
+                    pack(tokens, at, lanes, len, cut.map_or(usize::MAX, |cut| cut as usize))
+                } else {
+                    slice(tokens, at, lanes, len)
+                };
+                let Some((batch, end)) = found else { break };
+                let held = lanes * (len + usize::from(aligned));
+                all.push((epoch, dropped + (end - at - held) as u64, batch));
+                (at, dropped) = (end, 0);
+            }
+            dropped += (tokens.len() - at) as u64;
+        }
+        if all.len() == before {
+            break;
+        }
+    }
+    all
+}
+
+type Lanes = Vec<(Vec<u16>, Vec<i32>)>;
+
+fn slice(tokens: &[u16], at: usize, lanes: usize, len: usize) -> Option<(Lanes, usize)> {
+    let row = |lane: usize| {
+        let row = tokens.get(at + lane * len..=at + (lane + 1) * len)?.to_vec();
+        let mut ends: Vec<i32> = (1..len).filter(|&i| row[i] == 0).map(|i| i as i32).collect();
+        ends.push(len as i32);
+        Some((row, ends))
+    };
+    Some(((0..lanes).map(row).collect::<Option<_>>()?, at + lanes * len))
+}
+
+fn pack(tokens: &[u16], mut at: usize, lanes: usize, len: usize, cut: usize) -> Option<(Lanes, usize)> {
+    let mut batch = Vec::new();
+    for _ in 0..lanes {
+        let (mut row, mut ends) = (Vec::new(), Vec::new());
+        while row.len() < len + 1 {
+            while *tokens.get(at)? != 0 {
+                at += 1;
+            }
+            let mut taken = 0;
+            while at < tokens.len() && taken < cut && row.len() < len + 1 && (taken == 0 || tokens[at] != 0) {
+                row.push(tokens[at]);
+                (at, taken) = (at + 1, taken + 1);
+            }
+            ends.push(row.len().min(len) as i32);
+        }
+        ends.dedup();
+        batch.push((row, ends));
+    }
+    Some((batch, at))
+}
+
+fn shards() -> impl Strategy<Value = Vec<Vec<u16>>> {
+    let token = prop_oneof![1 => Just(0u16), 4 => 1..9u16];
+    proptest::collection::vec(proptest::collection::vec(token, 1..160), 1..4)
+}
+
+fn stages() -> impl Strategy<Value = Stages> {
+    proptest::collection::vec((1..6i64, 1..12i64, proptest::option::of(1..10i64)), 1..4)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn streams_equal_the_naive_model(shards in shards(), mut stages in stages(), lanes in 1..5i64, aligned: bool) {
+        if !aligned {
+            for stage in &mut stages { stage.2 = None; }
+        }
+        let folder = Folder::new();
+        let paths = folder.write(&shards);
+        let mut given = arguments(lanes, &stages);
+        given.align = aligned.then(|| "bos".to_owned());
+        let Ok(made) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
+        let expected = naive(&shards, lanes as usize, &stages, aligned, 2);
+        prop_assert_eq!(drain(&made), expected.clone());
+        given.prefetch = 3;
+        prop_assert_eq!(drain(&loader(&paths, &given, Backend::Pread).unwrap()), expected);
+    }
+
+    #[test]
+    fn lanes_and_resumes_do_not_depend_on_processes(
+        shards in shards(), stages in stages(), kind in 0..3, at in 0..12usize, seed in 0..9i64,
+    ) {
+        let folder = Folder::new();
+        let paths = folder.write(&shards);
+        let mut given = arguments(4, &stages);
+        if kind > 0 {
+            given.align = None;
+            given.schedule.iter_mut().flatten().for_each(|stage| stage.max_doc_len = None);
+        }
+        if kind > 1 {
+            given.schedule.iter_mut().flatten().for_each(|stage| stage.lane_len = Some(2 + stage.lane_len.unwrap() % 2));
+            given.shuffle = Some((seed, Some(6)));
+        }
+        let Ok(whole) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
+        let expected = drain(&whole);
+        let whole = loader(&paths, &given, Backend::Map).unwrap();
+        for one in expected.iter().take(at) {
+            prop_assert_eq!(&told(&next(&whole).unwrap().unwrap()), one);
+        }
+        let state: Vec<_> = whole.state().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        given.process_count = 2;
+        let halves = [0, 1].map(|index| {
+            given.process_index = index;
+            given.prefetch = 2 * index;
+            let half = loader(&paths, &given, Backend::Map).unwrap();
+            half.load_state(&state).unwrap();
+            drain(&half)
+        });
+        let [left, right] = halves;
+        prop_assert_eq!(left.len(), right.len());
+        let joined: Vec<_> = left.into_iter().zip(right).map(|(mut a, b)| { a.2.extend(b.2); a }).collect();
+        prop_assert_eq!(&joined[..], expected.get(at..).unwrap_or_default());
+    }
+
+    #[test]
+    fn a_shuffled_epoch_has_every_block_once(count in 60..400u16, lanes in 1..4i64, len in 1..4i64, seed in 0..99i64) {
+        let folder = Folder::new();
+        let paths = folder.write(&[(0..count).collect(), (1000..1000 + count / 2).collect()]);
+        let mut given = arguments(lanes, &[(1000, len, None)]);
+        (given.align, given.shuffle, given.bos_id, given.epochs) = (None, Some((seed, Some(2 * len))), 65_535, Some(1));
+        let all = drain(&loader(&paths, &given, Backend::Map).unwrap());
+        let mut starts = Vec::new();
+        for (row, _) in all.iter().flat_map(|(_, _, lanes)| lanes) {
+            prop_assert!(row.windows(2).all(|two| two[1] == two[0] + 1));
+            starts.push(i64::from(row[0]));
+        }
+        for two in starts.chunks_exact(2) {
+            prop_assert_eq!(two[0] % 1000 % (2 * len), 0);
+            prop_assert_eq!(two[1], two[0] + len);
+        }
+        let windows = 2 * [count, count / 2].map(|n| (i64::from(n) - 1) / (2 * len)).iter().sum::<i64>();
+        prop_assert_eq!(starts.len() as i64, windows / lanes * lanes);
+        starts.sort_unstable();
+        starts.dedup();
+        prop_assert_eq!(starts.len() as i64, windows / lanes * lanes);
+    }
+}
+
+#[test]
+fn without_any_document_there_is_one_clear_error() {
+    let folder = Folder::new();
+    let mut given = arguments(2, &[(5, 4, None)]);
+    given.epochs = None;
+    let made = loader(&folder.write(&[vec![7; 100], vec![7; 50]]), &given, Backend::Map).unwrap();
+    for _ in 0..2 {
+        assert!(matches!(next(&made), Err(Error::NoBatch { shards: 2, bos_id: Some(0), .. })));
+    }
+}
+
+#[test]
+fn too_many_documents_name_the_lane_and_what_would_fit() {
+    let folder = Folder::new();
+    let mut tokens = vec![0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0];
+    tokens.extend([1; 9]);
+    let mut given = arguments(3, &[(5, 4, None)]);
+    given.schedule.as_mut().unwrap()[0].max_docs = Some(2);
+    let made = loader(&folder.write(&[tokens]), &given, Backend::Map).unwrap();
+    let Err(Error::DocOverflow { step, lane, offset, found, max_docs, fits, .. }) = next(&made) else {
+        panic!()
+    };
+    assert_eq!((step, lane, offset, found, max_docs, fits), (0, 1, 5, 3, 2, 4));
+}

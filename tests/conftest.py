@@ -1,0 +1,14 @@
+"""Eight virtual CPU devices and strict numerics for every test."""
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep tests away from the user's prepared data; compiled programs are shared within one test run."""
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

@@ -1,0 +1,43 @@
+"""What the loader must yield, written from the rules in NumPy: slow, whole shards in memory, no Rust."""
+
+import numpy as np
+
+
+def stream(shards, stages, lanes, align, bos, epochs=1):
+    """Yield (epoch, tokens (lanes, T + 1), document ends of each lane, dropped tokens) for every batch."""
+    todo, dropped = [stage for stage in stages for _ in range(stage.steps)], 0
+    for epoch in range(epochs):
+        for tokens in shards:
+            starts, pos = np.flatnonzero(tokens == bos).tolist(), 0
+            while todo and (made := (packed if align else windows)(tokens, starts, pos, lanes, todo[0])):
+                rows, ends, stop = made
+                yield epoch, rows, ends, dropped + stop - pos - (rows.size if align else rows.size - lanes)
+                pos, dropped = stop, 0
+                todo.pop(0)
+            dropped += len(tokens) - pos
+
+
+def windows(tokens, starts, pos, lanes, stage):
+    """Recipe 7.3: lane r is [pos + r T, + T + 1)."""
+    T, bases = stage.lane_len, [pos + lane * stage.lane_len for lane in range(lanes)]
+    if bases[-1] + T + 1 > len(tokens):
+        return None
+    ends = [[start - base for start in starts if base < start < base + T] + [T] for base in bases]
+    return np.stack([tokens[base : base + T + 1] for base in bases]), ends, bases[-1] + T
+
+
+def packed(tokens, starts, pos, lanes, stage):
+    """Recipe 1.3: documents from a cursor into the index of their starts, cut at M or at T + 1 tokens of a lane."""
+    rows, ends, T, M = [], [], stage.lane_len, stage.max_doc_len or len(tokens)
+    ahead = [start for start in starts if start >= pos]
+    for _ in range(lanes):
+        pieces, n = [], 0
+        while n <= T:
+            if not ahead:
+                return None
+            s = ahead.pop(0)
+            pieces.append(tokens[s : min(ahead[0] if ahead else len(tokens), s + M, s + T + 1 - n)])
+            n, stop = n + len(pieces[-1]), s + len(pieces[-1])
+        rows.append(np.concatenate(pieces))
+        ends.append(sorted({min(int(end), T) for end in np.cumsum([len(piece) for piece in pieces])}))
+    return np.stack(rows), ends, stop
