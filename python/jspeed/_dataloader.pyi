@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypedDict, final
+from typing import Any, Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+__all__ = ["Batch", "Shards", "Shuffle", "TokenLoader"]
 
 class _Stage(Protocol):
     @property
@@ -18,17 +20,6 @@ class _Stage(Protocol):
     def max_doc_len(self) -> int | None: ...
     @property
     def max_docs(self) -> int | None: ...
-
-class _Stats(TypedDict):
-    batches: int
-    bytes_read: int
-    wait_seconds: float
-    wait_p50: float
-    wait_p99: float
-    wait_max: float
-    queue_empty: int
-    shard_switches: int
-    dropped_tokens: int
 
 @final
 class Shards:
@@ -50,8 +41,9 @@ class Shards:
 class Shuffle:
     """A seeded order of all whole blocks of all shards, another one for every epoch.
 
-    Block ``i`` of a shard is its tokens ``[i * block_tokens, (i + 1) * block_tokens)`` and needs one more token
-    after it. ``block_tokens`` must be a multiple of the ``lane_len`` of every stage; None takes the smallest.
+    Block ``i`` of a shard is its tokens ``[i * block_tokens, (i + 1) * block_tokens)`` and needs one more
+    token after it. ``block_tokens`` must be a multiple of the ``lane_len`` of every stage; None takes the
+    smallest such number.
     """
 
     def __new__(cls, seed: int = 0, block_tokens: int | None = None) -> Self: ...
@@ -64,7 +56,7 @@ class Shuffle:
 
 @final
 class Batch:
-    """The lanes of this process in one step. Its arrays are read-only and stay valid for as long as they are kept."""
+    """The lanes of this process in one step; its arrays are read-only and stay valid while they are kept."""
 
     @property
     def tokens(self) -> NDArray[np.uint16]:
@@ -77,9 +69,9 @@ class Batch:
         """(local_lanes, lane_len) uint16, a view of ``tokens[:, 1:]``: the token after each input."""
     @property
     def doc_offsets(self) -> NDArray[np.int32] | None:
-        """(local_lanes, max_docs + 1) int32: where each document starts, from 0, then ``lane_len`` to the end.
+        """(local_lanes, max_docs + 1) int32: where each document starts, then ``lane_len`` to the end.
 
-        Strictly increasing up to index ``num_docs``. None when ``max_docs`` was not given.
+        Starts with 0 and strictly increases up to index ``num_docs``. None when ``max_docs`` was not given.
         """
     @property
     def num_docs(self) -> NDArray[np.int32] | None:
@@ -98,21 +90,23 @@ class Batch:
 class TokenLoader:
     """An iterator of batches, made ahead by one thread. All methods may be called from any thread.
 
-    The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``, and on nothing else:
-    process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)`` of the same global batches.
+    The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``, and on
+    nothing else: process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)`` of the same
+    global batches.
 
     Args:
         shards: What :func:`jspeed.data.open_shards` returned.
         lanes: Lanes of the global batch; a multiple of ``process_count``.
         lane_len: Inputs of a lane in tokens; 16384 when neither it nor a schedule is given.
-        align: ``"bos"``: a lane is packed with documents, each from its ``bos_id`` and cut after ``max_doc_len``
-            tokens or at the end of the lane, the cut-off part is dropped; a batch that a shard cannot complete is
-            dropped with the rest of the shard (the rules of modded-nanogpt). None: lanes are consecutive windows.
+        align: ``"bos"`` follows modded-nanogpt: a lane is packed with documents, each from its ``bos_id`` and
+            cut after ``max_doc_len`` tokens or at the end of the lane, and the cut-off part is dropped; a
+            batch that a shard cannot complete is dropped with the rest of the shard. None: lanes are
+            consecutive windows of ``lane_len`` tokens and one more, which the next window starts with.
         max_doc_len: Longest document in tokens, for ``align="bos"``; None never cuts.
         max_docs: Size of the table of document offsets; None makes no table.
         bos_id: The token that starts a document.
-        schedule: Stages with ``steps``, ``lane_len``, ``max_doc_len`` and ``max_docs``, in place of the last three
-            arguments of the same name; the stream ends after the last stage.
+        schedule: Stages with ``steps``, ``lane_len``, ``max_doc_len`` and ``max_docs``, in place of the
+            arguments of those names; the stream ends after the last stage.
         process_index: Which process this is, from 0.
         process_count: How many processes share the global batch.
         shuffle: Take blocks in a seeded random order; needs ``align=None``.
@@ -130,7 +124,7 @@ class TokenLoader:
         *,
         lanes: int = 8,
         lane_len: int | None = None,
-        align: Literal["bos"] | None = "bos",
+        align: str | None = None,
         max_doc_len: int | None = None,
         max_docs: int | None = None,
         bos_id: int = 50_256,
@@ -151,24 +145,35 @@ class TokenLoader:
             ShardTruncatedError: A shard shrank or was written to while it was read.
             ShardError: A shard cannot be read.
             TokenRangeError: A lane of this process holds an id outside the vocabulary.
-            DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"`` only the process
-                that owns the lane notices.
-            BadInput: No batch fits into any shard, the loader is closed, or this process is a fork of its maker.
+            DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"`` only the
+                process that owns the lane notices.
+            BadInput: No batch fits into any shard, the loader is closed, or this process is a fork of the one
+                that made it.
         """
     def start(self) -> None:
         """Begin to make batches now, for instance before compiling, rather than at the first ``next``."""
     def state_dict(self) -> dict[str, int | str]:
-        """Return where the stream stands after the batches delivered so far, for JSON; the same on all processes."""
+        """Return where the stream stands after the batches delivered so far; the same on all processes.
+
+        The values are integers and strings, ready for JSON.
+        """
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches of ``state``; process count, prefetch, epochs and max_docs may differ from then.
+        """Continue after the batches of ``state``.
+
+        Process count and index, prefetch, epochs, max_docs and vocab_size may differ from when it was saved.
 
         Raises:
             StateMismatchError: The state belongs to other data or settings; its text names the field.
         """
-    def stats(self) -> _Stats:
-        """Return counters over the batches delivered so far; waits are in seconds, percentiles exact to an eighth."""
+    def stats(self) -> dict[str, float]:
+        """Return counters over the batches delivered so far.
+
+        ``batches``; ``bytes_read`` from shards by this process; ``wait_seconds`` in ``next`` in total, and
+        ``wait_p50``, ``wait_p99`` (at most an eighth too high) and ``wait_max`` of a batch, in seconds;
+        ``queue_empty``, how often no batch was ready; ``shard_switches``; ``dropped_tokens``, as in Batch.
+        """
     def close(self) -> None:
-        """Stop the thread and wait for its end. Batches already delivered stay valid; a second call does nothing."""
+        """Stop the thread and wait for its end; batches already delivered stay valid."""
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /

@@ -17,8 +17,8 @@ _NAMES = {"train": "training", "val": "validation"}
 def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Shards:
     """Validate token shards and return them sorted by file name.
 
-    A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens) followed by that
-    many uint16 token ids. Every header and file size is checked here; the tokens are not read.
+    A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens) followed by
+    that many uint16 token ids. Every header and file size is checked here; the tokens are not read.
 
     Args:
         files: A path, a glob pattern such as ``"dir/fineweb_train_*.bin"``, or any number of paths.
@@ -58,7 +58,7 @@ def find_split(folder: str | os.PathLike[str], split: Literal["train", "val"]) -
     paths = [path for path in names if path.match(f"*_{split}_*.bin")]
     if not paths:
         raise BadInput(
-            f"the data folder {folder} has {len(names)} .bin file(s) but no {_NAMES[split]} shards, which are named "
-            f"NAME_{split}_000000.bin; {_MAKE}"
+            f"the data folder {folder} has {len(names)} .bin file(s) but no {_NAMES[split]} shards, which "
+            f"are named NAME_{split}_000000.bin; {_MAKE}"
         )
     return open_shards(paths)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,9 +44,10 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
-    """Build a mesh over all devices: ``axes`` in order, or one ``data`` axis. Axes are of type Auto."""
-    available = jax.device_count()
+def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Build a mesh over ``devices`` (all of them): ``axes`` in order, or one ``data`` axis. Axes are of type Auto."""
+    devices = jax.devices() if devices is None else devices
+    available = len(devices)
     sizes = dict(axes or {"data": available})
     known = math.prod(size for size in sizes.values() if size != -1)
     sizes = {name: available // known if size == -1 else size for name, size in sizes.items()}
@@ -54,9 +55,9 @@ def make_mesh(axes: Mapping[str, int] | None = None) -> Mesh:
         asked = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise BadInput(
             f"--mesh {asked} needs {math.prod(sizes.values())} devices but JAX has {available} "
-            f"({jax.devices()[0].platform}); give sizes whose product is {available}"
+            f"({devices[0].platform}); give sizes whose product is {available}"
         )
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -21,6 +21,7 @@ from jspeed.recipe import Recipe, describe, replace
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
 from jspeed.run.clock import Clock, utc_now
+from jspeed.run.cpu import keep_freed_memory
 from jspeed.run.find import Found, find
 from jspeed.run.step import Program, State, compile_program, micro_batches, use_compile_cache, warm_up
 
@@ -75,6 +76,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         request_cpu_devices(axes)
     use_compile_cache()
     mesh = make_mesh(axes)
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
     parts = [micro_batches(recipe, stage, mesh, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
         folder = data_folder(recipe, options.data, console)

@@ -119,7 +119,7 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | N
     """Number of parts a step is accumulated over when each device takes ``micro_batch`` tokens at a time.
 
     Without ``micro_batch`` a GPU takes all its lanes at once, and a CPU as many as keep activations in its
-    caches (2,048 tokens). Raises :class:`BadInput` with the numbers when the batch does not divide.
+    caches (512 tokens). Raises :class:`BadInput` with the numbers when the batch does not divide.
     """
     devices = mesh.shape["data"]
     batch = recipe.tokens_per_step(stage)
@@ -132,7 +132,7 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | N
     if micro_batch is None:
         at_once = lanes
         if mesh.devices.flat[0].platform == "cpu":
-            at_once = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * stage.lane_len <= 2048 or n == 1)
+            at_once = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * stage.lane_len <= 512 or n == 1)
         return lanes // at_once
     if micro_batch < 1 or micro_batch % stage.lane_len or lanes % (micro_batch // stage.lane_len):
         fitting = [n * stage.lane_len for n in range(1, lanes + 1) if lanes % n == 0]

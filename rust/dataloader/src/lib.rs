@@ -168,11 +168,16 @@ struct TokenLoader {
 #[pymethods]
 impl TokenLoader {
     #[new]
-    #[pyo3(signature = (
-        shards, *, lanes = 8, lane_len = None, align = Some("bos".to_owned()), max_doc_len = None, max_docs = None,
-        bos_id = 50_256, schedule = None, process_index = 0, process_count = 1, shuffle = None, epochs = Some(1),
-        vocab_size = None, prefetch = 2
-    ))]
+    #[pyo3(
+        signature = (
+            shards, *, lanes = 8, lane_len = None, align = None, max_doc_len = None,
+            max_docs = None, bos_id = 50_256, schedule = None, process_index = 0, process_count = 1,
+            shuffle = None, epochs = Some(1), vocab_size = None, prefetch = 2
+        ),
+        text_signature = "(shards, *, lanes=8, lane_len=None, align=None, max_doc_len=None, max_docs=None, \
+            bos_id=50256, schedule=None, process_index=0, process_count=1, shuffle=None, epochs=1, \
+            vocab_size=None, prefetch=2)"
+    )]
     #[allow(clippy::too_many_arguments, reason = "these are the keyword arguments of the Python class")]
     fn new(
         py: Python<'_>,
@@ -303,5 +308,5 @@ fn field(value: &Bound<'_, PyAny>) -> PyResult<core::Value> {
 #[pymodule(gil_used = false)]
 mod _dataloader {
     #[pymodule_export]
-    use super::{Batch, Shards, Shuffle, TokenLoader, array::Array};
+    use super::{Batch, Shards, Shuffle, TokenLoader};
 }

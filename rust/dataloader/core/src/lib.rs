@@ -5,8 +5,8 @@
 //! and the configuration only: never on the process count, the prefetch depth or timing.
 #![deny(missing_docs)]
 
-#[cfg(not(all(target_endian = "little", target_pointer_width = "64", target_os = "linux")))]
-compile_error!("the shard reader needs 64-bit little-endian Linux");
+#[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
+compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
 pub mod buffer;
 pub mod catalog;

@@ -11,14 +11,14 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use memmap2::{Advice, Mmap};
+use memmap2::Mmap;
 
 use crate::catalog::{Catalog, Shard, why};
 use crate::error::Error;
 use crate::{header, scan};
 
-/// Tokens made readable at a time when scanning: 256 KiB.
-const CHUNK: usize = 1 << 17;
+/// Tokens made readable at a time when scanning: 64 KiB, so that little is read that the batch does not need.
+const CHUNK: usize = 1 << 15;
 
 /// How shards are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -73,7 +73,8 @@ impl Reader {
         }
         // SAFETY: the mapping is read-only and private to this reader. Another process may still change the file:
         // ranges are populated before they are touched and `unchanged` is called before a copy is used.
-        let map = if backend == Backend::Map { unsafe { Mmap::map(&file) }.ok() } else { None };
+        let map =
+            if backend == Backend::Map && CAN_POPULATE { unsafe { Mmap::map(&file) }.ok() } else { None };
         let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
         Ok(Self {
             path: shard.path.clone(),
@@ -159,7 +160,7 @@ impl Reader {
                 self.ready = range.start..range.start;
             }
             let (from, to) = (byte(self.ready.end), byte(ahead));
-            match map.advise_range(Advice::PopulateRead, index(from), index(to - from)) {
+            match populate(map, index(from), index(to - from)) {
                 Ok(()) => {
                     self.ready.end = ahead;
                     self.bytes_read += to - from;
@@ -188,6 +189,18 @@ impl Reader {
         self.ready = range;
         Ok(())
     }
+}
+
+const CAN_POPULATE: bool = cfg!(target_os = "linux");
+
+#[cfg(target_os = "linux")]
+fn populate(map: &Mmap, from: usize, len: usize) -> std::io::Result<()> {
+    map.advise_range(memmap2::Advice::PopulateRead, from, len)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn populate(_: &Mmap, _: usize, _: usize) -> std::io::Result<()> {
+    Err(std::io::ErrorKind::Unsupported.into())
 }
 
 /// The tokens of a mapped shard.

@@ -1,0 +1,43 @@
+# Two commands do all the set-up: `make speedrun` and `make test`. Each builds its own .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export VIRTUAL_ENV := $(CURDIR)/.venv
+unexport CONDA_PREFIX
+RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+
+speedrun: .venv/built
+	$(BIN)/python scripts/speedrun.py $(ARGS)
+
+test: check
+	cargo test --quiet --release --workspace
+	$(BIN)/python -m pytest
+
+check: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest jspeed._dataloader
+	cargo fmt --all --check
+	cargo clippy --quiet --release --workspace --all-targets -- -D warnings
+
+clean:
+	rm -rf .venv target .pytest_cache .mypy_cache .ruff_cache .hypothesis python/jspeed/*.so
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: jspeed needs Python 3.11 or newer, found $$($(PYTHON) --version 2>&1); run make PYTHON=python3.12"; exit 2; }
+	@command -v cargo >/dev/null || \
+	  { echo "error: jspeed needs a Rust toolchain (cargo 1.85 or newer), found none; install one with rustup"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/built: .venv/bin/python pyproject.toml $(RUST)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'maturin>=1.9.4,<2'
+	$(BIN)/maturin develop --release --quiet
+	@touch $@
+
+.venv/dev: .venv/built
+	$(BIN)/maturin develop --release --quiet --extras dev
+	@touch $@
+
+.PHONY: speedrun test check clean

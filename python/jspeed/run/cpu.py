@@ -1,0 +1,20 @@
+"""Make a CPU a quicker device: memory that a step frees stays in the process for the next step."""
+
+import ctypes
+
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc never to give freed memory back to the kernel; elsewhere do nothing.
+
+    XLA allocates a program's temporaries anew at every call. By default each such block is a fresh mapping whose
+    pages fault in one by one: about 15 % of a stdlib step. Call it before other threads allocate.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_ARENA_MAX, 1)

@@ -1,0 +1,141 @@
+"""The loader as a thing with memory, a thread and an end: nothing is overwritten, nothing hangs."""
+
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jspeed.data import TokenLoader
+from jspeed.errors import BadInput
+
+from .on_disk import shards_of
+
+
+def threads():
+    return [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+
+
+def test_batches_stay_as_they_were_while_anyone_holds_them():
+    shards = shards_of(np.arange(60_000))
+    loader = TokenLoader(shards, lanes=4, lane_len=64, align=None, max_docs=3, epochs=None)
+    batch = next(loader)
+    tokens, offsets = batch.tokens, batch.doc_offsets
+    assert tokens.ctypes.data % 64 == offsets.ctypes.data % 64 == 0
+    assert tokens.flags.c_contiguous and tokens.dtype == np.uint16 and offsets.dtype == np.int32
+    with pytest.raises(ValueError):
+        tokens[0, 0] = 1
+    with pytest.raises(ValueError):
+        tokens.setflags(write=True)
+    on_device, expected = jax.device_put(tokens), np.arange(4)[:, None] * 64 + np.arange(65)
+    view = batch.targets
+    del batch, tokens
+    gc.collect()
+    seen = {next(loader).tokens.ctypes.data for _ in range(100)}
+    assert len(seen) <= 6
+    assert np.array_equal(np.asarray(on_device), expected) and np.array_equal(view, expected[:, 1:])
+
+
+def test_life_cycle():
+    shards = shards_of(np.arange(1000))
+    with TokenLoader(shards, lanes=2, lane_len=5, align=None) as loader:
+        assert iter(loader) is loader
+        loader.start()
+        loader.start()
+        kept = next(loader)
+        assert "jspeed-loader" in threads()
+    assert "jspeed-loader" not in threads()
+    assert kept.tokens[1, 0] == 5
+    loader.close()
+    for call in (loader.start, lambda: next(loader), lambda: loader.load_state_dict(loader.state_dict())):
+        with pytest.raises(BadInput, match="the loader is closed"):
+            call()
+    dropped = TokenLoader(shards, lanes=2, lane_len=5, align=None)
+    next(dropped)
+    del dropped
+    gc.collect()
+    assert "jspeed-loader" not in threads()
+    ended = TokenLoader(shards, lanes=2, lane_len=5, align=None)
+    assert len(list(ended)) == 99 and next(ended, "end") == "end"
+    stats = ended.stats()
+    assert stats["dropped_tokens"] == 10 and stats["bytes_read"] >= 99 * 2 * 6 * 2 - 99 * 2 * 2
+    assert 0 <= stats["wait_p50"] <= stats["wait_p99"] <= stats["wait_max"] <= stats["wait_seconds"]
+
+
+def test_four_threads_share_one_stream():
+    loader = TokenLoader(shards_of(np.arange(20_001)), lanes=2, lane_len=50, align=None)
+    steps = []
+
+    def consume():
+        steps.extend(batch.step for batch in loader)
+
+    consumers = [threading.Thread(target=consume) for _ in range(4)]
+    for consumer in consumers:
+        consumer.start()
+    for consumer in consumers:
+        consumer.join(20)
+    assert sorted(steps) == list(range(200))
+
+
+SLOW = """
+    import os, sys, time, threading
+    from pathlib import Path
+    import numpy as np
+    from jspeed.data import TokenLoader, open_shards
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 100_000_000
+    first = Path("a_000.bin")
+    first.write_bytes(header.tobytes())
+    os.truncate(first, 1024 + 200_000_000)
+    for i in range(1, 500):
+        os.link(first, f"a_{i:03}.bin")
+    loader = TokenLoader(open_shards("a_*.bin"), lanes=2, lane_len=100, align="bos", bos_id=7)
+"""
+
+
+def run_slow(folder, body):
+    """A program whose loader scans for minutes: shards without a single document start."""
+    source = textwrap.dedent(SLOW) + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", source], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_control_c_ends_a_wait_at_once(tmp_path):
+    process = run_slow(tmp_path, "print('waiting', flush=True)\nnext(loader)")
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.3)
+    sent = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, trouble = process.communicate(timeout=10)
+    assert time.monotonic() - sent < 1 and "KeyboardInterrupt" in trouble
+
+
+def test_other_threads_run_during_a_wait(tmp_path):
+    body = """
+    thread = threading.Thread(target=lambda: next(loader, None), daemon=True)
+    thread.start()
+    count, end = 0, time.monotonic() + 0.3
+    while time.monotonic() < end:
+        count += 1
+    print(count, loader.stats()["queue_empty"], flush=True)
+    child = os.fork()
+    if child == 0:
+        try:
+            next(loader)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    os._exit(0)
+    """
+    out, _ = run_slow(tmp_path, body).communicate(timeout=20)
+    first, second = out.splitlines()
+    assert int(first.split()[0]) > 10_000 and first.split()[1] == "1"
+    assert second.startswith("BadInput this loader was made in process")

@@ -1,0 +1,173 @@
+"""Opening shards: what is valid, one sentence for each way a file can be bad, and files that go bad later."""
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jspeed.data import (
+    ShardError,
+    ShardFormatError,
+    Shards,
+    ShardTruncatedError,
+    TokenLoader,
+    errors,
+    find_split,
+    open_shards,
+)
+from jspeed.errors import BadInput
+
+from .on_disk import shard_bytes
+
+
+def test_shards_are_sorted_and_described(tmp_path):
+    for name, count in [("b_train_000002.bin", 5), ("a_train_000001.bin", 7), ("a_val_000000.bin", 3)]:
+        (tmp_path / name).write_bytes(shard_bytes(range(count)))
+    shards = open_shards(str(tmp_path / "*_train_*.bin"))
+    assert isinstance(shards, Shards) and len(shards) == 2 and shards.num_tokens == 12
+    assert shards.paths == [tmp_path / "a_train_000001.bin", tmp_path / "b_train_000002.bin"]
+    assert "\n" not in repr(shards) and "2 files, 12 tokens" in repr(shards)
+    assert open_shards(reversed(shards.paths)).fingerprint == shards.fingerprint
+    assert int(shards.fingerprint, 16)
+    assert open_shards(shards.paths[:1]).fingerprint != shards.fingerprint
+    assert open_shards(tmp_path / "a_val_000000.bin").num_tokens == 3
+    odd = tmp_path / "odd[1].bin"
+    odd.write_bytes(shard_bytes())
+    assert open_shards(odd).paths == [odd]
+
+
+BAD = {
+    "has 1023 bytes, fewer than the 1024 bytes of a shard header": shard_bytes()[:1023],
+    "has 0 bytes, fewer than the 1024 bytes": b"",
+    "its first header word should be the magic number 20240520 but is 20240801": shard_bytes(magic=20240801),
+    "should be version 1 .* but its header says version 7": shard_bytes(version=7),
+    "should hold at least one token but holds zero tokens": shard_bytes([]),
+    "should hold at least one token but its header counts -5": shard_bytes(count=-5),
+    "is too short: its header counts 4 tokens, .* 1032 bytes, but the file has 1030": shard_bytes(count=4),
+    "is too short: .* but the file has 1029": shard_bytes()[:-1],
+    "has trailing bytes: its header counts 2 tokens, which take 1028 bytes, but": shard_bytes(count=2),
+}
+
+
+@pytest.mark.parametrize("sentence", BAD)
+def test_each_bad_file_has_its_sentence(sentence, tmp_path):
+    path = tmp_path / "x_train_000001.bin"
+    path.write_bytes(BAD[sentence])
+    with pytest.raises(ShardFormatError, match=sentence) as caught:
+        open_shards([path])
+    text = str(caught.value)
+    assert text.startswith(f"shard {path} ") and "\n" not in text and "prepare.py" in text
+    assert isinstance(caught.value, BadInput | OSError | ValueError)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(ShardError, match=r"no shard matches the pattern .*\*\.bin"):
+        open_shards(str(tmp_path / "*.bin"))
+    with pytest.raises(ShardError, match=r"gone\.bin cannot be read .*No such file or directory"):
+        open_shards(tmp_path / "gone.bin")
+    with pytest.raises(ShardError, match="not a regular file"):
+        open_shards(tmp_path)
+    with pytest.raises(BadInput, match="no shard was given"):
+        open_shards([])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=1100), st.integers(-(2**31), 2**31 - 1), st.booleans())
+def test_no_bytes_make_it_panic(tmp_path_factory, junk, count, plausible):
+    path = tmp_path_factory.getbasetemp() / "junk.bin"
+    path.write_bytes(shard_bytes(np.zeros(len(junk) // 2), count=count) if plausible else junk)
+    try:
+        assert open_shards([path]).num_tokens == count
+    except ShardFormatError:
+        pass
+
+
+def test_errors_are_sentences_that_pickle():
+    for name in errors.__all__:
+        error = getattr(errors, name)("one sentence")
+        copy = pickle.loads(pickle.dumps(error))
+        assert str(copy) == "one sentence" and type(copy) is type(error) and isinstance(error, BadInput)
+    assert issubclass(ShardTruncatedError, ShardError) and issubclass(ShardFormatError, ValueError)
+
+
+def test_the_split_of_a_folder(tmp_path):
+    def expect(sentence, split="train", folder=tmp_path):
+        with pytest.raises(BadInput, match=sentence) as caught:
+            find_split(folder, split)
+        assert "\n" not in str(caught.value)
+
+    expect("does not exist.*prepare.py text FILES --out DIR", folder=tmp_path / "none")
+    expect("has no .bin shard in it.*prepare.py text FILES --out DIR")
+    (tmp_path / "fineweb_val_000000.bin").write_bytes(shard_bytes())
+    expect("has 1 .bin file.* but no training shards.*prepare.py text FILES --out DIR")
+    assert find_split(tmp_path, "val").num_tokens == 3
+    os.rename(tmp_path / "fineweb_val_000000.bin", tmp_path / "fineweb_train_000001.bin")
+    expect("no validation shards.*prepare.py text FILES --out DIR", "val")
+    assert len(find_split(tmp_path, "train")) == 1
+    expect('split should be "train" or "val"', "test")
+    expect("is not a folder", folder=tmp_path / "fineweb_train_000001.bin")
+
+
+GOES_BAD = """
+    import os, sys, time
+    from pathlib import Path
+    from jspeed.data import ShardTruncatedError, TokenLoader, open_shards
+    path, action = Path(sys.argv[1]), sys.argv[2]
+    shards, (align, cut) = open_shards(path), ("bos", 500) if sys.argv[3] else (None, None)
+    loader = TokenLoader(
+        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, prefetch=1
+    )
+    next(loader)
+    time.sleep(0.05)
+    content = path.read_bytes()
+    if action == "truncate":
+        os.truncate(path, 2000)
+    elif action == "shave":
+        os.truncate(path, len(content) - 2)
+    elif action == "overwrite":
+        path.write_bytes(content)
+    elif action == "unlink":
+        path.unlink()
+    elif action == "rename":
+        path.with_suffix(".new").write_bytes(content)
+        os.replace(path.with_suffix(".new"), path)
+    try:
+        for _ in range(20):
+            next(loader)
+    except ShardTruncatedError as error:
+        print("truncated", error)
+    else:
+        print("fine")
+"""
+
+
+@pytest.mark.parametrize("align", ["bos", ""])
+@pytest.mark.parametrize("action", ["truncate", "shave", "overwrite", "unlink", "rename"])
+def test_files_that_change_while_they_are_read(action, align, tmp_path):
+    path = tmp_path / "x_train_000001.bin"
+    path.write_bytes(shard_bytes(np.resize([3, 4, 5, 6], 50_000)))
+    command = [sys.executable, "-c", textwrap.dedent(GOES_BAD), str(path), action, align]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+    expected = "fine" if action in ("unlink", "rename") else f"truncated shard {path} "
+    assert done.stdout.startswith(expected)
+
+
+def test_the_package_does_not_import_jax():
+    code = "import sys, jspeed.data; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=20).returncode == 0
+
+
+def test_shards_may_outlive_their_files_until_they_are_mapped(tmp_path):
+    path = Path(tmp_path, "x.bin")
+    path.write_bytes(shard_bytes(range(100)))
+    shards = open_shards(path)
+    path.write_bytes(shard_bytes(range(90)))
+    with pytest.raises(ShardTruncatedError, match="had 1224 bytes when it was opened and has 1204 now"):
+        next(TokenLoader(shards, lanes=1, lane_len=5, align=None))
