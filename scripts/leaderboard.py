@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
+
 from jspeed.errors import BadInput, run_script
 from jspeed.record import board
-from rich.console import Console
 
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 

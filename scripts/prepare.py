@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from jspeed.data import tokenise
-from jspeed.errors import run_script
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jspeed.data import tokenise
+from jspeed.errors import run_script
 
 
 def _bar() -> Progress:

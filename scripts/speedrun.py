@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from tyro.conf import Positional, UseAppendAction, arg
+
 from jspeed.errors import run_script
 from jspeed.run.prepare import Options
 from jspeed.run.train import train
-from tyro.conf import Positional, UseAppendAction, arg
 
 
 def speedrun(

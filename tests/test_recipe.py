@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jspeed import recipe as r
 from jspeed.errors import BadInput
 from jspeed.run.find import find, known_recipes
@@ -93,7 +94,10 @@ def test_describe_names_the_total():
         ({"stages": ()}, "STAGES is empty"),
         ({"stages": (r.Stage(steps=1, lane_len=100),)}, "not a multiple of the lane length 100"),
         ({"stages": (r.Stage(steps=1, lane_len=128, windows=(3,)),)}, "1 attention windows for"),
-        ({"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}}, "names 1 axes"),
+        (
+            {"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}},
+            "names 1 axes",
+        ),
     ],
 )
 def test_refuses(change, words):

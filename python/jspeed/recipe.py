@@ -219,7 +219,9 @@ def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
     rows = [
         (
             "parameters",
-            " + ".join(f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)),
+            " + ".join(
+                f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)
+            ),
             f"{parameter_count(recipe.parameters):,}",
         )
     ]
@@ -240,7 +242,11 @@ def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
     total = sum(s.steps * recipe.tokens_per_step(s) * flops_per_token(recipe, s) for s in recipe.stages)
     rows.append(("FLOPs", "tokens x FLOPs/token", f"{total / 1e12:.2f} T"))
     rows.append(
-        ("target", f"mean over the first {recipe.eval_tokens:,} validation tokens", f"{recipe.target_loss} nats")
+        (
+            "target",
+            f"mean over the first {recipe.eval_tokens:,} validation tokens",
+            f"{recipe.target_loss} nats",
+        )
     )
     return rows
 

@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
 from jspeed.data import Shards, open_shards
 
 FOLDER = tempfile.TemporaryDirectory(prefix="jspeed-tests-")

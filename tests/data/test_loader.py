@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jspeed.data import DocOverflowError, Shuffle, StateMismatchError, TokenLoader, TokenRangeError
 from jspeed.errors import BadInput
 

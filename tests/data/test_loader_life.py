@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+
 from jspeed.data import TokenLoader
 from jspeed.errors import BadInput
 

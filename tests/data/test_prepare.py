@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jspeed.data import sources, tokenise
 from jspeed.errors import BadInput
 

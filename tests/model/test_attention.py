@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from jspeed.model import attention as module
 from jspeed.model.attention import attention, document_ids
 

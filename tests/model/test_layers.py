@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jspeed.model.layers import relu_squared, rms_norm, rotary
 
 

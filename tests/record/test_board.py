@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+
 from jspeed.errors import BadInput
 from jspeed.record import board
 from jspeed.record.schema import write_run
-from rich.console import Console
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "leaderboard.py"
 

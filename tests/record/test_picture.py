@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+
 from jspeed.record.picture import _averaged, _loss_limits, curves_svg, loss_svg
 
 TRAIN = [(0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)]

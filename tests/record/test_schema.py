@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from jspeed.errors import BadInput
 from jspeed.record.schema import FIELDS, KINDS, read_run, validate, write_run
 

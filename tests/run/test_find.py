@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from jspeed.errors import BadInput
 from jspeed.run.find import FOLDER, find
 

@@ -5,13 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, make_mesh, parse_mesh, replicated
 from jspeed.recipe import Context, Stage
 from jspeed.run import evaluate, step
 from jspeed.run.find import find
 
-TINY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=12", "EVAL_LEN=16"]
+TINY = [
+    "WIDTH=32",
+    "LAYERS=2",
+    "HEADS=2",
+    "MLP_WIDTH=64",
+    "LANES=8",
+    "LANE_LEN=16",
+    "STEPS=12",
+    "EVAL_LEN=16",
+]
 TINY += ["EVAL_TOKENS=160"]
 RECIPES = {"stdlib": TINY, "fineweb-cpu": [*TINY, "LOSS_CHUNK=8", "VOCAB=50304"]}
 
@@ -114,7 +124,9 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     rows = rng.integers(0, recipe.data.vocab_size, size=(10, recipe.eval_len + 1), dtype=np.uint16)
     params = step.init_state(recipe, jnp.uint32(1))["params"]
     params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
-    logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), Context(step.eval_stage(recipe), False))
+    logits = recipe.forward(
+        params, jnp.asarray(rows[:, :-1], jnp.int32), Context(step.eval_stage(recipe), False)
+    )
     log_p = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
     expected = -np.take_along_axis(log_p, rows[:, 1:, None].astype(int), -1).mean()
     for devices, micro_batch in [(1, 16), (1, 128), (2, 32), (8, 16)]:
@@ -122,7 +134,9 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
         program = step.compile_program(recipe, mesh, "dp", micro_batch, rows=len(rows))
         validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
         placed = jax.device_put(params, replicated(mesh))
-        assert evaluate.validation_loss(program.evaluate, placed, validation) == pytest.approx(expected, abs=1e-6)
+        assert evaluate.validation_loss(program.evaluate, placed, validation) == pytest.approx(
+            expected, abs=1e-6
+        )
 
 
 def test_spread_keeps_rows_on_their_device_and_gather_undoes_it():

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
-from numpy.typing import NDArray
 
 # Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter, turtledemo,
 # ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils) and test suites.

@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from jspeed.data import sources
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, sha256_of, write_whole
-from numpy.typing import NDArray
 
 FORMAT_VERSION = 1
 MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024

@@ -14,7 +14,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 class MuonState(NamedTuple):
     """Number of updates so far (int32 scalar) and the momentum buffers (fp32, shaped like the parameters)."""
 
-    count: jax.Array
+    step: jax.Array
     momentum: Any
 
 
@@ -46,10 +46,12 @@ def scale_by_muon(
     """
 
     def init(params: Any) -> MuonState:
-        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params))
+        return MuonState(
+            jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        )
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        beta = jnp.asarray(momentum(state.count), jnp.float32)
+        beta = jnp.asarray(momentum(state.step), jnp.float32)
         buffers = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, state.momentum, grads)
 
         def direction(m: jax.Array, g: jax.Array) -> jax.Array:
@@ -57,7 +59,7 @@ def scale_by_muon(
             update = orthogonalise(beta * m + (1 - beta) * g, steps=steps, dtype=dtype)
             return update.astype(jnp.float32) * max(1.0, cols / rows) ** 0.5
 
-        return jax.tree.map(direction, buffers, grads), MuonState(state.count + 1, buffers)
+        return jax.tree.map(direction, buffers, grads), MuonState(state.step + 1, buffers)
 
     return optax.GradientTransformation(init, update)
 
@@ -70,4 +72,6 @@ def muon(
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
     """Muon with a learning-rate schedule and a momentum schedule; no weight decay."""
-    return optax.chain(scale_by_muon(momentum, steps=steps, dtype=dtype), optax.scale_by_learning_rate(learning_rate))
+    return optax.chain(
+        scale_by_muon(momentum, steps=steps, dtype=dtype), optax.scale_by_learning_rate(learning_rate)
+    )

@@ -92,7 +92,11 @@ def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) ->
 
 
 def loss(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
     x_BTD = hidden(params, tokens_BT, ctx)

@@ -31,8 +31,8 @@ SOFTCAP = 15.0
 
 # Batch: lanes x lane length tokens a step
 LANES = 16
-LANE_LEN = 256
-STEPS = 100
+LANE_LEN = 128
+STEPS = 250
 
 # Optimizer
 MUON_LR = 0.05
@@ -41,17 +41,17 @@ EMBED_LR = 0.3
 ADAM_BETA1 = 0.8
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-10
-MOMENTUM_START = 0.85
-MOMENTUM_END = 0.95
-MOMENTUM_WARMUP = 30  # steps
+MOMENTUM_START = 0.8
+MOMENTUM_END = 0.9
+MOMENTUM_WARMUP = 250  # steps
 COOLDOWN = 0.4  # fraction of the steps
 FINAL_LR = 0.1  # fraction of the peak
 
 # Evaluation
 TARGET_LOSS = 1.5  # nats per byte
-EVAL_EVERY = 20
+EVAL_EVERY = 25
 EVAL_TOKENS = 131_072
-EVAL_LEN = 256
+EVAL_LEN = 128
 
 # std 0.5 / sqrt(fan_in), as in record 21
 scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
@@ -91,7 +91,11 @@ def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) ->
 
 
 def loss(
-    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
     x_BTD = hidden(params, tokens_BT, ctx)

@@ -71,12 +71,15 @@ class Display:
             text = f"loss {loss:.4f}  {self._rate:,.0f} tokens/s"
             self._progress.update(self._task, completed=step, text=text)
         elif step % self._every == 0 or step == self._steps:
-            self._console.print(f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s", highlight=False)
+            self._console.print(
+                f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s", highlight=False
+            )
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
         """Show validation loss at ``step`` and the timed seconds so far; the time since is not training time."""
         self._console.print(
-            f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]  at {seconds:.1f} s timed", highlight=False
+            f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]  at {seconds:.1f} s timed",
+            highlight=False,
         )
         self._last = now(), self._last[1]
 
@@ -86,7 +89,9 @@ def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
     lines = []
     timed = run["timed_seconds"] or math.inf
     wait, dispatch = (run["host"][f"{name}_seconds"] / timed for name in ("data_wait", "dispatch"))
-    lines.append(f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]")
+    lines.append(
+        f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]"
+    )
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
             lines.append(f"[bold red]probe {name} failed: {escape(str(verdict))}; this run does not count[/]")

@@ -55,7 +55,9 @@ def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
     fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
     overrides = dict(_override(text, fields, path) for text in sets)
     for name, value in overrides.items():
-        literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
+        literals[name].value = ast.copy_location(
+            ast.parse(repr(value), mode="eval").body, literals[name].value
+        )
     ast.fix_missing_locations(tree)
 
     module = types.ModuleType(path.stem)
@@ -65,7 +67,9 @@ def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
         recipe = getattr(module, "RECIPE", None)
         if not isinstance(recipe, Recipe):
             example = FOLDER / "stdlib.py"
-            raise BadInput(f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does")
+            raise BadInput(
+                f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does"
+            )
         recipe.validate()
         check_functions(recipe)
     except BadInput:
@@ -100,8 +104,10 @@ def _locate(name_or_path: str) -> Path:
     if name_or_path.endswith(".py") or "/" in name_or_path:
         path = Path(name_or_path)
         if not path.is_file():
-            raise BadInput(f"recipe file {path} does not exist; give the path of a recipe file or one of the names "
-                           f"{', '.join(known_recipes())}")
+            raise BadInput(
+                f"recipe file {path} does not exist; give the path of a recipe file or one of the names "
+                f"{', '.join(known_recipes())}"
+            )
         return path
     path = FOLDER / f"{name_or_path.replace('-', '_')}.py"
     if name_or_path not in known_recipes():

@@ -36,7 +36,11 @@ def finish(setup: Setup, progress: "Progress", state: State, loader: dict[str, A
         points = [(point["timed_seconds"], point["val_loss"]) for point in progress.curve]
         title = f"{recipe.name}, seed {setup.options.seed}, {provenance.devices()['kind']}"
         picture.loss_svg(
-            setup.run_dir / "loss.svg", train=progress.train, val=points, target=recipe.target_loss, title=title
+            setup.run_dir / "loss.svg",
+            train=progress.train,
+            val=points,
+            target=recipe.target_loss,
+            title=title,
         )
     run = {
         "schema": schema.SCHEMA,

@@ -92,7 +92,11 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         facts = [
             ("recipe", f"{found.path}, hash {found.hash[:12]}", recipe.name),
             *describe(recipe),
-            ("devices", f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}", str(devices["count"])),
+            (
+                "devices",
+                f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
+                str(devices["count"]),
+            ),
             ("accumulation", "lanes / devices / lanes at once", " then ".join(map(str, parts))),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
@@ -110,7 +114,18 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         raise
     manifest = complete_manifest(folder) or {}
     return Setup(
-        options, found, recipe, mesh, shards, val_shards, manifest, run_dir, started, program, validation, state
+        options,
+        found,
+        recipe,
+        mesh,
+        shards,
+        val_shards,
+        manifest,
+        run_dir,
+        started,
+        program,
+        validation,
+        state,
     )
 
 
@@ -145,7 +160,9 @@ def claim(options: Options, recipe: Recipe) -> Path:
     run_dir = options.run_dir or Path("runs") / name
     held = [file for file in RUN_FILES if (run_dir / file).exists()]
     if held:
-        raise BadInput(f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away")
+        raise BadInput(
+            f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away"
+        )
     writable_folder(run_dir, "run directory")
     return run_dir
 

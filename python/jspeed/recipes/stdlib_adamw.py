@@ -1,0 +1,149 @@
+"""stdlib: the record recipe in small, on the bytes of Python's own standard library.
+
+What        A 2 M parameter transformer over bytes learns the source files of the running interpreter's standard
+            library; nothing is downloaded. It has the parts of the GPU records: RoPE, QK-norm, squared ReLU, RMS
+            norm without gain, zero-init output projections and head, softcapped logits, Muon on the matrices of the
+            blocks and Adam on embedding and head, a constant then linearly falling learning rate.
+Source      modded-nanogpt records 3-21 (shared parts), sizes and rates tuned here on two CPU cores.
+Hardware    two CPU cores, about a minute. Expected: see benchmarks/cpu.md.
+Parent      none
+"""
+
+import jax
+import optax
+from jax.nn import initializers
+
+from jspeed.model.attention import attention
+from jspeed.model.layers import relu_squared, rms_norm, rotary
+from jspeed.model.losses import softcap, softcapped_cross_entropy
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+
+# Model
+VOCAB = 272  # 256 bytes and the document start, rounded up to a multiple of 16
+WIDTH = 192
+LAYERS = 4
+HEADS = 3
+MLP_WIDTH = 768
+ATTENTION_SCALE = 0.12
+SOFTCAP = 15.0
+
+# Batch: lanes x lane length tokens a step
+LANES = 16
+LANE_LEN = 128
+STEPS = 250
+
+# Optimizer
+ADAMW_LR = 0.004
+ADAMW_BETA1 = 0.9
+ADAMW_BETA2 = 0.95
+WEIGHT_DECAY = 0.1
+WARMUP = 20  # steps
+HEAD_LR = 0.008
+EMBED_LR = 0.3
+ADAM_BETA1 = 0.8
+ADAM_BETA2 = 0.95
+ADAM_EPS = 1e-10
+COOLDOWN = 0.4  # fraction of the steps
+FINAL_LR = 0.1  # fraction of the peak
+
+# Evaluation
+TARGET_LOSS = 1.5  # nats per byte
+EVAL_EVERY = 25
+EVAL_TOKENS = 131_072
+EVAL_LEN = 128
+
+# std 0.5 / sqrt(fan_in), as in record 21
+scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
+zeros = initializers.zeros
+
+PARAMETERS = {
+    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), initializers.normal(1.0), "embed"),
+    "query": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "model", "heads"), scaled, "muon"),
+    "key": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "model", "heads"), scaled, "muon"),
+    "value": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "model", "heads"), scaled, "muon"),
+    "out": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "heads", "model"), zeros, "muon"),
+    "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("layer", "model", "mlp"), scaled, "muon"),
+    "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("layer", "mlp", "model"), zeros, "muon"),
+    "head": ParamSpec((WIDTH, VOCAB), ("model", "vocab"), zeros, "head"),
+}
+
+
+def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return what the head reads: fp32 ``[B, T, D]``."""
+    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
+    x_BTD = rms_norm(params["embed"][tokens_BT])
+    for layer in range(LAYERS):
+        a_BTD = rms_norm(x_BTD)
+        q_BTHK = rotary(rms_norm((a_BTD @ params["query"][layer]).reshape(heads)))
+        k_BTHK = rotary(rms_norm((a_BTD @ params["key"][layer]).reshape(heads)))
+        v_BTHK = (a_BTD @ params["value"][layer]).reshape(heads)
+        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE)
+        x_BTD += y_BTHK.reshape(x_BTD.shape) @ params["out"][layer]
+        h_BTF = relu_squared(rms_norm(x_BTD) @ params["up"][layer])
+        x_BTD += h_BTF @ params["down"][layer]
+    return rms_norm(x_BTD)
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return softcapped logits ``[B, T, V]``."""
+    return softcap(hidden(params, tokens_BT, ctx) @ params["head"], SOFTCAP)
+
+
+def loss(
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weighted sum, loss of every token in nats)."""
+    x_BTD = hidden(params, tokens_BT, ctx)
+    return softcapped_cross_entropy(x_BTD, params["head"], targets_BT, weights_BT, SOFTCAP, chunk=LANE_LEN)
+
+
+def falling(peak: float) -> optax.Schedule:
+    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
+    steps = round(COOLDOWN * STEPS)
+    return optax.linear_schedule(peak, FINAL_LR * peak, steps, transition_begin=STEPS - steps)
+
+
+def adam(peak: float) -> optax.GradientTransformation:
+    """Adam with the recipe's constants and schedule."""
+    return optax.adam(falling(peak), b1=ADAM_BETA1, b2=ADAM_BETA2, eps=ADAM_EPS)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """AdamW with a linear warm-up on the blocks, Adam on embedding and head."""
+    warm = optax.linear_schedule(0.0, 1.0, WARMUP)
+
+    def rate(step: jax.Array) -> jax.Array:
+        return warm(step + 1) * falling(ADAMW_LR)(step)
+
+    by_group = {
+        "muon": optax.adamw(rate, b1=ADAMW_BETA1, b2=ADAMW_BETA2, weight_decay=WEIGHT_DECAY),
+        "embed": adam(EMBED_LR),
+        "head": adam(HEAD_LR),
+    }
+    return optax.partition(by_group, groups(PARAMETERS))
+
+
+STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
+
+RECIPE = Recipe(
+    name="stdlib-adamw",
+    parent="stdlib",
+    track="stdlib/cpu",
+    data=Data("stdlib", vocab_size=257, bos_id=256, shuffle_block=LANE_LEN),
+    target_loss=TARGET_LOSS,
+    parameters=PARAMETERS,
+    forward=forward,
+    loss=loss,
+    optimizer=optimizer,
+    stages=STAGES,
+    lanes=LANES,
+    eval_every=EVAL_EVERY,
+    eval_tokens=EVAL_TOKENS,
+    eval_len=EVAL_LEN,
+    attention_width=WIDTH,
+    layers=LAYERS,
+)

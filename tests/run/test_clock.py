@@ -1,0 +1,44 @@
+"""The ledger adds up, and only named pauses are untimed."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from jspeed.run.clock import Clock, utc_now
+
+
+def test_ledger_adds_up_and_pauses_are_named():
+    clock = Clock()
+    before = clock.wall_seconds
+    with clock.section("compile"):
+        time.sleep(0.02)
+    assert clock.timed_seconds == 0
+    clock.start(jnp.zeros(3))
+    time.sleep(0.03)
+    with clock.section("evaluation", wait_for=jnp.zeros(3)):
+        paused = clock.timed_seconds
+        time.sleep(0.02)
+        assert clock.timed_seconds == paused
+    time.sleep(0.01)
+    clock.stop(jnp.zeros(3))
+    stopped = clock.timed_seconds
+    time.sleep(0.01)
+    assert clock.timed_seconds == stopped >= 0.04
+    ledger = clock.ledger
+    names = ["start-up", "compile", "start-up", "training", "evaluation", "training", "finish"]
+    assert [section["name"] for section in ledger] == names
+    assert [section["name"] for section in ledger if section["timed"]] == ["training", "training"]
+    assert sum(section["seconds"] for section in ledger) == pytest.approx(clock.wall_seconds, abs=5e-3)
+    assert clock.seconds("evaluation") >= 0.02 and clock.wall_seconds > before
+
+
+def test_a_section_ends_when_its_body_fails():
+    clock = Clock()
+    with pytest.raises(ValueError), clock.section("compile"):
+        raise ValueError
+    assert clock.ledger[-1]["name"] == "start-up"
+
+
+def test_utc_now_is_iso_8601():
+    assert utc_now().endswith("Z") and "T" in utc_now()

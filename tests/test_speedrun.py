@@ -1,0 +1,234 @@
+"""scripts/speedrun.py as a user runs it: whole runs at toy size, their files, and every bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+TOY = [
+    "WIDTH=32",
+    "LAYERS=2",
+    "HEADS=2",
+    "MLP_WIDTH=64",
+    "LANES=8",
+    "LANE_LEN=32",
+    "EVAL_LEN=32",
+    "EVAL_TOKENS=256",
+]
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def speedrun(cache: Path, tmp_path: Path):
+    def call(*arguments: str, script: str = "speedrun.py", **options):
+        command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
+        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+        environment |= {"JSPEED_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+        start = options.pop("start", False)
+        settings = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE} | options
+        if start:
+            return subprocess.Popen(command, stderr=subprocess.PIPE, **settings)
+        return subprocess.run(command, stderr=subprocess.PIPE, timeout=300, **settings)
+
+    return call
+
+
+def write_shard(path: Path, tokens: np.ndarray, magic=20240520, version=1, count=None, extra=b"") -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if count is None else count
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes() + extra)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """A small folder of bytes that repeat, so that a toy learns something in a few steps."""
+    folder = tmp_path / "shards"
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8)
+    tokens = np.concatenate([[256], text])
+    write_shard(folder / "toy_train_000001.bin", tokens)
+    write_shard(folder / "toy_val_000000.bin", tokens[:2000])
+    return folder
+
+
+def toy(*more: str) -> list[str]:
+    return ["--set", *TOY, *more]
+
+
+def read(run_dir: Path) -> dict:
+    return json.loads((run_dir / "run.json").read_text())
+
+
+def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp_path):
+    run_dir = tmp_path / "run"
+    done = speedrun(
+        "--data", shards, "--run-dir", run_dir, "--target-loss", "2.9", *toy("STEPS=30", "EVAL_EVERY=10")
+    )
+    assert done.returncode == 0, done.stderr
+    run = read(run_dir)
+    assert run["reached"] and run["status"] == "finished" and run["val_loss"] <= 2.9
+    assert run["steps"] == run["planned_steps"] == 30 and run["tokens"] == 30 * 8 * 32
+    assert [point["step"] for point in run["curve"]] == [0, 10, 20, 30]
+    # Zero-initialised head over 272 classes.
+    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=1e-4)
+    assert run["curve"][-1]["val_loss"] == run["val_loss"]
+    assert all(probe["passed"] for probe in run["probes"].values()) and "causality" in run["probes"]
+    timed = sum(section["seconds"] for section in run["ledger"] if section["timed"])
+    assert timed == pytest.approx(run["timed_seconds"], rel=1e-3)
+    assert sum(s["name"] == "evaluation" for s in run["ledger"]) == 3
+    assert run["data"]["val_tokens"] == 256 and run["seed"] == 1
+
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all({"step", "tokens", "timed_seconds"} <= line.keys() for line in lines)
+    assert [line["step"] for line in lines if "train_loss" in line] == list(range(1, 31))
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 10, 20, 30]
+    assert xml.etree.ElementTree.parse(run_dir / "loss.svg").getroot().tag.endswith("svg")
+    assert json.loads((run_dir / "config.json").read_text())["fields"]["WIDTH"] == 32
+    assert done.stdout.splitlines()[-1].startswith(f"{run['val_loss']:.4f} nats/")
+    assert "8 lanes x 32 tokens" in done.stdout
+
+    added = speedrun("add", run_dir, "--records", tmp_path / "records", script="leaderboard.py")
+    assert added.returncode == 0, added.stderr
+    shown = speedrun("show", "--records", tmp_path / "records", script="leaderboard.py")
+    assert run["recipe_hash"][:6] in shown.stdout
+
+
+def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):
+    def losses(name: str, *arguments: str) -> list[float]:
+        run_dir = tmp_path / name
+        done = speedrun(
+            "--data", shards, "--run-dir", run_dir, "--steps", "10", *arguments, *toy("EVAL_EVERY=50")
+        )
+        assert done.returncode == 0, done.stderr
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [line["train_loss"] for line in lines if "train_loss" in line]
+
+    one = losses("one")
+    assert losses("again") == one
+    np.testing.assert_allclose(losses("eight", "--mesh", "data=8"), one, atol=1e-5)
+    assert losses("other", "--seed", "2") != one
+
+
+def test_a_run_that_misses_its_target_exits_1_and_one_that_was_cut_short_0(speedrun, shards, tmp_path):
+    missed = speedrun("--data", shards, "--run-dir", tmp_path / "a", "--target-loss", "0.01", *toy("STEPS=2"))
+    assert missed.returncode == 1 and not read(tmp_path / "a")["reached"]
+    short = speedrun("--data", shards, "--run-dir", tmp_path / "b", "--steps", "2", *toy("STEPS=9"))
+    assert short.returncode == 0 and read(tmp_path / "b")["status"] == "stopped"
+    refused = speedrun("add", tmp_path / "b", "--records", tmp_path / "records", script="leaderboard.py")
+    assert refused.returncode == 2 and not (tmp_path / "records").exists()
+    late = speedrun(
+        "--data", shards, "--run-dir", tmp_path / "c", "--max-minutes", "0.0001", *toy("STEPS=900")
+    )
+    assert late.returncode == 1 and read(tmp_path / "c")["status"] == "stopped"
+
+
+def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
+    run_dir = tmp_path / "run"
+    process = speedrun("--data", shards, "--run-dir", run_dir, *toy("STEPS=100000"), start=True)
+    metrics = run_dir / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and metrics.read_text().count("\n") > 5:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    run = read(run_dir)
+    assert run["status"] == "interrupted" and not run["reached"] and run["steps"] > 3
+    assert "Traceback" not in err and "interrupted after" in out
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
+    done = speedrun(
+        "--data", shards, "--run-dir", tmp_path / "r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38")
+    )
+    run = read(tmp_path / "r")
+    assert (
+        done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None and run["steps"] < 50
+    )
+
+
+GOOD = np.full(5000, 1)
+BAD_SHARDS = {
+    "wrong magic": (dict(tokens=GOOD, magic=7), "magic"),
+    "wrong version": (dict(tokens=GOOD, version=2), "version"),
+    "short body": (dict(tokens=GOOD, count=6000), "6000"),
+    "trailing bytes": (dict(tokens=GOOD, extra=b"xx"), "5000"),
+    "zero tokens": (dict(tokens=GOOD[:0]), "token"),
+    "token id": (dict(tokens=GOOD * 300), "300"),
+}
+
+
+@pytest.mark.parametrize(("name", "split"), zip(BAD_SHARDS, ["train", "val"] * 3, strict=True))
+def test_bad_shards(speedrun, shards, tmp_path, name, split):
+    arguments, word = BAD_SHARDS[name]
+    write_shard(next(shards.glob(f"*_{split}_*")), **arguments)
+    refused(speedrun, tmp_path, [f"_{split}_", word], "--data", shards, *toy("STEPS=2"))
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["stdlbi", "did you mean 'stdlib'"], ["stdlbi"]),
+        (["mine.py", "does not exist"], ["mine.py"]),
+        (["WIDHT", "did you mean 'WIDTH'"], ["--set", "WIDHT=3"]),
+        (["WIDTH=wide", "type int"], ["--set", "WIDTH=wide"]),
+        (["nowhere", "prepare.py"], ["--data", "nowhere"]),
+        (["data=3", "3"], ["--mesh", "data=3"]),
+        (["4096 tokens", "100"], ["--micro-batch", "100"]),
+        (["--layout tpp", "dp"], ["--layout", "tpp"]),
+        (["--steps 0"], ["--steps", "0"]),
+        (["--seed -1"], ["--seed", "-1"]),
+        (["fineweb", "--data DIR"], ["fineweb-cpu"]),
+    ],
+)
+def test_bad_arguments(speedrun, tmp_path, words, arguments):
+    refused(speedrun, tmp_path, words, *arguments)
+
+
+def test_bad_folders(speedrun, shards, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(speedrun, tmp_path, ["empty", "prepare.py"], "--data", empty)
+    next(shards.glob("*_val_*")).unlink()
+    refused(speedrun, tmp_path, ["shards", "val"], "--data", shards)
+    (tmp_path / "no_recipe.py").write_text("x = 1\n")
+    refused(speedrun, tmp_path, ["no_recipe.py", "RECIPE"], tmp_path / "no_recipe.py")
+
+
+def test_bad_run_directories(speedrun, shards, tmp_path):
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "run.json").write_text("{}")
+    refused(speedrun, tmp_path, ["held", "already holds a run"], "--data", shards, "--run-dir", held)
+    assert [path.name for path in held.iterdir()] == ["run.json"]
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    refused(speedrun, tmp_path, ["file", "choose a folder"], "--data", shards, "--run-dir", blocked / "run")
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    if not os.access(locked, os.W_OK):  # root may write anywhere
+        refused(speedrun, tmp_path, ["locked", "read-only"], "--data", shards, "--run-dir", locked)
+
+
+def refused(speedrun, tmp_path: Path, words: list[str], *arguments) -> None:
+    """Exit code 2, one sentence with all ``words`` on stderr, and no run directory left behind."""
+    done = speedrun(*arguments)
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+    runs = tmp_path / "runs"
+    assert not runs.exists() or not any(runs.iterdir())
