@@ -73,9 +73,7 @@ def read(run_dir: Path) -> dict:
 
 def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp_path):
     run_dir = tmp_path / "run"
-    done = speedrun(
-        "--data", shards, "--run-dir", run_dir, "--target-loss", "2.9", *toy("STEPS=30", "EVAL_EVERY=10")
-    )
+    done = speedrun("--data", shards, "--run-dir", run_dir, "--target-loss", "2.9", *toy("STEPS=30", "EVAL_EVERY=10"))
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["reached"] and run["status"] == "finished" and run["val_loss"] <= 2.9
@@ -108,9 +106,7 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
 def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):
     def losses(name: str, *arguments: str) -> list[float]:
         run_dir = tmp_path / name
-        done = speedrun(
-            "--data", shards, "--run-dir", run_dir, "--steps", "10", *arguments, *toy("EVAL_EVERY=50")
-        )
+        done = speedrun("--data", shards, "--run-dir", run_dir, "--steps", "10", *arguments, *toy("EVAL_EVERY=50"))
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         return [line["train_loss"] for line in lines if "train_loss" in line]
@@ -128,9 +124,7 @@ def test_a_run_that_misses_its_target_exits_1_and_one_that_was_cut_short_0(speed
     assert short.returncode == 0 and read(tmp_path / "b")["status"] == "stopped"
     refused = speedrun("add", tmp_path / "b", "--records", tmp_path / "records", script="leaderboard.py")
     assert refused.returncode == 2 and not (tmp_path / "records").exists()
-    late = speedrun(
-        "--data", shards, "--run-dir", tmp_path / "c", "--max-minutes", "0.0001", *toy("STEPS=900")
-    )
+    late = speedrun("--data", shards, "--run-dir", tmp_path / "c", "--max-minutes", "0.0001", *toy("STEPS=900"))
     assert late.returncode == 1 and read(tmp_path / "c")["status"] == "stopped"
 
 
@@ -151,13 +145,9 @@ def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
-    done = speedrun(
-        "--data", shards, "--run-dir", tmp_path / "r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38")
-    )
+    done = speedrun("--data", shards, "--run-dir", tmp_path / "r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"))
     run = read(tmp_path / "r")
-    assert (
-        done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None and run["steps"] < 50
-    )
+    assert done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None and run["steps"] < 50
 
 
 GOOD = np.full(5000, 1)

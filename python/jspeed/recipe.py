@@ -219,9 +219,7 @@ def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
     rows = [
         (
             "parameters",
-            " + ".join(
-                f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)
-            ),
+            " + ".join(f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)),
             f"{parameter_count(recipe.parameters):,}",
         )
     ]
@@ -236,9 +234,7 @@ def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
         )
     rows.append(("tokens", "sum of steps x tokens/step", f"{recipe.tokens:,}"))
     flops = flops_per_token(recipe, recipe.stages[-1])
-    rows.append(
-        ("FLOPs/token", "6 x matmul parameters + 12 x width x keys seen x layers", f"{flops / 1e6:.2f} M")
-    )
+    rows.append(("FLOPs/token", "6 x matmul parameters + 12 x width x keys seen x layers", f"{flops / 1e6:.2f} M"))
     total = sum(s.steps * recipe.tokens_per_step(s) * flops_per_token(recipe, s) for s in recipe.stages)
     rows.append(("FLOPs", "tokens x FLOPs/token", f"{total / 1e12:.2f} T"))
     rows.append(

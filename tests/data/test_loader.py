@@ -20,9 +20,7 @@ few = settings(max_examples=60, deadline=None)
 
 
 def stage(steps, lane_len, max_doc_len=None, max_docs=None):
-    return SimpleNamespace(
-        steps=steps, lane_len=lane_len, max_doc_len=max_doc_len, max_docs=max_docs or lane_len + 1
-    )
+    return SimpleNamespace(steps=steps, lane_len=lane_len, max_doc_len=max_doc_len, max_docs=max_docs or lane_len + 1)
 
 
 def batches(loader):
@@ -96,9 +94,7 @@ def test_processes_and_resumes_give_the_same_lanes(data, at, prefetch):
     for count in (1, 2, 4, 8):
         parts = []
         for index in range(count):
-            part = TokenLoader(
-                shards, epochs=2, process_index=index, process_count=count, prefetch=index, **data[1]
-            )
+            part = TokenLoader(shards, epochs=2, process_index=index, process_count=count, prefetch=index, **data[1])
             part.load_state_dict(state)
             assert part.state_dict() == state
             parts.append(told(part))

@@ -195,9 +195,7 @@ def test_any_text_comes_back(texts, shard_tokens, ending):
 
 
 def test_a_long_document_goes_on_in_the_next_shard(tmp_path):
-    out = prepare_bytes(
-        jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10
-    )
+    out = prepare_bytes(jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10)
     names = sorted(path.name for path in out.glob("*.bin"))
     assert names == [f"o_train_00000{i}.bin" for i in (1, 2, 3)] + [f"o_val_00000{i}.bin" for i in (0, 1, 2)]
     files = check_manifest(out)["files"]
@@ -250,9 +248,7 @@ def test_folders_files_and_endings(tmp_path):
 @pytest.mark.parametrize("block", [1, 5, 13, 1 << 20])
 def test_separators_split_a_text(tmp_path, monkeypatch, block):
     monkeypatch.setattr(sources, "BLOCK_BYTES", block)
-    (tmp_path / "a.txt").write_text(
-        "one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n"
-    )
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n")
     assert list(sources.text_documents(tmp_path / "a.txt")) == [b"one", b"two \n<|endo", b"three"]
 
 
@@ -293,9 +289,7 @@ def test_gpt2_ids(tmp_path, monkeypatch):
     # shared/data/README.md: "hello world"; a separator inside a JSON document is ordinary text, not 50256.
     texts = {"hello world": [31373, 995], "<|endoftext|>": [27, 91, 437, 1659, 5239, 91, 29]}
     out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "o")
-    found = [
-        ids.tolist() for split in ("train", "val") for ids in documents_in(read_split(out, split), 50256)
-    ]
+    found = [ids.tolist() for split in ("train", "val") for ids in documents_in(read_split(out, split), 50256)]
     assert sorted(found) == sorted(texts.values())
     manifest = check_manifest(out)
     assert [manifest[key] for key in ("tokenizer", "vocab_size", "bos_id")] == ["gpt2", 50257, 50256]
@@ -345,9 +339,7 @@ run_script(lambda: tokenise.write_folder(Path(sys.argv[1]), documents(), tokenis
 
 
 def interrupt(out, signal_number):
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, out], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, out], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "half\n"
         partial = [path for path in out.parent.iterdir() if path.name.endswith(".partial")]
         shards = [shard for path in partial for shard in path.glob("*.bin")]
@@ -495,9 +487,7 @@ def test_bad_output(tmp_path, monkeypatch):
     assert byte_documents(prepare_bytes(source, out=tmp_path / "in"), "train")  # an empty folder is fine
 
 
-@pytest.mark.parametrize(
-    "arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]]
-)
+@pytest.mark.parametrize("arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]])
 def test_bad_command_exits_with_2(tmp_path, arguments):
     code, out, err = script(*arguments)
     assert (code, out) == (2, "") and err and "Traceback" not in err

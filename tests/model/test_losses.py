@@ -40,9 +40,7 @@ def test_value_and_gradients(case, chunk):
     (total_, loss_), grads_ = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(x, head)
     np.testing.assert_allclose(total, total_, rtol=1e-5)
     np.testing.assert_allclose(loss, loss_, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(
-        softcapped_cross_entropy(x, head, targets, weights, 15.0, chunk)[1], loss, atol=1e-6
-    )
+    np.testing.assert_allclose(softcapped_cross_entropy(x, head, targets, weights, 15.0, chunk)[1], loss, atol=1e-6)
     for found, expected in zip(grads, grads_, strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-5)
 

@@ -54,9 +54,7 @@ def test_equals_optax_muon_without_momentum():
     params = {"wide": jnp.zeros((16, 24)), "tall": jnp.zeros((24, 16))}
     theirs = optax.contrib.muon(0.02, beta=0.0, eps=1e-7)
     ours = muon(0.02, lambda step: 0.0, dtype=jnp.float32)
-    grads = {
-        name: jax.random.normal(jax.random.key(n), p.shape) for n, (name, p) in enumerate(params.items())
-    }
+    grads = {name: jax.random.normal(jax.random.key(n), p.shape) for n, (name, p) in enumerate(params.items())}
     found, _ = ours.update(grads, ours.init(params), params)
     expected, _ = theirs.update(grads, theirs.init(params), params)
     for name in params:

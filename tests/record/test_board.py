@@ -210,24 +210,19 @@ def test_the_script_adds_and_shows(tmp_path: Path) -> None:
     assert len(list(records.rglob("*.json"))) == added.stdout.count("added ") == 2
 
     board_text = script("show", "--records", records, "--track", "stdlib/cpu")
-    assert (
-        board_text.returncode == 0 and "61.00" in board_text.stdout and "Traceback" not in board_text.stderr
-    )
+    assert board_text.returncode == 0 and "61.00" in board_text.stdout and "Traceback" not in board_text.stderr
 
 
 def test_the_script_answers_bad_input_with_a_sentence(tmp_path: Path) -> None:
     records = tmp_path / "records"
     good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", status="stopped")
     refused = script("add", good, bad, "--records", records)
-    assert (
-        refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
-    )
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ") and refused.stderr.count("\n") == 1
     assert not records.exists(), "all of them or none"
 
     board.add(good, records)
     unknown = script("show", "--records", records, "--track", "stdlib/cpus")
     assert unknown.returncode == 2
     assert (
-        unknown.stderr
-        == "error: no record is of track 'stdlib/cpus', only of stdlib/cpu; did you mean 'stdlib/cpu'?\n"
+        unknown.stderr == "error: no record is of track 'stdlib/cpus', only of stdlib/cpu; did you mean 'stdlib/cpu'?\n"
     )

@@ -43,9 +43,7 @@ def test_last_line_of_other_endings():
 
 
 def test_a_failed_probe_is_said_and_markup_in_names_is_text():
-    lines = printed(
-        closing(RUN | {"probes": {"causality": {"passed": False, "leak": 0.5}}}, Path("runs/[bold]x"))
-    )
+    lines = printed(closing(RUN | {"probes": {"causality": {"passed": False, "leak": 0.5}}}, Path("runs/[bold]x")))
     assert any("probe causality failed" in line and "0.5" in line for line in lines)
     assert any("runs/[bold]x" in line for line in lines)
 

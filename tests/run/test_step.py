@@ -124,9 +124,7 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     rows = rng.integers(0, recipe.data.vocab_size, size=(10, recipe.eval_len + 1), dtype=np.uint16)
     params = step.init_state(recipe, jnp.uint32(1))["params"]
     params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
-    logits = recipe.forward(
-        params, jnp.asarray(rows[:, :-1], jnp.int32), Context(step.eval_stage(recipe), False)
-    )
+    logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), Context(step.eval_stage(recipe), False))
     log_p = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
     expected = -np.take_along_axis(log_p, rows[:, 1:, None].astype(int), -1).mean()
     for devices, micro_batch in [(1, 16), (1, 128), (2, 32), (8, 16)]:
@@ -134,9 +132,7 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
         program = step.compile_program(recipe, mesh, "dp", micro_batch, rows=len(rows))
         validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
         placed = jax.device_put(params, replicated(mesh))
-        assert evaluate.validation_loss(program.evaluate, placed, validation) == pytest.approx(
-            expected, abs=1e-6
-        )
+        assert evaluate.validation_loss(program.evaluate, placed, validation) == pytest.approx(expected, abs=1e-6)
 
 
 def test_spread_keeps_rows_on_their_device_and_gather_undoes_it():

@@ -247,9 +247,7 @@ def _batches(documents: Iterable[tuple[str, bytes]]) -> Iterator[list[tuple[str,
         yield batch
 
 
-def _extend(
-    prefix: Path, shards: list[dict[str, Any]], tokens: NDArray[np.uint16], limit: int, bos_id: int
-) -> None:
+def _extend(prefix: Path, shards: list[dict[str, Any]], tokens: NDArray[np.uint16], limit: int, bos_id: int) -> None:
     """Append tokens to a split's last shard, beginning others as they fill up."""
     while tokens.size:
         if not shards or shards[-1]["tokens"] == limit:

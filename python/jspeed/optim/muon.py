@@ -46,9 +46,7 @@ def scale_by_muon(
     """
 
     def init(params: Any) -> MuonState:
-        return MuonState(
-            jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
-        )
+        return MuonState(jnp.zeros([], jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params))
 
     def update(grads: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
         beta = jnp.asarray(momentum(state.step), jnp.float32)
@@ -72,6 +70,4 @@ def muon(
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
     """Muon with a learning-rate schedule and a momentum schedule; no weight decay."""
-    return optax.chain(
-        scale_by_muon(momentum, steps=steps, dtype=dtype), optax.scale_by_learning_rate(learning_rate)
-    )
+    return optax.chain(scale_by_muon(momentum, steps=steps, dtype=dtype), optax.scale_by_learning_rate(learning_rate))

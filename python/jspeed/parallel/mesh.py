@@ -57,9 +57,7 @@ def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Devic
             f"--mesh {asked} needs {math.prod(sizes.values())} devices but JAX has {available} "
             f"({devices[0].platform}); give sizes whose product is {available}"
         )
-    return jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices
-    )
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

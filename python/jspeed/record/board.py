@@ -47,9 +47,7 @@ def admit(run_dir: Path, records: Path) -> tuple[Path, bytes]:
     _refuse_what_is_no_result(run, source)
     destination = records / _place(run, content)
     if destination.exists():
-        raise BadInput(
-            f"{source}: the run is on the leaderboard already, as {destination}; a run counts once"
-        )
+        raise BadInput(f"{source}: the run is on the leaderboard already, as {destination}; a run counts once")
     return destination, content
 
 
@@ -120,9 +118,7 @@ def table(rows: Iterable[Row]) -> Table:
         if position:
             page.add_row()
         page.add_row(Text(track, style="bold"))
-        page.add_row(
-            Text(f"target {target:g} nats per token, on {val_tokens:,} tokens of {data} {fingerprint[:8]}")
-        )
+        page.add_row(Text(f"target {target:g} nats per token, on {val_tokens:,} tokens of {data} {fingerprint[:8]}"))
         page.add_row(_heat(entries))
     return page
 

@@ -254,9 +254,7 @@ def _check_plain(value: Any, where: str) -> None:
         for index, item in enumerate(value):
             _check_plain(item, f"{where}[{index}]")
     elif not (value is None or isinstance(value, (str, bool)) or _is_number(value)):
-        raise BadInput(
-            f"field '{where}': expected text, a finite number, true, false or null, found {_found(value)}"
-        )
+        raise BadInput(f"field '{where}': expected text, a finite number, true, false or null, found {_found(value)}")
 
 
 def _check_consistent(run: dict[str, Any]) -> None:
@@ -271,8 +269,7 @@ def _check_consistent(run: dict[str, Any]) -> None:
     total = math.fsum(entry["seconds"] for entry in run["ledger"])
     if total > 1e-3 + 1.01 * wall:
         raise BadInput(
-            f"field 'wall_seconds': expected at least the sum of all ledger entries, "
-            f"{total:.3f}, found {wall:.3f}"
+            f"field 'wall_seconds': expected at least the sum of all ledger entries, {total:.3f}, found {wall:.3f}"
         )
     if run["reached"] and (loss is None or loss > run["target_loss"]):
         raise BadInput(

@@ -89,9 +89,7 @@ def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
     lines = []
     timed = run["timed_seconds"] or math.inf
     wait, dispatch = (run["host"][f"{name}_seconds"] / timed for name in ("data_wait", "dispatch"))
-    lines.append(
-        f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]"
-    )
+    lines.append(f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]")
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
             lines.append(f"[bold red]probe {name} failed: {escape(str(verdict))}; this run does not count[/]")

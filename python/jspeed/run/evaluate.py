@@ -56,9 +56,7 @@ def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Validati
     return ValidationSet(array, len(rows), len(rows) * recipe.eval_len)
 
 
-def validation_loss(
-    evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet
-) -> float:
+def validation_loss(evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:
     """Return the mean loss in nats per token: fp32 within a row, float64 over rows."""
     row_losses = jax.device_get(evaluate(params, validation.rows))
     return float(np.mean(row_losses[: validation.count], dtype=np.float64))

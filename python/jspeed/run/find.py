@@ -55,9 +55,7 @@ def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
     fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
     overrides = dict(_override(text, fields, path) for text in sets)
     for name, value in overrides.items():
-        literals[name].value = ast.copy_location(
-            ast.parse(repr(value), mode="eval").body, literals[name].value
-        )
+        literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
     ast.fix_missing_locations(tree)
 
     module = types.ModuleType(path.stem)
@@ -67,9 +65,7 @@ def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
         recipe = getattr(module, "RECIPE", None)
         if not isinstance(recipe, Recipe):
             example = FOLDER / "stdlib.py"
-            raise BadInput(
-                f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does"
-            )
+            raise BadInput(f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does")
         recipe.validate()
         check_functions(recipe)
     except BadInput:

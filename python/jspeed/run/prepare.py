@@ -160,9 +160,7 @@ def claim(options: Options, recipe: Recipe) -> Path:
     run_dir = options.run_dir or Path("runs") / name
     held = [file for file in RUN_FILES if (run_dir / file).exists()]
     if held:
-        raise BadInput(
-            f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away"
-        )
+        raise BadInput(f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away")
     writable_folder(run_dir, "run directory")
     return run_dir
 

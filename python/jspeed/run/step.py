@@ -132,9 +132,7 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | N
     if micro_batch is None:
         at_once = lanes
         if mesh.devices.flat[0].platform == "cpu":
-            at_once = max(
-                n for n in range(1, lanes + 1) if lanes % n == 0 and n * stage.lane_len <= 512 or n == 1
-            )
+            at_once = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * stage.lane_len <= 512 or n == 1)
         return lanes // at_once
     if micro_batch < 1 or micro_batch % stage.lane_len or lanes % (micro_batch // stage.lane_len):
         fitting = [n * stage.lane_len for n in range(1, lanes + 1) if lanes % n == 0]
