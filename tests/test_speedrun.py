@@ -161,7 +161,7 @@ BAD_SHARDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "split"), zip(BAD_SHARDS, ["train", "val"] * 3, strict=True))
+@pytest.mark.parametrize(("name", "split"), list(zip(BAD_SHARDS, ["train", "val"] * 3, strict=True)))
 def test_bad_shards(speedrun, shards, tmp_path, name, split):
     arguments, word = BAD_SHARDS[name]
     write_shard(next(shards.glob(f"*_{split}_*")), **arguments)
@@ -176,8 +176,8 @@ def test_bad_shards(speedrun, shards, tmp_path, name, split):
         (["WIDHT", "did you mean 'WIDTH'"], ["--set", "WIDHT=3"]),
         (["WIDTH=wide", "type int"], ["--set", "WIDTH=wide"]),
         (["nowhere", "prepare.py"], ["--data", "nowhere"]),
-        (["data=3", "3"], ["--mesh", "data=3"]),
-        (["4096 tokens", "100"], ["--micro-batch", "100"]),
+        (["3 devices", "2048 tokens"], ["--mesh", "data=3"]),
+        (["2048 tokens", "100"], ["--micro-batch", "100"]),
         (["--layout tpp", "dp"], ["--layout", "tpp"]),
         (["--steps 0"], ["--steps", "0"]),
         (["--seed -1"], ["--seed", "-1"]),
