@@ -1,5 +1,7 @@
 """The step on one and eight devices, accumulation, warm-up and evaluation, by comparing whole programs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,7 @@ TINY = [
     "EVAL_LEN=16",
 ]
 TINY += ["EVAL_TOKENS=160"]
-RECIPES = {"stdlib": TINY, "fineweb-cpu": [*TINY, "LOSS_CHUNK=8", "VOCAB=50304"]}
+RECIPES = {"stdlib": TINY, "fineweb-cpu": [*TINY, "LOSS_CHUNK=8", "VOCAB=272", "BOS=5"]}
 
 
 def toy(name="stdlib"):
@@ -37,7 +39,7 @@ def mesh_of(count):
 def batches(recipe, count, seed=0):
     rng = np.random.default_rng(seed)
     shape = (count, recipe.lanes, recipe.stages[0].lane_len + 1)
-    return rng.integers(0, recipe.data.vocab_size, size=shape, dtype=np.uint16)
+    return rng.integers(0, 257, size=shape, dtype=np.uint16)
 
 
 def run(recipe, mesh, micro_batch, tokens, seed=1):
@@ -50,13 +52,18 @@ def run(recipe, mesh, micro_batch, tokens, seed=1):
     return program, state, losses
 
 
+@functools.cache
+def losses_on_one_device(name):
+    recipe = toy(name)
+    return run(recipe, mesh_of(1), 128, batches(recipe, 10))[2]
+
+
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize(("devices", "micro_batch"), [(8, None), (2, None), (1, 16), (1, 32), (4, 16)])
+@pytest.mark.parametrize(("devices", "micro_batch"), [(8, None), (2, 32), (1, 16)])
 def test_any_devices_and_accumulation_give_the_same_losses(name, devices, micro_batch):
     recipe = toy(name)
-    tokens = batches(recipe, 10)
-    _, _, expected = run(recipe, mesh_of(1), 128, tokens)
-    _, _, found = run(recipe, mesh_of(devices), micro_batch, tokens)
+    expected = losses_on_one_device(name)
+    _, _, found = run(recipe, mesh_of(devices), micro_batch, batches(recipe, 10))
     assert expected[-1] != expected[0]
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -121,13 +128,13 @@ def test_warm_up_leaves_no_trace():
 def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     recipe = toy(name)
     rng = np.random.default_rng(3)
-    rows = rng.integers(0, recipe.data.vocab_size, size=(10, recipe.eval_len + 1), dtype=np.uint16)
+    rows = rng.integers(0, 257, size=(10, recipe.eval_len + 1), dtype=np.uint16)
     params = step.init_state(recipe, jnp.uint32(1))["params"]
     params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
     logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), Context(step.eval_stage(recipe), False))
     log_p = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
     expected = -np.take_along_axis(log_p, rows[:, 1:, None].astype(int), -1).mean()
-    for devices, micro_batch in [(1, 16), (1, 128), (2, 32), (8, 16)]:
+    for devices, micro_batch in [(1, 16), (8, 16)]:
         mesh = mesh_of(devices)
         program = step.compile_program(recipe, mesh, "dp", micro_batch, rows=len(rows))
         validation = evaluate.place(rows, program.eval_rows, recipe, mesh)

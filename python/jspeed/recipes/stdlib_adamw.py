@@ -49,7 +49,7 @@ FINAL_LR = 0.1  # fraction of the peak
 # Evaluation
 TARGET_LOSS = 1.5  # nats per byte
 EVAL_EVERY = 25
-EVAL_TOKENS = 131_072
+EVAL_TOKENS = 65_536
 EVAL_LEN = 128
 
 # std 0.5 / sqrt(fan_in), as in record 21
