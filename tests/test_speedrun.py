@@ -144,6 +144,17 @@ def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
     assert "Traceback" not in err and "interrupted after" in out
 
 
+def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_path):
+    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8).astype(np.uint16)
+    text[-1000:] = 300
+    write_shard(next(shards.glob("*_train_*")), text)
+    run_dir = tmp_path / "run"
+    done = speedrun("--data", shards, "--run-dir", run_dir, *toy("STEPS=500"))
+    assert done.returncode == 2 and "300" in done.stderr and done.stderr.startswith("error: ")
+    run = read(run_dir)
+    assert run["status"] == "interrupted" and 0 < run["steps"] < 500 and run["val_loss"] is None
+
+
 def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
     done = speedrun("--data", shards, "--run-dir", tmp_path / "r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"))
     run = read(tmp_path / "r")
@@ -158,10 +169,14 @@ BAD_SHARDS = {
     "trailing bytes": (dict(tokens=GOOD, extra=b"xx"), "5000"),
     "zero tokens": (dict(tokens=GOOD[:0]), "token"),
     "token id": (dict(tokens=GOOD * 300), "300"),
+    "token id in training": (dict(tokens=GOOD * 300), "300"),
+    "too short for a row": (dict(tokens=GOOD[:9]), "there are 9"),
+    "too short for a batch": (dict(tokens=GOOD[:9]), "8 lane windows"),
 }
+SPLITS = ["train", "val", "train", "val", "train", "val", "train", "val", "train"]
 
 
-@pytest.mark.parametrize(("name", "split"), list(zip(BAD_SHARDS, ["train", "val"] * 3, strict=True)))
+@pytest.mark.parametrize(("name", "split"), list(zip(BAD_SHARDS, SPLITS, strict=True)))
 def test_bad_shards(speedrun, shards, tmp_path, name, split):
     arguments, word = BAD_SHARDS[name]
     write_shard(next(shards.glob(f"*_{split}_*")), **arguments)

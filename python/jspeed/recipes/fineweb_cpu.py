@@ -35,7 +35,7 @@ LANE_LEN = 256
 STEPS = 300
 
 # Optimizer
-MUON_LR = 0.05
+MUON_LR = 0.035
 HEAD_LR = 0.008
 EMBED_LR = 0.3
 ADAM_BETA1 = 0.8
@@ -44,8 +44,8 @@ ADAM_EPS = 1e-10
 MOMENTUM_START = 0.85
 MOMENTUM_END = 0.95
 MOMENTUM_WARMUP = 30  # steps
-COOLDOWN = 0.4  # fraction of the steps
-FINAL_LR = 0.1  # fraction of the peak
+COOLDOWN = 0.6  # fraction of the steps
+FINAL_LR = 0.0  # fraction of the peak
 
 # Evaluation
 TARGET_LOSS = 5.5  # nats per token

@@ -35,7 +35,7 @@ LANE_LEN = 128
 STEPS = 250
 
 # Optimizer
-MUON_LR = 0.05
+MUON_LR = 0.035
 HEAD_LR = 0.008
 EMBED_LR = 0.3
 ADAM_BETA1 = 0.8
@@ -44,8 +44,8 @@ ADAM_EPS = 1e-10
 MOMENTUM_START = 0.8
 MOMENTUM_END = 0.9
 MOMENTUM_WARMUP = 250  # steps
-COOLDOWN = 0.4  # fraction of the steps
-FINAL_LR = 0.1  # fraction of the peak
+COOLDOWN = 0.6  # fraction of the steps
+FINAL_LR = 0.0  # fraction of the peak
 
 # Evaluation
 TARGET_LOSS = 1.5  # nats per byte

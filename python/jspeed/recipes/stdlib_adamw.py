@@ -43,8 +43,8 @@ EMBED_LR = 0.3
 ADAM_BETA1 = 0.8
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-10
-COOLDOWN = 0.4  # fraction of the steps
-FINAL_LR = 0.1  # fraction of the peak
+COOLDOWN = 0.6  # fraction of the steps
+FINAL_LR = 0.0  # fraction of the peak
 
 # Evaluation
 TARGET_LOSS = 1.5  # nats per byte

@@ -1,7 +1,7 @@
 """After the clock has stopped: the final evaluation, the probes, run.json, the picture and the last line."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
     from jspeed.run.train import Progress
 
 
-def finish(setup: Setup, progress: "Progress", state: State, loader: dict[str, Any], console: Console) -> int:
+def finish(setup: Setup, progress: "Progress", state: State | None, console: Console) -> int:
     """Write the record of a run that has ended in whatever way, and return the exit code."""
     recipe, clock = setup.recipe, progress.clock
     verdicts: dict[str, probes.Verdict] = {}
-    if progress.status in ("finished", "stopped"):
-        with clock.section("final evaluation"):
-            loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
-        progress.validated(loss)
-        with clock.section("probes"):
-            verdicts = probes.run_all(setup, state, loss)
+    if state and progress.status in ("finished", "stopped"):
+        try:
+            with clock.section("final evaluation"):
+                loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
+            progress.validated(loss)
+            with clock.section("probes"):
+                verdicts = probes.run_all(setup, state, loss)
+        except KeyboardInterrupt:
+            progress.status, verdicts = "interrupted", {}
     val_loss = None
     if progress.status in ("finished", "stopped"):
         val_loss = progress.curve[-1]["val_loss"]
@@ -77,7 +80,7 @@ def finish(setup: Setup, progress: "Progress", state: State, loader: dict[str, A
             "val_tokens": setup.validation.tokens,
             "tokenizer": setup.manifest.get("tokenizer"),
         },
-        "loader": loader,
+        "loader": setup.loader.stats(),
         "host": {
             "data_wait_seconds": progress.data_wait_seconds,
             "dispatch_seconds": progress.dispatch_seconds,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.data import Shards, find_split
+from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.tokenise import complete_manifest, prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, write_whole
@@ -56,6 +55,7 @@ class Setup:
     mesh: Mesh
     shards: Shards
     val_shards: Shards
+    loader: TokenLoader
     manifest: dict[str, Any]
     run_dir: Path
     started: str
@@ -83,6 +83,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         folder = data_folder(recipe, options.data, console)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
         rows = evaluate.read_rows(val_shards, recipe)
+        loader = open_loader(recipe, shards, options.seed)
     run_dir, started = claim(options, recipe), utc_now()
     try:
         config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
@@ -112,20 +113,20 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     except BaseException:
         abandon(run_dir)
         raise
-    manifest = complete_manifest(folder) or {}
     return Setup(
-        options,
-        found,
-        recipe,
-        mesh,
-        shards,
-        val_shards,
-        manifest,
-        run_dir,
-        started,
-        program,
-        validation,
-        state,
+        options=options,
+        found=found,
+        recipe=recipe,
+        mesh=mesh,
+        shards=shards,
+        val_shards=val_shards,
+        loader=loader,
+        manifest=complete_manifest(folder) or {},
+        run_dir=run_dir,
+        started=started,
+        program=program,
+        validation=validation,
+        state=state,
     )
 
 
@@ -154,6 +155,23 @@ def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
     return folder
 
 
+def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
+    """Open the stream of training batches; it starts to read when the first one is asked for."""
+    block = recipe.data.shuffle_block
+    return TokenLoader(
+        shards,
+        lanes=recipe.lanes,
+        schedule=recipe.stages,
+        align=recipe.data.align,
+        bos_id=recipe.data.bos_id,
+        vocab_size=recipe.data.vocab_size,
+        shuffle=Shuffle(seed, block) if block else None,
+        epochs=None,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+
 def claim(options: Options, recipe: Recipe) -> Path:
     """Create the run directory. Raises :class:`BadInput` if it cannot be written or already holds a run."""
     name = f"{recipe.name}-{utc_now().replace(':', '').replace('-', '')}-seed{options.seed}"
@@ -166,7 +184,8 @@ def claim(options: Options, recipe: Recipe) -> Path:
 
 
 def abandon(run_dir: Path) -> None:
-    """Take back what :func:`claim` and :func:`prepare` made: their file, and the folder when nothing else is in it."""
-    (run_dir / "config.json").unlink(missing_ok=True)
+    """Take back what this run has put into its directory, and the directory when nothing else is in it."""
+    for name in RUN_FILES:
+        (run_dir / name).unlink(missing_ok=True)
     if not any(run_dir.iterdir()):
-        shutil.rmtree(run_dir)
+        run_dir.rmdir()

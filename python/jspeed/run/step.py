@@ -17,6 +17,7 @@ from jspeed.parallel.mesh import batch_rows, parameter_shardings, replicated
 from jspeed.recipe import Context, Recipe, Stage, init_parameters
 
 State = dict[str, Any]
+StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Program:
     """
 
     init: Callable[[jax.Array], State]
-    steps: tuple[Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]], ...]
+    steps: tuple[StepProgram, ...]
     evaluate: Callable[[Any, jax.Array], jax.Array]
     micro_batches: tuple[int, ...]
     micro_tokens: int

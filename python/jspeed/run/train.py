@@ -3,23 +3,25 @@
 import json
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, TextIO
 
 import jax
 from rich.console import Console
 
-from jspeed.data import Shuffle, TokenLoader
 from jspeed.data.batches import to_global
+from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
+from jspeed.recipe import Stage
 from jspeed.run.clock import Clock, now
 from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.finish import finish
-from jspeed.run.prepare import Options, Setup, prepare
-from jspeed.run.step import State
+from jspeed.run.prepare import Options, Setup, abandon, prepare
+from jspeed.run.step import State, StepProgram
 
 
 @dataclass
@@ -36,6 +38,11 @@ class Progress:
     dispatch_seconds: float = 0.0
     train: list[tuple[float, float]] = field(default_factory=list)
     curve: list[dict[str, Any]] = field(default_factory=list)
+
+    def stop(self) -> None:
+        """End the run early because that was asked for, unless it is ending for another reason."""
+        if self.status == "finished":
+            self.status = "stopped"
 
     def trained(self, step: int, tokens: int, loss: float) -> None:
         """Note the training loss of ``step``; a loss that is not a number ends the run."""
@@ -65,29 +72,24 @@ def train(options: Options) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C."""
     console, clock = Console(highlight=False), Clock()
     setup = prepare(options, clock, console)
-    recipe = setup.recipe
-    loader = TokenLoader(
-        setup.shards,
-        lanes=recipe.lanes,
-        schedule=recipe.stages,
-        align=recipe.data.align,
-        bos_id=recipe.data.bos_id,
-        vocab_size=recipe.data.vocab_size,
-        shuffle=Shuffle(options.seed, recipe.data.shuffle_block) if recipe.data.shuffle_block else None,
-        epochs=None,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
-    )
-    asked = min(options.steps or recipe.steps, recipe.steps)
-    with open(setup.run_dir / "metrics.jsonl", "w", buffering=1) as metrics, loader:
+    asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
+    with open(setup.run_dir / "metrics.jsonl", "w", buffering=1) as metrics, setup.loader:
         with Display(console, asked, options.progress) as display:
             progress = Progress(clock, metrics, display)
-            with ctrl_c_ends(progress), jax.transfer_guard("disallow"):
-                state = loop(setup, loader, progress, asked)
-        return finish(setup, progress, state, loader.stats(), console)
+            try:
+                with ctrl_c_ends(progress), jax.transfer_guard("disallow"):
+                    state = loop(setup, progress, asked)
+            except BadInput:  # a shard that went bad: before the first step nothing is worth keeping
+                if not progress.steps:
+                    abandon(setup.run_dir)
+                    raise
+                progress.status = "interrupted"
+                finish(setup, progress, None, console)
+                raise
+        return finish(setup, progress, state, console)
 
 
-def loop(setup: Setup, loader: TokenLoader, progress: Progress, asked: int) -> State:
+def loop(setup: Setup, progress: Progress, asked: int) -> State:
     """Run up to ``asked`` steps under the clock and return the last state.
 
     The host reads one number a step, the loss of the step before, while the device works on the current one; so
@@ -106,32 +108,34 @@ def loop(setup: Setup, loader: TokenLoader, progress: Progress, asked: int) -> S
             unread = None
 
     clock.start(state)
-    for stage, execute in zip(recipe.stages, program.steps, strict=True):
-        for _ in range(stage.steps):
-            if progress.steps % recipe.eval_every == 0:
-                read()
-                with clock.section("evaluation", wait_for=state):
-                    progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
-            before = now()
-            tokens = to_global(next(loader), rows)
-            ready = now()
-            state, metrics = execute(state, tokens)
-            progress.data_wait_seconds += ready - before
-            progress.dispatch_seconds += now() - ready
+    for stage, execute in every_step(recipe.stages, program.steps):
+        if progress.steps % recipe.eval_every == 0:
             read()
-            progress.steps += 1
-            progress.tokens += recipe.tokens_per_step(stage)
-            unread = progress.steps, progress.tokens, metrics["loss"]
-            if progress.status == "finished" and progress.steps < recipe.steps:
-                if progress.steps == asked or clock.timed_seconds > limit:
-                    progress.status = "stopped"
-            if progress.status != "finished":
-                break
+            with clock.section("evaluation", wait_for=state):
+                progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
+        before = now()
+        tokens = to_global(next(setup.loader), rows)
+        loaded = now()
+        state, metrics = execute(state, tokens)
+        progress.data_wait_seconds += loaded - before
+        progress.dispatch_seconds += now() - loaded
+        read()
+        progress.steps += 1
+        progress.tokens += recipe.tokens_per_step(stage)
+        unread = progress.steps, progress.tokens, metrics["loss"]
+        if progress.steps == asked < recipe.steps or clock.timed_seconds > limit:
+            progress.stop()
         if progress.status != "finished":
             break
     read()
     clock.stop(state)
     return state
+
+
+def every_step(stages: Iterable[Stage], executables: Iterable[StepProgram]) -> Iterator[tuple[Stage, StepProgram]]:
+    """Yield each step's stage and executable, from the first step of the run to the last."""
+    for stage, executable in zip(stages, executables, strict=True):
+        yield from repeat((stage, executable), stage.steps)
 
 
 @contextmanager
