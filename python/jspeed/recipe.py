@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -106,7 +106,6 @@ class Recipe:
     eval_len: int
     attention_width: int
     layers: int
-    schedules: Mapping[str, Callable[[int], Any]] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:

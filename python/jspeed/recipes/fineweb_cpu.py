@@ -30,28 +30,28 @@ SOFTCAP = 15.0
 LOSS_CHUNK = 32  # tokens of each lane whose logits exist at once
 
 # Batch: lanes x lane length tokens a step
-LANES = 8
-LANE_LEN = 256
-STEPS = 300
+LANES = 32
+LANE_LEN = 128
+STEPS = 120
 
 # Optimizer
-MUON_LR = 0.035
-HEAD_LR = 0.008
-EMBED_LR = 0.3
+MUON_LR = 0.02
+HEAD_LR = 0.002
+EMBED_LR = 0.1
 ADAM_BETA1 = 0.8
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-10
-MOMENTUM_START = 0.85
-MOMENTUM_END = 0.95
-MOMENTUM_WARMUP = 30  # steps
+MOMENTUM_START = 0.8
+MOMENTUM_END = 0.9
+MOMENTUM_WARMUP = 120  # steps
 COOLDOWN = 0.6  # fraction of the steps
 FINAL_LR = 0.0  # fraction of the peak
 
 # Evaluation
 TARGET_LOSS = 5.5  # nats per token
-EVAL_EVERY = 50
-EVAL_TOKENS = 16_384
-EVAL_LEN = 256
+EVAL_EVERY = 20
+EVAL_TOKENS = 32_768
+EVAL_LEN = 128
 
 # std 0.5 / sqrt(fan_in), as in record 21
 scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))

@@ -64,7 +64,7 @@ class Display:
     def step(self, step: int, loss: float, tokens: int) -> None:
         """Show training loss (nats per token) after ``step`` steps and ``tokens`` tokens."""
         moment = now()
-        if moment - self._last[0] > 1 or step == self._steps:
+        if moment - self._last[0] > 1 or step == self._steps or not self._rate:
             self._rate = (tokens - self._last[1]) / max(moment - self._last[0], 1e-9)
             self._last = moment, tokens
         if self._progress:

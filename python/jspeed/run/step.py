@@ -17,6 +17,8 @@ from jspeed.parallel.mesh import batch_rows, parameter_shardings, replicated
 from jspeed.recipe import Context, Recipe, Stage, init_parameters
 
 State = dict[str, Any]
+CPU_MICRO_BATCH = 512  # tokens; their activations at a width of a few hundred fit a core's second-level cache
+
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
@@ -26,15 +28,13 @@ class Program:
 
     ``init(seed)``: uint32 scalar -> state. ``steps[i](state, tokens)``: donated state and uint16 tokens
     ``[lanes, lane_len + 1]`` -> (state, {"loss": fp32 scalar}). ``evaluate(params, rows)``: uint16
-    ``[rows, eval_len + 1]`` -> fp32 mean loss of each row. ``micro_batches[i]``: parts that a step of stage i is
-    accumulated over; ``micro_tokens`` are the tokens a device takes at once in the last stage; evaluation takes
-    ``eval_rows`` rows, the last of them padding.
+    ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the last rows being padding. ``micro_tokens`` are
+    the tokens a device takes at once in the last stage.
     """
 
     init: Callable[[jax.Array], State]
     steps: tuple[StepProgram, ...]
     evaluate: Callable[[Any, jax.Array], jax.Array]
-    micro_batches: tuple[int, ...]
     micro_tokens: int
     eval_rows: int
 
@@ -120,7 +120,7 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | N
     """Number of parts a step is accumulated over when each device takes ``micro_batch`` tokens at a time.
 
     Without ``micro_batch`` a GPU takes all its lanes at once, and a CPU as many as keep activations in its
-    caches (512 tokens). Raises :class:`BadInput` with the numbers when the batch does not divide.
+    caches. Raises :class:`BadInput` with the numbers when the batch does not divide.
     """
     devices = mesh.shape["data"]
     batch = recipe.tokens_per_step(stage)
@@ -130,17 +130,17 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | N
             f"{devices} devices on the data axis; use a number of devices that divides {recipe.lanes}"
         )
     lanes = recipe.lanes // devices
+    divisors = [n for n in range(1, lanes + 1) if lanes % n == 0]
     if micro_batch is None:
         at_once = lanes
         if mesh.devices.flat[0].platform == "cpu":
-            at_once = max(n for n in range(1, lanes + 1) if lanes % n == 0 and n * stage.lane_len <= 512 or n == 1)
+            at_once = max(n for n in divisors if n == 1 or n * stage.lane_len <= CPU_MICRO_BATCH)
         return lanes // at_once
     if micro_batch < 1 or micro_batch % stage.lane_len or lanes % (micro_batch // stage.lane_len):
-        fitting = [n * stage.lane_len for n in range(1, lanes + 1) if lanes % n == 0]
         raise BadInput(
             f"--micro-batch {micro_batch}: the global batch of {batch} tokens ({recipe.lanes} lanes of "
             f"{stage.lane_len}) is not a multiple of {devices} devices x {micro_batch} tokens in whole lanes; "
-            f"give one of {', '.join(map(str, fitting))}"
+            f"give one of {', '.join(str(n * stage.lane_len) for n in divisors)}"
         )
     return lanes * stage.lane_len // micro_batch
 
@@ -185,7 +185,7 @@ def compile_program(recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | 
     rows_parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
     evaluation = jax.jit(lambda p, r: evaluate(recipe, rows_parts, mesh, p, r), out_shardings=whole)
     compiled = evaluation.lower(state["params"], tokens(padded, recipe.eval_len)).compile()
-    return Program(init, tuple(steps), compiled, parts, micro_tokens, padded)
+    return Program(init, tuple(steps), compiled, micro_tokens, padded)
 
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
