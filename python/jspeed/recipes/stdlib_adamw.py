@@ -30,14 +30,14 @@ SOFTCAP = 15.0
 # Batch: lanes x lane length tokens a step
 LANES = 16
 LANE_LEN = 128
-STEPS = 250
+STEPS = 490
 
 # Optimizer
-ADAMW_LR = 0.004
+ADAMW_LR = 0.003
 ADAMW_BETA1 = 0.9
 ADAMW_BETA2 = 0.95
 WEIGHT_DECAY = 0.1
-WARMUP = 20  # steps
+WARMUP = 40  # steps
 HEAD_LR = 0.008
 EMBED_LR = 0.3
 ADAM_BETA1 = 0.8
