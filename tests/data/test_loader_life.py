@@ -139,4 +139,4 @@ def test_other_threads_run_during_a_wait(tmp_path):
     out, _ = run_slow(tmp_path, body).communicate(timeout=20)
     first, second = out.splitlines()
     assert int(first.split()[0]) > 10_000 and first.split()[1] == "1"
-    assert second.startswith("BadInput this loader was made in process")
+    assert second.startswith("LoaderForkedError this loader was made in process")

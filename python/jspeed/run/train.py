@@ -113,7 +113,7 @@ def loop(setup: Setup, loader: TokenLoader, progress: Progress, asked: int) -> S
                 with clock.section("evaluation", wait_for=state):
                     progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
             before = now()
-            tokens = to_global(next(loader), rows)
+            tokens = to_global(next(loader), rows).tokens
             ready = now()
             state, metrics = execute(state, tokens)
             progress.data_wait_seconds += ready - before
