@@ -123,7 +123,8 @@ GOES_BAD = """
     path, action = Path(sys.argv[1]), sys.argv[2]
     shards, (align, cut) = open_shards(path), ("bos", 500) if sys.argv[3] else (None, None)
     loader = TokenLoader(
-        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, prefetch=1
+        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, prefetch=1,
+        backend=sys.argv[4],
     )
     next(loader)
     time.sleep(0.05)
@@ -149,12 +150,12 @@ GOES_BAD = """
 """
 
 
-@pytest.mark.parametrize("align", ["bos", ""])
+@pytest.mark.parametrize(("align", "backend"), [("bos", "mmap"), ("", "mmap"), ("bos", "pread")])
 @pytest.mark.parametrize("action", ["truncate", "shave", "overwrite", "unlink", "rename"])
-def test_files_that_change_while_they_are_read(action, align, tmp_path):
+def test_files_that_change_while_they_are_read(action, align, backend, tmp_path):
     path = tmp_path / "x_train_000001.bin"
     path.write_bytes(shard_bytes(np.resize([3, 4, 5, 6], 50_000)))
-    command = [sys.executable, "-c", textwrap.dedent(GOES_BAD), str(path), action, align]
+    command = [sys.executable, "-c", textwrap.dedent(GOES_BAD), str(path), action, align, backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
     expected = "fine" if action in ("unlink", "rename") else f"truncated shard {path} "
