@@ -89,7 +89,12 @@ impl Reader {
     /// # Errors
     /// The file was truncated or cannot be read.
     pub fn tokens(&mut self, range: Range<usize>) -> Result<Tokens<'_>, Error> {
-        self.make_ready(&range, range.end)?;
+        let ahead = match self.source {
+            Source::Map(_) => range.end,
+            // The next piece is mostly near.
+            Source::Pread(_) => range.end.max(self.chunk_from(range.start)),
+        };
+        self.make_ready(&range, ahead)?;
         let width = self.shard.width;
         Ok(match &self.source {
             Source::Map(map) => match width {
@@ -122,8 +127,11 @@ impl Reader {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Stopped);
             }
-            let to = range.end.min(from + CHUNK);
-            self.make_ready(&(from..to), (from + CHUNK).min(self.shard.tokens))?;
+            // What is ready already is looked through first: a document costs no system call of its own.
+            if !self.ready.contains(&from) {
+                self.make_ready(&(from..from + 1), self.chunk_from(from))?;
+            }
+            let to = range.end.min(self.ready.end);
             if let Some(at) = self.tokens(from..to)?.find(token) {
                 return Ok(Some(from + at));
             }
@@ -151,6 +159,10 @@ impl Reader {
             return Err(Error::Changed { path: self.shard.path.clone(), offset });
         }
         Ok(())
+    }
+
+    fn chunk_from(&self, token: usize) -> usize {
+        (token + CHUNK).min(self.shard.tokens)
     }
 
     /// Make `range` readable, and if that takes a system call, everything up to `ahead`.
