@@ -78,6 +78,7 @@ def train(options: Options) -> int:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
+    loader.start()
     asked = min(options.steps or recipe.steps, recipe.steps)
     with open(setup.run_dir / "metrics.jsonl", "w", buffering=1) as metrics, loader:
         with Display(console, asked, options.progress) as display:

@@ -178,6 +178,13 @@ impl TokenLoader {
     }
 }
 
+impl Drop for TokenLoader {
+    fn drop(&mut self) {
+        // The thread may be in the middle of a read. Without an interpreter the core closes itself.
+        Python::try_attach(|py| py.detach(|| self.loader.close()));
+    }
+}
+
 /// One set of shards, or pairs of a set and its weight.
 fn sources(given: &Bound<'_, PyAny>) -> PyResult<core::Sources> {
     if let Ok(shards) = given.cast::<Shards>() {
