@@ -163,15 +163,19 @@ def test_other_threads_run_during_a_wait(tmp_path):
     print(count, loader.stats()["queue_empty"], flush=True)
     child = os.fork()
     if child == 0:
-        try:
-            next(loader)
-        except Exception as error:
-            print(type(error).__name__, error, flush=True)
+        for call in (lambda: next(loader), loader.start, loader.state_dict, loader.stats):
+            try:
+                call()
+            except Exception as error:
+                print(type(error).__name__, error, flush=True)
+        print(loader, flush=True)
+        loader.close()
         os._exit(0)
     os.waitpid(child, 0)
     os._exit(0)
     """
     out, _ = run_slow(tmp_path, body).communicate(timeout=20)
-    first, second = out.splitlines()
+    first, *refusals, shown = out.splitlines()
     assert int(first.split()[0]) > 10_000 and first.split()[1] == "1"
-    assert second.startswith("LoaderForkedError this loader was made in process")
+    assert len(refusals) == 4 and shown.endswith("made before a fork)")
+    assert all(line.startswith("LoaderForkedError this loader was made in process") for line in refusals)

@@ -130,7 +130,7 @@ impl TokenLoader {
 
     fn state_dict(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
         let dict = PyDict::new(py);
-        for (name, value) in py.detach(|| self.loader.state()) {
+        for (name, value) in detached(py, || self.loader.state())? {
             match value {
                 core::Value::Int(number) => dict.set_item(name, number)?,
                 core::Value::Text(text) => dict.set_item(name, text)?,
@@ -146,7 +146,7 @@ impl TokenLoader {
     }
 
     fn stats(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        let stats = py.detach(|| self.loader.stats());
+        let stats = detached(py, || self.loader.stats())?;
         let dict = PyDict::new(py);
         dict.set_item("batches", stats.batches)?;
         dict.set_item("bytes_read", stats.bytes_read)?;

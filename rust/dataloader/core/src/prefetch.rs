@@ -169,10 +169,13 @@ impl Loader {
     }
 
     /// The state of the batches delivered so far.
-    #[must_use]
-    pub fn state(&self) -> Vec<(String, Value)> {
+    ///
+    /// # Errors
+    /// This process is a fork, in which the lock may be held for ever.
+    pub fn state(&self) -> Result<Vec<(String, Value)>, Error> {
+        self.check_process()?;
         let delivered = self.shared.lock().delivered.clone();
-        state::save(&delivered, &self.config, &self.sources)
+        Ok(state::save(&delivered, &self.config, &self.sources))
     }
 
     /// Continue after the batches of a saved state.
@@ -195,9 +198,12 @@ impl Loader {
     }
 
     /// Counters over the batches delivered so far.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        self.shared.lock().stats.clone()
+    ///
+    /// # Errors
+    /// As [`Loader::state`].
+    pub fn stats(&self) -> Result<Stats, Error> {
+        self.check_process()?;
+        Ok(self.shared.lock().stats.clone())
     }
 
     /// Stop the thread and wait for it to end; batches already handed out stay valid. May be called twice.
@@ -264,12 +270,15 @@ impl Loader {
 impl std::fmt::Display for Loader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Config { lanes, process_index, process_count, .. } = *self.config;
-        let step = self.shared.lock().delivered.step;
         write!(
             f,
-            "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}, at step {step})",
+            "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}",
             self.sources.num_tokens()
-        )
+        )?;
+        match self.check_process() {
+            Ok(()) => write!(f, ", at step {})", self.shared.lock().delivered.step),
+            Err(_) => f.write_str(", made before a fork)"),
+        }
     }
 }
 

@@ -151,7 +151,7 @@ fn waits_end_in_time_and_closing_does_not_wait_for_the_scan() {
     let made = slow(&folder);
     let began = Instant::now();
     assert!(matches!(made.next(&mut Wait::default(), Duration::from_millis(50)), Ok(Next::Pending)));
-    assert_eq!(made.stats().queue_empty, 1);
+    assert_eq!(made.stats().unwrap().queue_empty, 1);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| made.next(&mut Wait::default(), Duration::from_secs(60)).err());
         std::thread::sleep(Duration::from_millis(50));
@@ -176,5 +176,5 @@ fn many_consumers_get_every_batch_once() {
     });
     steps.sort_unstable();
     assert_eq!(steps, (0..50).collect::<Vec<_>>());
-    assert_eq!(made.stats().batches, 50);
+    assert_eq!(made.stats().unwrap().batches, 50);
 }

@@ -137,7 +137,7 @@ proptest! {
         for one in expected.iter().take(at) {
             prop_assert_eq!(&told(&next(&whole).unwrap().unwrap()), one);
         }
-        let state = whole.state();
+        let state = whole.state().unwrap();
         given.process_count = 2;
         let halves = [0, 1].map(|index| {
             given.process_index = index;
@@ -243,7 +243,7 @@ proptest! {
             next(&first).unwrap().unwrap();
         }
         let resumed = mixture(&sets, &given).unwrap();
-        resumed.load_state(&first.state()).unwrap();
+        resumed.load_state(&first.state().unwrap()).unwrap();
         prop_assert_eq!(&drain(&resumed)[..], &all[at..]);
     }
 
