@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
+from tyro.conf import arg
 
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
 from jspeed.errors import run_script
@@ -247,11 +249,11 @@ def show(rows: list[Row]) -> None:
     Console(highlight=False, width=150).print(table)
 
 
-def loader(json_file: Path | None = None, quick: bool = False) -> int:
+def loader(to: Annotated[Path | None, arg(name="json", metavar="FILE")] = None, quick: bool = False) -> int:
     """Measure the token loader on synthetic shards in a temporary folder; exit code 1 when a gate does not hold.
 
     Args:
-        json_file: Also write the rows and the machine to this file.
+        to: Also write the rows and the machine to this file.
         quick: Smaller shards and 150 steps instead of 1300.
     """
     rows: list[Row] = []
@@ -272,10 +274,10 @@ def loader(json_file: Path | None = None, quick: bool = False) -> int:
         ):
             rows += part
     show(rows)
-    if json_file:
+    if to:
         machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
         content = {"machine": machine, "quick": quick, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}
-        json_file.write_text(json.dumps(content, indent=1) + "\n")
+        to.write_text(json.dumps(content, indent=1) + "\n")
     return int(any(row.passed is False for row in rows))
 
 
