@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
-RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs' -print -o -name Cargo.toml -print)
 
 speedrun: .venv/built
 	$(BIN)/python scripts/speedrun.py $(ARGS)

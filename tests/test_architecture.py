@@ -19,8 +19,9 @@ MAY_IMPORT = {
     "record": set(),
     "errors": set(),
     "files": set(),
+    "stage": set(),
 }
-UNDER_ALL = {"errors", "files"}
+UNDER_ALL = {"errors", "files", "stage"}
 
 
 def room(path: Path) -> str:

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, final
+from typing import Any, Literal, Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = ["Batch", "Shards", "Shuffle", "TokenLoader"]
+
+_Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 
 class _Stage(Protocol):
     @property
@@ -36,21 +38,31 @@ class Shards:
     @property
     def paths(self) -> list[Path]:
         """The files, in stream order."""
+    @property
+    def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
+        """How tokens are stored: uint16 or uint32."""
+    def __getnewargs__(self) -> tuple[list[Path]]: ...
 
 @final
 class Shuffle:
-    """A seeded order of all whole blocks of all shards, another one for every epoch.
+    """A seeded order of shards or blocks, another one for every epoch.
 
-    Block ``i`` of a shard is its tokens ``[i * block_tokens, (i + 1) * block_tokens)`` and needs one more
-    token after it. ``block_tokens`` must be a multiple of the ``lane_len`` of every stage; None takes the
-    smallest such number.
+    ``unit="shard"`` takes whole shards in random order and fits every ``align``. ``unit="block"`` takes all whole
+    blocks of all shards and needs ``align=None``: block ``i`` of a shard is its tokens ``[i * block_tokens,
+    (i + 1) * block_tokens)`` and needs one more token after it. ``block_tokens`` must be a multiple of the
+    ``lane_len`` of every stage; None takes the smallest such number.
     """
 
-    def __new__(cls, seed: int = 0, block_tokens: int | None = None) -> Self: ...
+    def __new__(
+        cls, seed: int = 0, block_tokens: int | None = None, unit: Literal["block", "shard"] = "block"
+    ) -> Self: ...
     @property
     def seed(self) -> int: ...
     @property
     def block_tokens(self) -> int | None: ...
+    @property
+    def unit(self) -> str: ...
+    def __getnewargs__(self) -> tuple[int, int | None, str]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -59,14 +71,14 @@ class Batch:
     """The lanes of this process in one step; its arrays are read-only and stay valid while they are kept."""
 
     @property
-    def tokens(self) -> NDArray[np.uint16]:
-        """(local_lanes, lane_len + 1) uint16, C-contiguous, aligned to 64 bytes."""
+    def tokens(self) -> _Tokens:
+        """(local_lanes, lane_len + 1), uint16 or uint32 as stored, C-contiguous, aligned to 64 bytes."""
     @property
-    def inputs(self) -> NDArray[np.uint16]:
-        """(local_lanes, lane_len) uint16, a view of ``tokens[:, :-1]``."""
+    def inputs(self) -> _Tokens:
+        """(local_lanes, lane_len), a view of ``tokens[:, :-1]``."""
     @property
-    def targets(self) -> NDArray[np.uint16]:
-        """(local_lanes, lane_len) uint16, a view of ``tokens[:, 1:]``: the token after each input."""
+    def targets(self) -> _Tokens:
+        """(local_lanes, lane_len), a view of ``tokens[:, 1:]``: the token after each input."""
     @property
     def doc_offsets(self) -> NDArray[np.int32] | None:
         """(local_lanes, max_docs + 1) int32: where each document starts, then ``lane_len`` to the end.
@@ -77,11 +89,17 @@ class Batch:
     def num_docs(self) -> NDArray[np.int32] | None:
         """(local_lanes,) int32: documents in each lane. None when ``max_docs`` was not given."""
     @property
+    def loss_mask(self) -> NDArray[np.bool_] | None:
+        """(local_lanes, lane_len) bool: False where a document was cut, so that its target is the next one's start.
+
+        None when ``loss_mask`` was not given.
+        """
+    @property
     def step(self) -> int:
         """Index of this batch in the stream, from 0."""
     @property
     def epoch(self) -> int:
-        """Pass over the data, from 0."""
+        """Pass over the data, from 0; of a mixture, the least of its sources."""
     @property
     def dropped_tokens(self) -> int:
         """Tokens that were passed over since the batch before and that no lane of any process holds."""
@@ -92,10 +110,12 @@ class TokenLoader:
 
     The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``, and on
     nothing else: process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)`` of the same
-    global batches.
+    global batches. Pickling keeps configuration and state, so a spawned process can take a loader with it.
 
     Args:
-        shards: What :func:`jspeed.data.open_shards` returned.
+        shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a whole number: of
+            all lanes a source fills its weight over the sum of weights, spread evenly, one after the other as
+            in a stream of its own. A mixture ends with the first of its sources.
         lanes: Lanes of the global batch; a multiple of ``process_count``.
         lane_len: Inputs of a lane in tokens; 16384 when neither it nor a schedule is given.
         align: ``"bos"`` follows modded-nanogpt: a lane is packed with documents, each from its ``bos_id`` and
@@ -109,10 +129,14 @@ class TokenLoader:
             arguments of those names; the stream ends after the last stage.
         process_index: Which process this is, from 0.
         process_count: How many processes share the global batch.
-        shuffle: Take blocks in a seeded random order; needs ``align=None``.
+        shuffle: Take shards or blocks in a seeded random order.
         epochs: Passes over the data, after which the stream ends; None for no end.
         vocab_size: Ids at or above it raise :class:`TokenRangeError`; None checks nothing.
-        prefetch: Batches made ahead by the thread; 0 makes each in the call that asks for it.
+        loss_mask: Make a mask of targets that do not follow their input in the text; needs ``align="bos"``.
+        prefetch: Batches made ahead by the thread; 0 makes each when it is asked for.
+        backend: ``"mmap"`` maps at most two shards of a source, and reads where the kernel lacks what that needs;
+            ``"pread"`` always reads, which closes the last microseconds in which a file that another process
+            cuts could kill this one.
 
     Raises:
         BadInput: Arguments that contradict each other or do not fit the shards.
@@ -120,7 +144,7 @@ class TokenLoader:
 
     def __new__(
         cls,
-        shards: Shards,
+        shards: Shards | Sequence[tuple[Shards, int]],
         *,
         lanes: int = 8,
         lane_len: int | None = None,
@@ -134,8 +158,13 @@ class TokenLoader:
         shuffle: Shuffle | None = None,
         epochs: int | None = 1,
         vocab_size: int | None = None,
+        loss_mask: bool = False,
         prefetch: int = 2,
+        backend: Literal["mmap", "pread"] = "mmap",
     ) -> Self: ...
+    def __getnewargs_ex__(self) -> tuple[tuple[Any], dict[str, Any]]: ...
+    def __getstate__(self) -> dict[str, int | str]: ...
+    def __setstate__(self, state: dict[str, Any], /) -> None: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -147,8 +176,8 @@ class TokenLoader:
             TokenRangeError: A lane of this process holds an id outside the vocabulary.
             DocOverflowError: A lane has more documents than ``max_docs``; without ``align="bos"`` only the
                 process that owns the lane notices.
-            BadInput: No batch fits into any shard, the loader is closed, or this process is a fork of the one
-                that made it.
+            LoaderForkedError: This process is a fork of the one that made the loader.
+            BadInput: No batch fits into any shard, or the loader is closed.
         """
     def start(self) -> None:
         """Begin to make batches now, for instance before compiling, rather than at the first ``next``."""
@@ -160,7 +189,8 @@ class TokenLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches of ``state``.
 
-        Process count and index, prefetch, epochs, max_docs and vocab_size may differ from when it was saved.
+        Process count and index, prefetch, backend, epochs, max_docs, loss_mask and vocab_size may differ from when
+        it was saved.
 
         Raises:
             StateMismatchError: The state belongs to other data or settings; its text names the field.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jspeed.errors import BadInput
+from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
@@ -37,22 +38,6 @@ class ParamSpec:
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A run of steps that share every array shape, so that one executable serves them all.
-
-    ``lane_len`` and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in one lane. ``windows`` holds
-    one attention window per layer: how many tokens a query sees, itself included; an empty tuple means the whole
-    lane before it.
-    """
-
-    steps: int
-    lane_len: int
-    max_doc_len: int | None = None
-    max_docs: int | None = None
-    windows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

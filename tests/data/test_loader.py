@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from jspeed.data import DocOverflowError, Shuffle, StateMismatchError, TokenLoader, TokenRangeError
 from jspeed.errors import BadInput
 
-from .on_disk import shards_of
+from .on_disk import shard_bytes, shards_of, wide_bytes
 from .oracle import stream
 
 BOS = 0
 few = settings(max_examples=60, deadline=None)
+aligns = st.sampled_from(["bos", None])
+backends = st.sampled_from(["mmap", "pread"])
 
 
 def stage(steps, lane_len, max_doc_len=None, max_docs=None):
@@ -57,7 +59,7 @@ short = st.integers(1, 12)
 @st.composite
 def streams(draw, order=None, lanes=None):
     """Shards, stages and the loader's arguments of one of the three orders."""
-    order = order or draw(st.sampled_from(["bos", "contiguous", "shuffled"]))
+    order = order or draw(st.sampled_from(["bos", "contiguous", "shuffled", "shards"]))
     lanes = lanes or draw(st.integers(1, 4))
     cut = st.none() | short if order == "bos" else st.none()
     length = st.sampled_from([1, 2, 3, 6]) if order == "shuffled" else short
@@ -68,14 +70,19 @@ def streams(draw, order=None, lanes=None):
     arguments = {"lanes": lanes, "schedule": stages, "bos_id": BOS, "align": align}
     if order == "shuffled":
         arguments["shuffle"] = Shuffle(draw(st.integers(0, 99)), 6)
+    if order == "shards":
+        arguments |= {"shuffle": Shuffle(draw(st.integers(0, 99)), unit="shard"), "align": draw(aligns)}
     return draw(st.permutations(shards)), arguments
 
 
 @settings(few, max_examples=200)
-@given(streams("bos") | streams("contiguous"), st.integers(1, 2), st.integers(0, 3))
-def test_streams_equal_the_numpy_model(data, epochs, prefetch):
+@given(
+    streams("bos") | streams("contiguous"), st.integers(1, 2), st.sampled_from([0, 1, 2, 8]), backends, st.booleans()
+)
+def test_streams_equal_the_numpy_model(data, epochs, prefetch, backend, wide):
     shards, arguments = data
-    loader = TokenLoader(shards_of(*shards), epochs=epochs, prefetch=prefetch, **arguments)
+    opened = shards_of(*shards, make=wide_bytes if wide else shard_bytes)
+    loader = TokenLoader(opened, epochs=epochs, prefetch=prefetch, backend=backend, **arguments)
     model = stream(shards, arguments["schedule"], arguments["lanes"], arguments["align"], BOS, epochs)
     assert told(loader) == [(epoch, rows.tolist(), ends, dropped) for epoch, rows, ends, dropped in model]
 
@@ -94,7 +101,8 @@ def test_processes_and_resumes_give_the_same_lanes(data, at, prefetch):
     for count in (1, 2, 4, 8):
         parts = []
         for index in range(count):
-            part = TokenLoader(shards, epochs=2, process_index=index, process_count=count, prefetch=index, **data[1])
+            own = {"process_index": index, "process_count": count, "backend": ("mmap", "pread")[index % 2]}
+            part = TokenLoader(shards, epochs=2, prefetch=index, **own, **data[1])
             part.load_state_dict(state)
             assert part.state_dict() == state
             parts.append(told(part))
@@ -207,7 +215,11 @@ BAD = {
     "align should be": {"align": "rows"},
     "epochs should be": {"epochs": 0},
     "prefetch should be": {"prefetch": -1},
-    "shuffle needs align=None": {"shuffle": Shuffle()},
+    "shuffle by block needs align=None": {"shuffle": Shuffle()},
+    "unit of Shuffle should be": {"shuffle": Shuffle(0, unit="lane")},
+    "block_tokens=7 beside unit=": {"shuffle": Shuffle(0, 7, "shard")},
+    'backend should be "mmap" or "pread" but is "read"': {"backend": "read"},
+    "loss_mask needs align=": {"loss_mask": True, "align": None},
     "block_tokens=7 is not a multiple of lane_len=4": {"shuffle": Shuffle(0, 7), "align": None},
     "seed of Shuffle should be": {"shuffle": Shuffle(-1), "align": None},
     "schedule has no stage": {"lane_len": None, "schedule": []},

@@ -33,7 +33,7 @@ def test_shards_are_sorted_and_described(tmp_path):
     shards = open_shards(str(tmp_path / "*_train_*.bin"))
     assert isinstance(shards, Shards) and len(shards) == 2 and shards.num_tokens == 12
     assert shards.paths == [tmp_path / "a_train_000001.bin", tmp_path / "b_train_000002.bin"]
-    assert "\n" not in repr(shards) and "2 files, 12 tokens" in repr(shards)
+    assert "\n" not in repr(shards) and "2 files, 12 uint16 tokens" in repr(shards)
     assert open_shards(reversed(shards.paths)).fingerprint == shards.fingerprint
     assert int(shards.fingerprint, 16)
     assert open_shards(shards.paths[:1]).fingerprint != shards.fingerprint
@@ -46,13 +46,14 @@ def test_shards_are_sorted_and_described(tmp_path):
 BAD = {
     "has 1023 bytes, fewer than the 1024 bytes of a shard header": shard_bytes()[:1023],
     "has 0 bytes, fewer than the 1024 bytes": b"",
-    "its first header word should be the magic number 20240520 but is 20240801": shard_bytes(magic=20240801),
+    r"the magic number 20240520 \(uint16\) or 20240801 \(uint32\) but is 20240521": shard_bytes(magic=20240521),
+    "should be version 7 .* but its header says version 1": shard_bytes(magic=20240801),
     "should be version 1 .* but its header says version 7": shard_bytes(version=7),
     "should hold at least one token but holds zero tokens": shard_bytes([]),
     "should hold at least one token but its header counts -5": shard_bytes(count=-5),
-    "is too short: its header counts 4 tokens, .* 1032 bytes, but the file has 1030": shard_bytes(count=4),
+    "is too short: its header counts 4 uint16 tokens, .* 1032 bytes, but the file has 1030": shard_bytes(count=4),
     "is too short: .* but the file has 1029": shard_bytes()[:-1],
-    "has trailing bytes: its header counts 2 tokens, which take 1028 bytes, but": shard_bytes(count=2),
+    "has trailing bytes: its header counts 2 uint16 tokens, which take 1028 bytes, but": shard_bytes(count=2),
 }
 
 
@@ -122,7 +123,8 @@ GOES_BAD = """
     path, action = Path(sys.argv[1]), sys.argv[2]
     shards, (align, cut) = open_shards(path), ("bos", 500) if sys.argv[3] else (None, None)
     loader = TokenLoader(
-        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, prefetch=1
+        shards, lanes=2, lane_len=1000, align=align, bos_id=3, epochs=None, max_doc_len=cut, prefetch=1,
+        backend=sys.argv[4],
     )
     next(loader)
     time.sleep(0.05)
@@ -148,12 +150,12 @@ GOES_BAD = """
 """
 
 
-@pytest.mark.parametrize("align", ["bos", ""])
+@pytest.mark.parametrize(("align", "backend"), [("bos", "mmap"), ("", "mmap"), ("bos", "pread")])
 @pytest.mark.parametrize("action", ["truncate", "shave", "overwrite", "unlink", "rename"])
-def test_files_that_change_while_they_are_read(action, align, tmp_path):
+def test_files_that_change_while_they_are_read(action, align, backend, tmp_path):
     path = tmp_path / "x_train_000001.bin"
     path.write_bytes(shard_bytes(np.resize([3, 4, 5, 6], 50_000)))
-    command = [sys.executable, "-c", textwrap.dedent(GOES_BAD), str(path), action, align]
+    command = [sys.executable, "-c", textwrap.dedent(GOES_BAD), str(path), action, align, backend]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert done.returncode == 0, done.stderr
     expected = "fine" if action in ("unlink", "rename") else f"truncated shard {path} "

@@ -17,6 +17,16 @@ RUN = {
     "planned_steps": 100,
     "data": {"tokenizer": "bytes"},
     "host": {"data_wait_seconds": 0.1, "dispatch_seconds": 0.2},
+    "loader": {
+        "batches": 1002,
+        "bytes_read": 5_250_000,
+        "wait_p50": 0.00002,
+        "wait_p99": 0.0004,
+        "wait_max": 0.003,
+        "queue_empty": 2,
+        "shard_switches": 1,
+        "dropped_tokens": 1234,
+    },
     "probes": {"causality": {"passed": True}},
 }
 
@@ -31,6 +41,14 @@ def printed(lines: list[str]) -> list[str]:
 def test_last_line():
     last = printed(closing(RUN, Path("runs/x")))[-1]
     assert last == "2.1034 nats/byte (3.035 bits) <= 2.11 in 71.3 s timed; compile 9.1 s; n=1"
+
+
+def test_the_loader_accounts_for_itself():
+    line = next(line for line in printed(closing(RUN, Path("r"))) if line.startswith("loader: "))
+    assert line == (
+        "loader: 1,002 batches, 5.2 MB read; waits p50 0.020, p99 0.400, longest 3.00 ms; "
+        "queue empty 2 times, 1 shard switches, 1,234 tokens dropped"
+    )
 
 
 def test_last_line_of_other_endings():

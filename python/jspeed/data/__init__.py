@@ -3,6 +3,7 @@
 from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader
 from jspeed.data.errors import (
     DocOverflowError,
+    LoaderForkedError,
     ShardError,
     ShardFormatError,
     ShardTruncatedError,
@@ -10,15 +11,18 @@ from jspeed.data.errors import (
     TokenRangeError,
 )
 from jspeed.data.shards import find_split, open_shards
+from jspeed.stage import Stage
 
 __all__ = [
     "Batch",
     "DocOverflowError",
+    "LoaderForkedError",
     "ShardError",
     "ShardFormatError",
     "ShardTruncatedError",
     "Shards",
     "Shuffle",
+    "Stage",
     "StateMismatchError",
     "TokenLoader",
     "TokenRangeError",

@@ -5,6 +5,7 @@ from jspeed.errors import BadInput
 __all__ = [
     "BadInput",
     "DocOverflowError",
+    "LoaderForkedError",
     "ShardError",
     "ShardFormatError",
     "ShardTruncatedError",
@@ -35,3 +36,7 @@ class StateMismatchError(BadInput, ValueError):
 
 class DocOverflowError(BadInput, ValueError):
     """A lane holds more documents than ``max_docs``."""
+
+
+class LoaderForkedError(BadInput, RuntimeError):
+    """A loader is used in a fork of the process that made it."""

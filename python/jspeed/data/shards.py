@@ -18,7 +18,8 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     """Validate token shards and return them sorted by file name.
 
     A shard is a header of 256 little-endian int32 (magic 20240520, version 1, number of tokens) followed by
-    that many uint16 token ids. Every header and file size is checked here; the tokens are not read.
+    that many uint16 token ids, or the same with magic 20240801, version 7 and uint32 ids; one set has one kind.
+    Every header and file size is checked here; the tokens are not read.
 
     Args:
         files: A path, a glob pattern such as ``"dir/fineweb_train_*.bin"``, or any number of paths.
@@ -26,7 +27,7 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     Raises:
         ShardError: No file matches the pattern, or a file cannot be read.
         ShardFormatError: A file is not a valid shard.
-        BadInput: An empty list was given.
+        BadInput: An empty list was given, or shards of both kinds.
     """
     if not isinstance(files, str | os.PathLike):
         return Shards([os.fspath(path) for path in files])

@@ -90,6 +90,7 @@ def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
     timed = run["timed_seconds"] or math.inf
     wait, dispatch = (run["host"][f"{name}_seconds"] / timed for name in ("data_wait", "dispatch"))
     lines.append(f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]")
+    lines.append(f"[dim]{loader_line(run['loader'])}[/]")
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
             lines.append(f"[bold red]probe {name} failed: {escape(str(verdict))}; this run does not count[/]")
@@ -105,3 +106,13 @@ def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
         f"compile {run['compile_seconds']:.1f} s; n=1"
     )
     return [*lines, f"[bold]{line}{'' if run['status'] == 'finished' else '; ' + ended}[/]"]
+
+
+def loader_line(stats: dict[str, float]) -> str:
+    """Return :meth:`jspeed.data.TokenLoader.stats` as one line."""
+    p50, p99, longest = (1e3 * stats[f"wait_{name}"] for name in ("p50", "p99", "max"))
+    return (
+        f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read; waits p50 {p50:.3f}, p99 "
+        f"{p99:.3f}, longest {longest:.2f} ms; queue empty {stats['queue_empty']:,} times, {stats['shard_switches']:,} "
+        f"shard switches, {stats['dropped_tokens']:,} tokens dropped"
+    )

@@ -114,7 +114,7 @@ def loop(setup: Setup, progress: Progress, asked: int) -> State:
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
         before = now()
-        tokens = to_global(next(setup.loader), rows)
+        tokens = to_global(next(setup.loader), rows).tokens
         loaded = now()
         state, metrics = execute(state, tokens)
         progress.data_wait_seconds += loaded - before

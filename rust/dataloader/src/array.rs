@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use jspeed_dataloader_core as core;
+use jspeed_dataloader_core::scan::Tokens;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -12,16 +13,18 @@ use pyo3::prelude::*;
 /// Which part of a batch.
 #[derive(Clone, Copy)]
 pub enum Part {
-    /// `(rows, lane_len + 1)` uint16.
+    /// `(rows, lane_len + 1)` uint16 or uint32.
     Tokens,
-    /// `(rows, lane_len)` uint16, all but the last column of the tokens.
+    /// `(rows, lane_len)` uint16 or uint32, all but the last column of the tokens.
     Inputs,
-    /// `(rows, lane_len)` uint16, all but the first column of the tokens.
+    /// `(rows, lane_len)` uint16 or uint32, all but the first column of the tokens.
     Targets,
     /// `(rows, max_docs + 1)` int32.
     DocOffsets,
     /// `(rows,)` int32.
     NumDocs,
+    /// `(rows, lane_len)` bool.
+    LossMask,
 }
 
 /// A read-only buffer that owns a share of its batch.
@@ -49,15 +52,20 @@ impl Array {
     }
 
     fn new(batch: Arc<core::Batch>, part: Part) -> Self {
-        let (rows, lane_len) = (signed(batch.rows()), signed(batch.lane_len()));
-        let docs = signed(batch.max_docs().unwrap_or_default());
-        let tokens = batch.tokens();
+        let shape = batch.shape();
+        let (rows, lane_len) = (signed(shape.rows), signed(shape.lane_len));
+        let docs = signed(shape.max_docs.unwrap_or_default());
+        let (tokens, second, letter, item): (*const c_void, *const c_void, _, _) = match batch.tokens() {
+            Tokens::U16(tokens) => (tokens.as_ptr().cast(), tokens[1..].as_ptr().cast(), c"H", 2),
+            Tokens::U32(tokens) => (tokens.as_ptr().cast(), tokens[1..].as_ptr().cast(), c"I", 4),
+        };
         let (start, format, item, row, columns): (*const c_void, _, _, _, _) = match part {
-            Part::Tokens => (tokens.as_ptr().cast(), c"H", 2, lane_len + 1, lane_len + 1),
-            Part::Inputs => (tokens.as_ptr().cast(), c"H", 2, lane_len + 1, lane_len),
-            Part::Targets => (tokens[1..].as_ptr().cast(), c"H", 2, lane_len + 1, lane_len),
+            Part::Tokens => (tokens, letter, item, lane_len + 1, lane_len + 1),
+            Part::Inputs => (tokens, letter, item, lane_len + 1, lane_len),
+            Part::Targets => (second, letter, item, lane_len + 1, lane_len),
             Part::DocOffsets => (batch.doc_offsets().as_ptr().cast(), c"i", 4, docs + 1, docs + 1),
             Part::NumDocs => (batch.num_docs().as_ptr().cast(), c"i", 4, 1, 1),
+            Part::LossMask => (batch.loss_mask().as_ptr().cast(), c"?", 1, lane_len, lane_len),
         };
         let dimensions = if matches!(part, Part::NumDocs) { 1 } else { 2 };
         let (shape, strides) = ([rows, columns], [row * item, item]);

@@ -5,27 +5,35 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::header::Width;
+use crate::scan::Tokens;
 use crate::state::Cursor;
 
 /// One cache line of zeros: what buffers are made of, for its alignment.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct Line([u8; LINE]);
+pub(crate) struct Line([u8; LINE]);
 
-const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
+
+impl Line {
+    pub(crate) const ZERO: Self = Self([0; LINE]);
+}
 
 /// Plain integers for which every bit pattern is a value and whose size divides a line.
-trait Plain: Copy {}
+pub(crate) trait Plain: Copy {}
+impl Plain for u8 {}
 impl Plain for u16 {}
+impl Plain for u32 {}
 impl Plain for i32 {}
 
-fn view<T: Plain>(lines: &[Line], len: usize) -> &[T] {
+pub(crate) fn view<T: Plain>(lines: &[Line], len: usize) -> &[T] {
     assert!(len * size_of::<T>() <= lines.len() * LINE);
     // SAFETY: the lines are initialised, aligned to 64 bytes and at least as long, and any bits are a valid T.
     unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), len) }
 }
 
-fn view_mut<T: Plain>(lines: &mut [Line], len: usize) -> &mut [T] {
+pub(crate) fn view_mut<T: Plain>(lines: &mut [Line], len: usize) -> &mut [T] {
     assert!(len * size_of::<T>() <= lines.len() * LINE);
     // SAFETY: as in `view`, and the lines are borrowed mutably.
     unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), len) }
@@ -54,7 +62,7 @@ impl Pool {
     fn take(&self, lines: usize) -> Vec<Line> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         free.retain(|buffer| buffer.len() == lines);
-        free.pop().unwrap_or_else(|| vec![Line([0; LINE]); lines])
+        free.pop().unwrap_or_else(|| vec![Line::ZERO; lines])
     }
 
     fn give(&self, buffer: Vec<Line>) {
@@ -65,113 +73,162 @@ impl Pool {
     }
 }
 
+/// What a batch has memory for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Lanes of this process.
+    pub rows: usize,
+    /// Tokens of a lane; its row has one more.
+    pub lane_len: usize,
+    /// How tokens are stored.
+    pub width: Width,
+    /// Size of the table of document offsets, if there is one.
+    pub max_docs: Option<usize>,
+    /// Whether there is a mask of targets.
+    pub loss_mask: bool,
+}
+
+impl Shape {
+    /// Lines of memory for tokens, document offsets, document counts and mask.
+    fn lines(&self) -> [usize; 4] {
+        let docs = self.max_docs.map_or(0, |docs| docs + 1);
+        let table = self.rows * docs * size_of::<i32>();
+        let counts = if docs > 0 { self.rows * size_of::<i32>() } else { 0 };
+        let mask = if self.loss_mask { self.rows * self.lane_len } else { 0 };
+        [self.rows * (self.lane_len + 1) * self.width.bytes(), table, counts, mask]
+            .map(|bytes| bytes.div_ceil(LINE))
+    }
+}
+
 /// One batch of this process: its tokens, its document offsets and where the stream stands after it.
 pub struct Batch {
     memory: Vec<Line>,
     pool: Arc<Pool>,
-    rows: usize,
-    lane_len: usize,
-    max_docs: Option<usize>,
+    shape: Shape,
     /// Index of this batch, from 0.
     pub step: u64,
-    /// Pass over the data, from 0.
+    /// Pass over the data, from 0; of a mixture, the least of its sources.
     pub epoch: u64,
     /// Tokens passed over since the batch before that no lane of any process holds.
     pub dropped: u64,
     /// Bytes of shards that this process read for this batch.
     pub bytes_read: u64,
-    /// Shards that were opened for this batch.
-    pub opened: u64,
+    /// How often it took another shard than the one before.
+    pub switches: u64,
     /// Where the stream stands once this batch is delivered.
     pub after: Cursor,
 }
 
 impl Batch {
-    /// A batch of `rows` lanes with memory from `pool`; its contents are not defined yet.
+    /// A batch with memory from `pool`; its contents are not defined yet.
     #[must_use]
-    pub fn new(pool: &Arc<Pool>, rows: usize, lane_len: usize, max_docs: Option<usize>) -> Self {
-        let mut batch = Self {
-            memory: Vec::new(),
+    pub fn new(pool: &Arc<Pool>, shape: Shape) -> Self {
+        Self {
+            memory: pool.take(shape.lines().iter().sum()),
             pool: Arc::clone(pool),
-            rows,
-            lane_len,
-            max_docs,
+            shape,
             step: 0,
             epoch: 0,
             dropped: 0,
             bytes_read: 0,
-            opened: 0,
+            switches: 0,
             after: Cursor::default(),
-        };
-        let [tokens, offsets, counts] = batch.lines();
-        batch.memory = pool.take(tokens + offsets + counts);
-        batch
+        }
     }
 
-    /// Lanes of this process.
+    /// What it has memory for.
     #[must_use]
-    pub fn rows(&self) -> usize {
-        self.rows
-    }
-
-    /// Tokens of a lane; a row of [`Batch::tokens`] has one more.
-    #[must_use]
-    pub fn lane_len(&self) -> usize {
-        self.lane_len
-    }
-
-    /// Size of the table of document offsets, if there is one.
-    #[must_use]
-    pub fn max_docs(&self) -> Option<usize> {
-        self.max_docs
+    pub fn shape(&self) -> Shape {
+        self.shape
     }
 
     /// `(rows, lane_len + 1)` tokens, row after row.
     #[must_use]
-    pub fn tokens(&self) -> &[u16] {
-        view(&self.memory, self.rows * (self.lane_len + 1))
+    pub fn tokens(&self) -> Tokens<'_> {
+        let len = self.shape.rows * (self.shape.lane_len + 1);
+        match self.shape.width {
+            Width::Two => Tokens::U16(view(&self.memory, len)),
+            Width::Four => Tokens::U32(view(&self.memory, len)),
+        }
+    }
+
+    /// The tokens of one row.
+    #[must_use]
+    pub fn row(&self, row: usize) -> Tokens<'_> {
+        let width = self.shape.lane_len + 1;
+        let range = row * width..(row + 1) * width;
+        match self.tokens() {
+            Tokens::U16(tokens) => Tokens::U16(&tokens[range]),
+            Tokens::U32(tokens) => Tokens::U32(&tokens[range]),
+        }
     }
 
     /// `(rows, max_docs + 1)` offsets; a row is padded with `lane_len`. Empty without a table.
     #[must_use]
     pub fn doc_offsets(&self) -> &[i32] {
-        let [tokens, ..] = self.lines();
-        view(&self.memory[tokens..], self.max_docs.map_or(0, |docs| self.rows * (docs + 1)))
+        let docs = self.shape.max_docs.map_or(0, |docs| docs + 1);
+        view(&self.memory[self.start(1)..], self.shape.rows * docs)
     }
 
     /// `(rows,)` numbers of documents. Empty without a table.
     #[must_use]
     pub fn num_docs(&self) -> &[i32] {
-        let [tokens, offsets, _] = self.lines();
-        view(&self.memory[tokens + offsets..], self.max_docs.map_or(0, |_| self.rows))
+        view(&self.memory[self.start(2)..], self.shape.max_docs.map_or(0, |_| self.shape.rows))
     }
 
-    /// The tokens of one row, to be filled.
-    pub(crate) fn row_mut(&mut self, row: usize) -> &mut [u16] {
-        let width = self.lane_len + 1;
-        &mut view_mut(&mut self.memory, self.rows * width)[row * width..(row + 1) * width]
+    /// `(rows, lane_len)`: 1, or 0 where the target is not the token that followed in the text. Empty without a mask.
+    #[must_use]
+    pub fn loss_mask(&self) -> &[u8] {
+        view(&self.memory[self.start(3)..], self.mask_len())
+    }
+
+    /// Copy `tokens` into a row, from its token `at` on.
+    ///
+    /// # Panics
+    /// When they do not fit or are of another width.
+    pub(crate) fn copy(&mut self, row: usize, at: usize, tokens: Tokens<'_>) {
+        let Shape { rows, lane_len, width, .. } = self.shape;
+        let start = row * (lane_len + 1) + at;
+        let (range, all) = (start..start + tokens.len(), rows * (lane_len + 1));
+        assert!(tokens.width() == width && at + tokens.len() <= lane_len + 1);
+        match tokens {
+            Tokens::U16(tokens) => view_mut::<u16>(&mut self.memory, all)[range].copy_from_slice(tokens),
+            Tokens::U32(tokens) => view_mut::<u32>(&mut self.memory, all)[range].copy_from_slice(tokens),
+        }
     }
 
     /// Set the offsets of one row from the ends of its documents.
     pub(crate) fn set_documents(&mut self, row: usize, ends: &[usize]) {
-        let Some(max_docs) = self.max_docs else { return };
-        let [tokens, offsets, _] = self.lines();
-        let (rows, lane_len) = (self.rows, narrow(self.lane_len));
-        let table = view_mut::<i32>(&mut self.memory[tokens..], rows * (max_docs + 1));
+        let Shape { rows, lane_len, max_docs: Some(max_docs), .. } = self.shape else { return };
+        let (offsets, counts) = (self.start(1), self.start(2));
+        let table = view_mut::<i32>(&mut self.memory[offsets..], rows * (max_docs + 1));
         let line = &mut table[row * (max_docs + 1)..(row + 1) * (max_docs + 1)];
-        line.fill(lane_len);
+        line.fill(narrow(lane_len));
         line[0] = 0;
         for (slot, end) in line[1..].iter_mut().zip(ends) {
             *slot = narrow(*end);
         }
-        view_mut::<i32>(&mut self.memory[tokens + offsets..], rows)[row] = narrow(ends.len());
+        view_mut::<i32>(&mut self.memory[counts..], rows)[row] = narrow(ends.len());
     }
 
-    fn lines(&self) -> [usize; 3] {
-        let docs = self.max_docs.map_or(0, |docs| docs + 1);
-        let table = self.rows * docs * size_of::<i32>();
-        let counts = if docs > 0 { self.rows * size_of::<i32>() } else { 0 };
-        [self.rows * (self.lane_len + 1) * size_of::<u16>(), table, counts].map(|bytes| bytes.div_ceil(LINE))
+    /// Set the mask of one row: 1 but at `cuts`.
+    pub(crate) fn set_mask(&mut self, row: usize, cuts: &[usize]) {
+        let Shape { lane_len, loss_mask: true, .. } = self.shape else { return };
+        let (start, len) = (self.start(3), self.mask_len());
+        let mask = &mut view_mut::<u8>(&mut self.memory[start..], len)[row * lane_len..(row + 1) * lane_len];
+        mask.fill(1);
+        for cut in cuts {
+            mask[*cut] = 0;
+        }
+    }
+
+    fn mask_len(&self) -> usize {
+        if self.shape.loss_mask { self.shape.rows * self.shape.lane_len } else { 0 }
+    }
+
+    /// The line at which a part begins.
+    fn start(&self, part: usize) -> usize {
+        self.shape.lines()[..part].iter().sum()
     }
 }
 
@@ -190,34 +247,52 @@ impl Drop for Batch {
 mod tests {
     use super::*;
 
+    fn shape(rows: usize, lane_len: usize, max_docs: Option<usize>) -> Shape {
+        Shape { rows, lane_len, width: Width::Two, max_docs, loss_mask: max_docs.is_some() }
+    }
+
+    fn start(batch: &Batch) -> *const u16 {
+        let Tokens::U16(tokens) = batch.tokens() else { panic!() };
+        tokens.as_ptr()
+    }
+
     #[test]
     fn parts_are_aligned_and_do_not_overlap() {
-        let pool = Pool::new(2);
-        let mut batch = Batch::new(&pool, 3, 7, Some(4));
-        for row in 0..3u16 {
-            batch.row_mut(row.into()).fill(row + 1);
-            batch.set_documents(row.into(), &[2, 7]);
+        for width in [Width::Two, Width::Four] {
+            let mut batch = Batch::new(&Pool::new(2), Shape { width, ..shape(3, 7, Some(4)) });
+            for row in 0..3u16 {
+                match width {
+                    Width::Two => batch.copy(row.into(), 0, Tokens::U16(&[row + 1; 8])),
+                    Width::Four => batch.copy(row.into(), 0, Tokens::U32(&[u32::from(row) + 1; 8])),
+                }
+                batch.set_documents(row.into(), &[2, 7]);
+                batch.set_mask(row.into(), &[row.into()]);
+            }
+            let tokens: Vec<u32> = (0..24).map(|at| batch.tokens().at(at)).collect();
+            assert_eq!(tokens, [[1; 8], [2; 8], [3; 8]].concat());
+            assert_eq!(batch.row(1).find(2), Some(0));
+            assert_eq!(batch.doc_offsets(), [0, 2, 7, 7, 7].repeat(3));
+            assert_eq!(batch.num_docs(), [2, 2, 2]);
+            assert_eq!(&batch.loss_mask()[..16], [0, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1]);
+            assert_eq!(batch.doc_offsets().as_ptr().align_offset(LINE), 0);
+            assert_eq!(batch.num_docs().as_ptr().align_offset(LINE), 0);
+            assert_eq!(batch.loss_mask().as_ptr().align_offset(LINE), 0);
         }
-        assert_eq!(batch.tokens(), [[1; 8], [2; 8], [3; 8]].concat());
-        assert_eq!(batch.doc_offsets(), [0, 2, 7, 7, 7].repeat(3));
-        assert_eq!(batch.num_docs(), [2, 2, 2]);
-        assert_eq!(batch.tokens().as_ptr().align_offset(LINE), 0);
-        assert_eq!(batch.doc_offsets().as_ptr().align_offset(LINE), 0);
-        assert_eq!(batch.num_docs().as_ptr().align_offset(LINE), 0);
     }
 
     #[test]
     fn memory_is_reused_only_after_drop() {
         let pool = Pool::new(1);
-        let first = Batch::new(&pool, 1, 100, None);
-        let second = Batch::new(&pool, 1, 100, None);
-        let (one, two) = (first.tokens().as_ptr(), second.tokens().as_ptr());
+        let first = Batch::new(&pool, shape(1, 100, None));
+        let second = Batch::new(&pool, shape(1, 100, None));
+        let (one, two) = (start(&first), start(&second));
         assert_ne!(one, two);
+        assert_eq!(one.align_offset(LINE), 0);
         drop(first);
         drop(second);
         assert_eq!(pool.unused(), 1);
-        assert_eq!(Batch::new(&pool, 1, 100, None).tokens().as_ptr(), one);
-        let other = Batch::new(&pool, 1, 50, None);
+        assert_eq!(start(&Batch::new(&pool, shape(1, 100, None))), one);
+        let other = Batch::new(&pool, shape(1, 50, None));
         assert_eq!((other.tokens().len(), pool.unused()), (51, 0));
     }
 }

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
-use crate::header;
+use crate::header::{self, Width};
 
 /// One validated shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,6 +15,21 @@ pub struct Shard {
     pub path: PathBuf,
     /// How many tokens it holds.
     pub tokens: usize,
+    /// How they are stored.
+    pub width: Width,
+}
+
+impl Shard {
+    /// Size of the file in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.byte(self.tokens)
+    }
+
+    /// The byte at which a token starts.
+    pub(crate) fn byte(&self, token: usize) -> u64 {
+        (header::BYTES + self.width.bytes() * token) as u64
+    }
 }
 
 /// Validated shards, sorted by file name.
@@ -28,7 +43,7 @@ impl Catalog {
     /// Check the header and size of every file and sort them by name.
     ///
     /// # Errors
-    /// No path, a file that cannot be read, or one that is not a valid shard.
+    /// No path, a file that cannot be read, one that is not a valid shard, or shards of two widths.
     pub fn open(mut paths: Vec<PathBuf>) -> Result<Self, Error> {
         if paths.is_empty() {
             return Err(Error::argument(
@@ -38,14 +53,14 @@ impl Catalog {
         }
         paths.sort_by(|a, b| a.file_name().cmp(&b.file_name()).then_with(|| a.cmp(b)));
         let mut hash = Fingerprint::default();
-        let mut shards = Vec::with_capacity(paths.len());
+        let mut shards: Vec<Shard> = Vec::with_capacity(paths.len());
         for path in paths {
             let (bytes, size) = read_header(&path).map_err(|error| Error::Io {
                 path: path.clone(),
                 offset: 0,
                 reason: why(&error),
             })?;
-            let tokens = header::parse(&bytes, size).map_err(|(offset, fault)| Error::Format {
+            let (tokens, width) = header::parse(&bytes, size).map_err(|(offset, fault)| Error::Format {
                 path: path.clone(),
                 offset,
                 fault,
@@ -53,7 +68,15 @@ impl Catalog {
             hash.field(path.file_name().unwrap_or_default().as_bytes());
             hash.field(&size.to_le_bytes());
             hash.field(&bytes);
-            shards.push(Shard { path, tokens });
+            if let Some(first) = shards.first().filter(|first| first.width != width) {
+                return Err(Error::argument(format!(
+                    "shard {} holds {width} tokens but {}, which comes first, holds {}; open shards of one width",
+                    path.display(),
+                    first.path.display(),
+                    first.width
+                )));
+            }
+            shards.push(Shard { path, tokens, width });
         }
         Ok(Self { shards, fingerprint: hash.hex() })
     }
@@ -70,6 +93,12 @@ impl Catalog {
         self.shards.iter().map(|shard| shard.tokens).sum()
     }
 
+    /// How the tokens of all shards are stored.
+    #[must_use]
+    pub fn width(&self) -> Width {
+        self.shards[0].width
+    }
+
     /// Hexadecimal hash of every shard's name, size and header.
     #[must_use]
     pub fn fingerprint(&self) -> &str {
@@ -84,9 +113,10 @@ impl std::fmt::Display for Catalog {
         let names = if self.shards.len() == 1 { first } else { format!("{first} .. {last}") };
         write!(
             f,
-            "Shards({} files, {} tokens, {names}, fingerprint {})",
+            "Shards({} files, {} {} tokens, {names}, fingerprint {})",
             self.shards.len(),
             self.num_tokens(),
+            self.width(),
             &self.fingerprint[..12]
         )
     }

@@ -3,21 +3,30 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::header::Width;
+
 /// What is wrong with a shard's header or size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fault {
     /// The file is shorter than a header; its size in bytes.
     NoHeader(u64),
-    /// The first header word is not the magic number.
+    /// The first header word is no magic number.
     Magic(i32),
-    /// The second header word is not the version.
-    Version(i32),
+    /// The second header word is not the version that belongs to the magic number.
+    Version {
+        /// The tokens that the magic number promises.
+        width: Width,
+        /// The version found.
+        found: i32,
+    },
     /// The third header word, the token count, is zero or negative.
     Count(i32),
     /// The file ends before the last token.
     Short {
         /// Tokens that the header counts.
         count: i32,
+        /// Size of a token.
+        width: Width,
         /// Size of the file in bytes.
         size: u64,
     },
@@ -25,6 +34,8 @@ pub enum Fault {
     Long {
         /// Tokens that the header counts.
         count: i32,
+        /// Size of a token.
+        width: Width,
         /// Size of the file in bytes.
         size: u64,
     },
@@ -81,7 +92,7 @@ pub enum Error {
         /// Position in tokens, from the first token of the shard.
         offset: usize,
         /// The id found.
-        token: u16,
+        token: u32,
         /// The size of the vocabulary.
         vocab_size: u32,
     },
@@ -115,7 +126,7 @@ pub enum Error {
         /// Tokens of a lane.
         lane_len: usize,
         /// The document marker that was looked for, when lanes start at documents.
-        bos_id: Option<u16>,
+        bos_id: Option<u32>,
     },
     /// A saved state that belongs to other data or another configuration.
     State {
@@ -125,6 +136,13 @@ pub enum Error {
         expected: String,
         /// What the state has.
         found: String,
+    },
+    /// The loader is used in another process than the one that made it.
+    Forked {
+        /// The process that made it.
+        made_in: u32,
+        /// This process.
+        here: u32,
     },
     /// The producer was told to stop; never shown to a user.
     Stopped,
@@ -147,6 +165,8 @@ pub enum Kind {
     DocOverflow,
     /// A saved state that does not belong here.
     State,
+    /// A loader in a fork of its process.
+    Forked,
 }
 
 impl Error {
@@ -167,6 +187,7 @@ impl Error {
             Self::TokenRange { .. } => Kind::TokenRange,
             Self::DocOverflow { .. } => Kind::DocOverflow,
             Self::State { .. } => Kind::State,
+            Self::Forked { .. } => Kind::Forked,
         }
     }
 }
@@ -224,6 +245,11 @@ impl fmt::Display for Error {
                 "the saved state differs in {field}: this loader has {expected}, the state has {found}; resume with \
                  the data and settings that the state was saved with"
             ),
+            Self::Forked { made_in, here } => write!(
+                f,
+                "this loader was made in process {made_in} and cannot be used in its fork {here}, which has none of \
+                 its threads; make the loader in the child or start the child with spawn"
+            ),
             Self::Stopped => f.write_str("the loader was stopped; make a new one"),
         }
     }
@@ -231,7 +257,7 @@ impl fmt::Display for Error {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use crate::header::{BYTES, MAGIC, VERSION, file_bytes};
+        use crate::header::{BYTES, file_bytes};
         const AGAIN: &str = "copy it again or make it with `python scripts/prepare.py`";
         match self {
             Self::NoHeader(size) => {
@@ -239,26 +265,33 @@ impl fmt::Display for Fault {
             }
             Self::Magic(found) => write!(
                 f,
-                "is not a token shard: its first header word should be the magic number {MAGIC} but is {found}; {AGAIN}"
+                "is not a token shard: its first header word should be the magic number {} ({}) or {} ({}) but is \
+                 {found}; {AGAIN}",
+                Width::Two.magic(),
+                Width::Two,
+                Width::Four.magic(),
+                Width::Four
             ),
-            Self::Version(found) => write!(
+            Self::Version { width, found } => write!(
                 f,
-                "should be version {VERSION} (uint16 tokens) but its header says version {found}; {AGAIN}"
+                "should be version {} ({width} tokens) but its header says version {found}; {AGAIN}",
+                width.version()
             ),
             Self::Count(0) => write!(f, "should hold at least one token but holds zero tokens; {AGAIN}"),
             Self::Count(found) => {
                 write!(f, "should hold at least one token but its header counts {found}; {AGAIN}")
             }
-            Self::Short { count, size } => write!(
+            Self::Short { count, width, size } => write!(
                 f,
-                "is too short: its header counts {count} tokens, which take {} bytes, but the file has {size}; {AGAIN}",
-                file_bytes(*count)
-            ),
-            Self::Long { count, size } => write!(
-                f,
-                "has trailing bytes: its header counts {count} tokens, which take {} bytes, but the file has {size}; \
+                "is too short: its header counts {count} {width} tokens, which take {} bytes, but the file has {size}; \
                  {AGAIN}",
-                file_bytes(*count)
+                file_bytes(*count, *width)
+            ),
+            Self::Long { count, width, size } => write!(
+                f,
+                "has trailing bytes: its header counts {count} {width} tokens, which take {} bytes, but the file has \
+                 {size}; {AGAIN}",
+                file_bytes(*count, *width)
             ),
         }
     }

@@ -4,41 +4,90 @@ use crate::error::Fault;
 
 /// Size of the header in bytes.
 pub const BYTES: usize = 1024;
-/// The first header word.
-pub const MAGIC: i32 = 20_240_520;
-/// The second header word; version 1 holds uint16 tokens.
-pub const VERSION: i32 = 1;
+
+/// The integers that tokens are stored as; the magic number says which.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Width {
+    /// uint16, as `FineWeb`'s shards of GPT-2 tokens.
+    Two,
+    /// uint32, as llm.c's shards of Llama 3 tokens.
+    Four,
+}
+
+impl Width {
+    /// Bytes of a token.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Two => 2,
+            Self::Four => 4,
+        }
+    }
+
+    /// The first header word.
+    #[must_use]
+    pub fn magic(self) -> i32 {
+        match self {
+            Self::Two => 20_240_520,
+            Self::Four => 20_240_801,
+        }
+    }
+
+    /// The second header word.
+    #[must_use]
+    pub fn version(self) -> i32 {
+        match self {
+            Self::Two => 1,
+            Self::Four => 7,
+        }
+    }
+
+    /// The largest id that fits.
+    #[must_use]
+    pub fn largest(self) -> u32 {
+        match self {
+            Self::Two => u16::MAX.into(),
+            Self::Four => u32::MAX,
+        }
+    }
+}
+
+impl std::fmt::Display for Width {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if *self == Self::Two { "uint16" } else { "uint32" })
+    }
+}
 
 /// Size in bytes of a shard with `count` tokens.
 #[must_use]
-pub fn file_bytes(count: i32) -> u64 {
-    BYTES as u64 + 2 * u64::from(count.max(0).unsigned_abs())
+pub fn file_bytes(count: i32, width: Width) -> u64 {
+    BYTES as u64 + width.bytes() as u64 * u64::from(count.max(0).unsigned_abs())
 }
 
-/// Check the first bytes of a file of `size` bytes and return how many tokens it holds.
+/// Check the first bytes of a file of `size` bytes and return how many tokens it holds, and of which width.
 ///
 /// # Errors
 /// The fault, with the byte offset at which it lies.
-pub fn parse(bytes: &[u8], size: u64) -> Result<usize, (u64, Fault)> {
+pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), (u64, Fault)> {
     let (Some(magic), Some(version), Some(count), true) =
         (word(bytes, 0), word(bytes, 1), word(bytes, 2), size >= BYTES as u64)
     else {
         return Err((size, Fault::NoHeader(size)));
     };
-    if magic != MAGIC {
+    let Some(width) = [Width::Two, Width::Four].into_iter().find(|width| width.magic() == magic) else {
         return Err((0, Fault::Magic(magic)));
-    }
-    if version != VERSION {
-        return Err((4, Fault::Version(version)));
+    };
+    if version != width.version() {
+        return Err((4, Fault::Version { width, found: version }));
     }
     let tokens = match usize::try_from(count) {
         Ok(tokens) if tokens > 0 => tokens,
         _ => return Err((8, Fault::Count(count))),
     };
-    match size.cmp(&file_bytes(count)) {
-        std::cmp::Ordering::Less => Err((size, Fault::Short { count, size })),
-        std::cmp::Ordering::Greater => Err((file_bytes(count), Fault::Long { count, size })),
-        std::cmp::Ordering::Equal => Ok(tokens),
+    match size.cmp(&file_bytes(count, width)) {
+        std::cmp::Ordering::Less => Err((size, Fault::Short { count, width, size })),
+        std::cmp::Ordering::Greater => Err((file_bytes(count, width), Fault::Long { count, width, size })),
+        std::cmp::Ordering::Equal => Ok((tokens, width)),
     }
 }
 
@@ -60,35 +109,43 @@ mod tests {
 
     #[test]
     fn each_fault_is_told_apart() {
-        let good = header(MAGIC, VERSION, 5);
-        assert_eq!(parse(&good, 1034), Ok(5));
-        assert_eq!(parse(&good, 1033), Err((1033, Fault::Short { count: 5, size: 1033 })));
-        assert_eq!(parse(&good, 1035), Err((1034, Fault::Long { count: 5, size: 1035 })));
+        let good = header(20_240_520, 1, 5);
+        let width = Width::Two;
+        assert_eq!(parse(&good, 1034), Ok((5, width)));
+        assert_eq!(parse(&good, 1033), Err((1033, Fault::Short { count: 5, width, size: 1033 })));
+        assert_eq!(parse(&good, 1035), Err((1034, Fault::Long { count: 5, width, size: 1035 })));
         assert_eq!(parse(&good[..1023], 1023), Err((1023, Fault::NoHeader(1023))));
         assert_eq!(parse(&[], 0), Err((0, Fault::NoHeader(0))));
         assert_eq!(parse(&header(7, 1, 5), 1034), Err((0, Fault::Magic(7))));
-        assert_eq!(parse(&header(MAGIC, 7, 5), 1034), Err((4, Fault::Version(7))));
-        assert_eq!(parse(&header(MAGIC, 1, 0), 1024), Err((8, Fault::Count(0))));
-        assert_eq!(parse(&header(MAGIC, 1, -1), 1022), Err((1022, Fault::NoHeader(1022))));
-        assert_eq!(parse(&header(MAGIC, 1, -1), 1024), Err((8, Fault::Count(-1))));
+        assert_eq!(parse(&header(20_240_520, 7, 5), 1034), Err((4, Fault::Version { width, found: 7 })));
+        assert_eq!(parse(&header(20_240_520, 1, 0), 1024), Err((8, Fault::Count(0))));
+        assert_eq!(parse(&header(20_240_520, 1, -1), 1022), Err((1022, Fault::NoHeader(1022))));
+        assert_eq!(parse(&header(20_240_520, 1, -1), 1024), Err((8, Fault::Count(-1))));
+        let (wide, width) = (header(20_240_801, 7, 5), Width::Four);
+        assert_eq!(parse(&wide, 1044), Ok((5, width)));
+        assert_eq!(parse(&wide, 1034), Err((1034, Fault::Short { count: 5, width, size: 1034 })));
+        assert_eq!(parse(&header(20_240_801, 1, 5), 1044), Err((4, Fault::Version { width, found: 1 })));
     }
 
     proptest! {
         #[test]
         fn never_panics_and_accepts_only_exact_sizes(
             bytes in proptest::collection::vec(any::<u8>(), 0..1100),
-            size in any::<u64>(), magic in any::<bool>(), count in any::<i32>(),
+            size in any::<u64>(), magic in any::<bool>(), wide in any::<bool>(), count in any::<i32>(),
         ) {
-            let bytes = if magic { header(MAGIC, VERSION, count) } else { bytes };
-            if let Ok(tokens) = parse(&bytes, size) {
-                prop_assert_eq!(size, 1024 + 2 * tokens as u64);
+            let width = if wide { Width::Four } else { Width::Two };
+            let bytes = if magic { header(width.magic(), width.version(), count) } else { bytes };
+            if let Ok((tokens, width)) = parse(&bytes, size) {
+                prop_assert_eq!(size, (1024 + width.bytes() * tokens) as u64);
                 prop_assert!(tokens > 0);
             }
         }
 
         #[test]
-        fn a_good_header_gives_its_count(count in 1..i32::MAX) {
-            prop_assert_eq!(parse(&header(MAGIC, VERSION, count), file_bytes(count)), Ok(usize::try_from(count).unwrap()));
+        fn a_good_header_gives_its_count(count in 1..i32::MAX, wide in any::<bool>()) {
+            let width = if wide { Width::Four } else { Width::Two };
+            let good = header(width.magic(), width.version(), count);
+            prop_assert_eq!(parse(&good, file_bytes(count, width)), Ok((usize::try_from(count).unwrap(), width)));
         }
     }
 }

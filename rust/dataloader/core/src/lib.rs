@@ -1,6 +1,7 @@
 //! Token shards to training batches: the stream of jspeed, in plain Rust.
 //!
-//! [`Catalog`] validates the shard files, [`Config`] the request, [`lanes::Stream`] produces batches one after
+//! [`Catalog`] validates the shard files, [`Sources`] mixes sets of them, [`Config`] is the checked request,
+//! [`lanes::Stream`] produces batches one after
 //! the other, and [`Loader`] runs a stream ahead of its consumer. What a stream yields depends on the shards
 //! and the configuration only: never on the process count, the prefetch depth or timing.
 #![deny(missing_docs)]
@@ -8,6 +9,8 @@
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
+mod ahead;
+pub mod arguments;
 pub mod buffer;
 pub mod catalog;
 pub mod config;
@@ -18,12 +21,16 @@ pub mod prefetch;
 pub mod reader;
 pub mod scan;
 pub mod shuffle;
+pub mod sources;
 pub mod state;
 pub mod stats;
+mod walk;
 
+pub use arguments::{Arguments, ShuffleArguments, StageArguments};
 pub use buffer::Batch;
 pub use catalog::Catalog;
-pub use config::{Arguments, Config, StageArguments};
+pub use config::Config;
 pub use error::{Error, Kind};
 pub use prefetch::{Loader, Next, Wait};
+pub use sources::Sources;
 pub use state::Value;

@@ -8,12 +8,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use crate::arguments::Arguments;
 use crate::buffer::{Batch, Pool};
-use crate::catalog::Catalog;
-use crate::config::{Arguments, Config};
+use crate::config::Config;
 use crate::error::Error;
 use crate::lanes::{Item, Stream};
 use crate::reader::Backend;
+use crate::sources::Sources;
 use crate::state::{self, Cursor, Value};
 use crate::stats::Stats;
 
@@ -41,7 +42,7 @@ impl Default for Wait {
 
 /// A stream of batches with a thread that makes them ahead. All methods may be called from any thread.
 pub struct Loader {
-    catalog: Arc<Catalog>,
+    sources: Arc<Sources>,
     config: Arc<Config>,
     pool: Arc<Pool>,
     backend: Backend,
@@ -60,14 +61,16 @@ struct Inner {
     /// Why no batch will follow the queue: the tokens dropped last, or an error.
     end: Option<Result<u64, Error>>,
     delivered: Cursor,
+    /// Consumers that wait at this moment.
+    waiting: usize,
     producer: Option<Producer>,
     stats: Stats,
     closed: bool,
 }
 
-enum Producer {
-    Thread { handle: JoinHandle<()>, stop: Arc<AtomicBool> },
-    Inline(Box<Stream>),
+struct Producer {
+    handle: JoinHandle<()>,
+    stop: Arc<AtomicBool>,
 }
 
 impl Shared {
@@ -89,19 +92,22 @@ impl Inner {
 impl Loader {
     /// A loader at the start of its stream; nothing is read until [`Loader::start`] or [`Loader::next`].
     #[must_use]
-    pub fn new(catalog: Arc<Catalog>, config: Config, backend: Backend) -> Self {
+    pub fn new(sources: Sources, config: Config, backend: Backend) -> Self {
         let pool = Pool::new(config.prefetch + 2);
-        let shared = Arc::new(Shared { inner: Mutex::default(), changed: Condvar::new() });
-        Self { catalog, config: Arc::new(config), pool, backend, shared, made_in: process::id() }
+        let inner = Inner { delivered: Cursor::start(sources.count()), ..Inner::default() };
+        let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
+        let sources = Arc::new(sources);
+        Self { sources, config: Arc::new(config), pool, backend, shared, made_in: process::id() }
     }
 
     /// A loader for raw arguments.
     ///
     /// # Errors
-    /// As [`Config::new`].
-    pub fn open(catalog: Arc<Catalog>, arguments: &Arguments) -> Result<Self, Error> {
-        let config = Config::new(arguments, &catalog)?;
-        Ok(Self::new(catalog, config, Backend::default()))
+    /// As [`Config::new`] and [`Arguments::backend`].
+    pub fn open(sources: impl Into<Sources>, arguments: &Arguments) -> Result<Self, Error> {
+        let sources = sources.into();
+        let config = Config::new(arguments, &sources)?;
+        Ok(Self::new(sources, config, arguments.backend()?))
     }
 
     /// What was checked and agreed on.
@@ -127,28 +133,26 @@ impl Loader {
         self.check_process()?;
         let mut inner = self.shared.lock();
         self.start_locked(&mut inner)?;
-        if inner.queue.is_empty() && inner.end.is_none() {
-            if let Some(Producer::Inline(stream)) = &mut inner.producer {
-                let item = stream.next_item();
-                inner.accept(item);
-            } else {
-                if !std::mem::replace(&mut wait.found_empty, true) {
-                    inner.stats.queue_empty += 1;
-                }
-                let idle = |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
-                inner = self
-                    .shared
-                    .changed
-                    .wait_timeout_while(inner, patience, idle)
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .0;
+        let idle = |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
+        if idle(&mut inner) {
+            if !std::mem::replace(&mut wait.found_empty, true) {
+                inner.stats.queue_empty += 1;
             }
+            inner.waiting += 1;
+            self.shared.changed.notify_all();
+            inner = self
+                .shared
+                .changed
+                .wait_timeout_while(inner, patience, idle)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+            inner.waiting -= 1;
         }
         if inner.closed {
             return Err(closed());
         }
         if let Some(batch) = inner.queue.pop_front() {
-            inner.delivered = batch.after;
+            inner.delivered.clone_from(&batch.after);
             inner.stats.record(&batch, wait.began.elapsed());
             self.shared.changed.notify_all();
             return Ok(Next::Batch(batch));
@@ -165,10 +169,13 @@ impl Loader {
     }
 
     /// The state of the batches delivered so far.
-    #[must_use]
-    pub fn state(&self) -> Vec<(&'static str, Value)> {
-        let delivered = self.shared.lock().delivered;
-        state::save(&delivered, &self.config, &self.catalog)
+    ///
+    /// # Errors
+    /// This process is a fork, in which the lock may be held for ever.
+    pub fn state(&self) -> Result<Vec<(String, Value)>, Error> {
+        self.check_process()?;
+        let delivered = self.shared.lock().delivered.clone();
+        Ok(state::save(&delivered, &self.config, &self.sources))
     }
 
     /// Continue after the batches of a saved state.
@@ -177,7 +184,7 @@ impl Loader {
     /// [`Error::State`] when it belongs to other data or settings, or the loader is closed.
     pub fn load_state(&self, fields: &[(String, Value)]) -> Result<(), Error> {
         self.check_process()?;
-        let cursor = state::load(fields, &self.config, &self.catalog)?;
+        let cursor = state::load(fields, &self.config, &self.sources)?;
         let stopped = {
             let mut inner = self.shared.lock();
             if inner.closed {
@@ -191,9 +198,12 @@ impl Loader {
     }
 
     /// Counters over the batches delivered so far.
-    #[must_use]
-    pub fn stats(&self) -> Stats {
-        self.shared.lock().stats.clone()
+    ///
+    /// # Errors
+    /// As [`Loader::state`].
+    pub fn stats(&self) -> Result<Stats, Error> {
+        self.check_process()?;
+        Ok(self.shared.lock().stats.clone())
     }
 
     /// Stop the thread and wait for it to end; batches already handed out stay valid. May be called twice.
@@ -218,27 +228,23 @@ impl Loader {
         }
         let stop = Arc::new(AtomicBool::new(false));
         let mut stream = Stream::new(
-            Arc::clone(&self.catalog),
+            Arc::clone(&self.sources),
             Arc::clone(&self.config),
             Arc::clone(&self.pool),
-            inner.delivered,
-            Arc::clone(&stop),
+            inner.delivered.clone(),
+            &stop,
             self.backend,
         );
-        inner.producer = Some(if self.config.prefetch == 0 {
-            Producer::Inline(Box::new(stream))
-        } else {
-            let (shared, flag, depth) = (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
-            let handle = Builder::new()
-                .name("jspeed-loader".to_owned())
-                .spawn(move || produce(&mut stream, &shared, &flag, depth))
-                .map_err(|error| {
-                    Error::argument(format!(
-                        "the loader's thread cannot be started ({error}); use prefetch=0 or raise the limit on threads"
-                    ))
-                })?;
-            Producer::Thread { handle, stop }
-        });
+        let (shared, flag, depth) = (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
+        let handle = Builder::new()
+            .name("jspeed-loader".to_owned())
+            .spawn(move || produce(&mut stream, &shared, &flag, depth))
+            .map_err(|error| {
+                Error::argument(format!(
+                    "the loader's thread cannot be started ({error}); raise the limit on threads or close other loaders"
+                ))
+            })?;
+        inner.producer = Some(Producer { handle, stop });
         Ok(())
     }
 
@@ -246,13 +252,10 @@ impl Loader {
     fn halt(&self, inner: &mut Inner) -> Option<JoinHandle<()>> {
         inner.queue.clear();
         inner.end = None;
-        let handle = match inner.producer.take() {
-            Some(Producer::Thread { handle, stop }) => {
-                stop.store(true, Ordering::Relaxed);
-                Some(handle)
-            }
-            _ => None,
-        };
+        let handle = inner.producer.take().map(|Producer { handle, stop }| {
+            stop.store(true, Ordering::Relaxed);
+            handle
+        });
         self.shared.changed.notify_all();
         handle
     }
@@ -260,26 +263,22 @@ impl Loader {
     /// Threads and locks do not survive `fork`.
     fn check_process(&self) -> Result<(), Error> {
         let here = process::id();
-        if self.made_in == here {
-            return Ok(());
-        }
-        Err(Error::argument(format!(
-            "this loader was made in process {} and cannot be used in its fork {here}; make the loader in the child \
-             or start the child with spawn",
-            self.made_in
-        )))
+        if self.made_in == here { Ok(()) } else { Err(Error::Forked { made_in: self.made_in, here }) }
     }
 }
 
 impl std::fmt::Display for Loader {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Config { lanes, process_index, process_count, .. } = *self.config;
-        let step = self.shared.lock().delivered.step;
         write!(
             f,
-            "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}, at step {step})",
-            self.catalog.num_tokens()
-        )
+            "TokenLoader({} tokens, {lanes} lanes, process {process_index} of {process_count}",
+            self.sources.num_tokens()
+        )?;
+        match self.check_process() {
+            Ok(()) => write!(f, ", at step {})", self.shared.lock().delivered.step),
+            Err(_) => f.write_str(", made before a fork)"),
+        }
     }
 }
 
@@ -289,17 +288,20 @@ impl Drop for Loader {
     }
 }
 
-/// The thread: it never holds the lock while it reads.
+/// The thread: it makes a batch when the queue has room or a consumer waits, and never holds the lock meanwhile.
 fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize) {
     loop {
+        let idle = |inner: &mut Inner| {
+            let wanted = inner.queue.len() < depth || (inner.queue.is_empty() && inner.waiting > 0);
+            !wanted && !stop.load(Ordering::Relaxed)
+        };
+        drop(shared.changed.wait_while(shared.lock(), idle).unwrap_or_else(PoisonError::into_inner));
         let item = catch_unwind(AssertUnwindSafe(|| stream.next_item())).unwrap_or_else(|_| {
             Err(Error::argument(
                 "the loader's thread panicked, which is a bug; report it with the text above",
             ))
         });
-        let full = |inner: &mut Inner| inner.queue.len() >= depth && !stop.load(Ordering::Relaxed);
-        let mut inner =
-            shared.changed.wait_while(shared.lock(), full).unwrap_or_else(PoisonError::into_inner);
+        let mut inner = shared.lock();
         if stop.load(Ordering::Relaxed) {
             return;
         }

@@ -8,16 +8,17 @@
 use std::fs::{File, Metadata};
 use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use memmap2::Mmap;
 
+use crate::buffer::{LINE, Line, Plain, view, view_mut};
 use crate::catalog::{Catalog, Shard, why};
 use crate::error::Error;
-use crate::{header, scan};
+use crate::header::{self, Width};
+use crate::scan::Tokens;
 
-/// Tokens made readable at a time when scanning: 64 KiB, so that little is read that the batch does not need.
+/// Tokens made readable at a time when scanning: 64 KiB of uint16, so that little is read that no lane needs.
 const CHUNK: usize = 1 << 15;
 
 /// How shards are read.
@@ -32,14 +33,13 @@ pub enum Backend {
 
 enum Source {
     Map(Mmap),
-    Pread(Vec<u16>),
+    Pread(Vec<Line>),
 }
 
 /// An open shard.
 pub struct Reader {
-    path: PathBuf,
+    shard: Shard,
     file: File,
-    tokens: usize,
     stamp: Stamp,
     source: Source,
     ready: Range<usize>,
@@ -67,7 +67,7 @@ impl Reader {
         let failed = |error: std::io::Error| io(&shard.path, 0, &error);
         let file = File::open(&shard.path).map_err(failed)?;
         let stamp = Stamp::of(&file.metadata().map_err(failed)?);
-        let was = byte(shard.tokens);
+        let was = shard.bytes();
         if stamp.size != was {
             return Err(Error::Resized { path: shard.path.clone(), offset: 0, was, now: stamp.size });
         }
@@ -76,15 +76,7 @@ impl Reader {
         let map =
             if backend == Backend::Map && CAN_POPULATE { unsafe { Mmap::map(&file) }.ok() } else { None };
         let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
-        Ok(Self {
-            path: shard.path.clone(),
-            file,
-            tokens: shard.tokens,
-            stamp,
-            source,
-            ready: 0..0,
-            bytes_read: 0,
-        })
+        Ok(Self { shard: shard.clone(), file, stamp, source, ready: 0..0, bytes_read: 0 })
     }
 
     /// Forget which tokens were found readable; call it at the start of every batch.
@@ -96,11 +88,27 @@ impl Reader {
     ///
     /// # Errors
     /// The file was truncated or cannot be read.
-    pub fn tokens(&mut self, range: Range<usize>) -> Result<&[u16], Error> {
-        self.make_ready(&range, range.end)?;
+    pub fn tokens(&mut self, range: Range<usize>) -> Result<Tokens<'_>, Error> {
+        let ahead = match self.source {
+            Source::Map(_) => range.end,
+            // The next piece is mostly near.
+            Source::Pread(_) => range.end.max(self.chunk_from(range.start)),
+        };
+        self.make_ready(&range, ahead)?;
+        let width = self.shard.width;
         Ok(match &self.source {
-            Source::Map(map) => &body(map)[range],
-            Source::Pread(window) => &window[range.start - self.ready.start..range.end - self.ready.start],
+            Source::Map(map) => match width {
+                Width::Two => Tokens::U16(&body(map)[range]),
+                Width::Four => Tokens::U32(&body(map)[range]),
+            },
+            Source::Pread(window) => {
+                let Range { start, end } = self.ready;
+                let (held, range) = (end - start, range.start - start..range.end - start);
+                match width {
+                    Width::Two => Tokens::U16(&view(window, held)[range]),
+                    Width::Four => Tokens::U32(&view(window, held)[range]),
+                }
+            }
         })
     }
 
@@ -110,7 +118,7 @@ impl Reader {
     /// As [`Reader::tokens`], and [`Error::Stopped`] once `stop` is set.
     pub fn find(
         &mut self,
-        token: u16,
+        token: u32,
         range: Range<usize>,
         stop: &AtomicBool,
     ) -> Result<Option<usize>, Error> {
@@ -119,9 +127,12 @@ impl Reader {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Stopped);
             }
-            let to = range.end.min(from + CHUNK);
-            self.make_ready(&(from..to), (from + CHUNK).min(self.tokens))?;
-            if let Some(at) = scan::find(self.tokens(from..to)?, token) {
+            // What is ready already is looked through first: a document costs no system call of its own.
+            if !self.ready.contains(&from) {
+                self.make_ready(&(from..from + 1), self.chunk_from(from))?;
+            }
+            let to = range.end.min(self.ready.end);
+            if let Some(at) = self.tokens(from..to)?.find(token) {
                 return Ok(Some(from + at));
             }
             from = to;
@@ -134,20 +145,24 @@ impl Reader {
     /// # Errors
     /// [`Error::Resized`] or [`Error::Changed`].
     pub fn unchanged(&self) -> Result<(), Error> {
-        let offset = byte(self.ready.start);
-        let now = Stamp::of(&self.file.metadata().map_err(|error| io(&self.path, offset, &error))?);
+        let offset = self.shard.byte(self.ready.start);
+        let now = Stamp::of(&self.file.metadata().map_err(|error| io(&self.shard.path, offset, &error))?);
         if now.size != self.stamp.size {
             return Err(Error::Resized {
-                path: self.path.clone(),
+                path: self.shard.path.clone(),
                 offset,
                 was: self.stamp.size,
                 now: now.size,
             });
         }
         if now != self.stamp {
-            return Err(Error::Changed { path: self.path.clone(), offset });
+            return Err(Error::Changed { path: self.shard.path.clone(), offset });
         }
         Ok(())
+    }
+
+    fn chunk_from(&self, token: usize) -> usize {
+        (token + CHUNK).min(self.shard.tokens)
     }
 
     /// Make `range` readable, and if that takes a system call, everything up to `ahead`.
@@ -159,7 +174,7 @@ impl Reader {
             if !(self.ready.start..=self.ready.end).contains(&range.start) {
                 self.ready = range.start..range.start;
             }
-            let (from, to) = (byte(self.ready.end), byte(ahead));
+            let (from, to) = (self.shard.byte(self.ready.end), self.shard.byte(ahead));
             match populate(map, index(from), index(to - from)) {
                 Ok(()) => {
                     self.ready.end = ahead;
@@ -168,7 +183,7 @@ impl Reader {
                 }
                 Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
                     self.unchanged()?;
-                    return Err(Error::Changed { path: self.path.clone(), offset: from });
+                    return Err(Error::Changed { path: self.shard.path.clone(), offset: from });
                 }
                 Err(_) => self.source = Source::Pread(Vec::new()),
             }
@@ -177,15 +192,20 @@ impl Reader {
     }
 
     fn read(&mut self, range: Range<usize>) -> Result<(), Error> {
-        let offset = byte(range.start);
-        let mut bytes = vec![0; 2 * range.len()];
-        if let Err(error) = self.file.read_exact_at(&mut bytes, offset) {
+        let offset = self.shard.byte(range.start);
+        let len = self.shard.width.bytes() * range.len();
+        let mut lines = match &mut self.source {
+            Source::Pread(window) => std::mem::take(window),
+            Source::Map(_) => Vec::new(),
+        };
+        self.ready = 0..0;
+        lines.resize(len.div_ceil(LINE), Line::ZERO);
+        if let Err(error) = self.file.read_exact_at(view_mut(&mut lines, len), offset) {
             self.unchanged()?;
-            return Err(io(&self.path, offset, &error));
+            return Err(io(&self.shard.path, offset, &error));
         }
-        self.bytes_read += bytes.len() as u64;
-        self.source =
-            Source::Pread(bytes.chunks_exact(2).map(|two| u16::from_le_bytes([two[0], two[1]])).collect());
+        self.bytes_read += len as u64;
+        self.source = Source::Pread(lines);
         self.ready = range;
         Ok(())
     }
@@ -204,16 +224,11 @@ fn populate(_: &Mmap, _: usize, _: usize) -> std::io::Result<()> {
 }
 
 /// The tokens of a mapped shard.
-fn body(map: &Mmap) -> &[u16] {
-    // SAFETY: any two bytes are a valid u16.
+fn body<T: Plain>(map: &Mmap) -> &[T] {
+    // SAFETY: any bytes are a valid `Plain`.
     let (before, tokens, after) = unsafe { map[header::BYTES..].align_to() };
     assert!(before.is_empty() && after.is_empty(), "a mapping starts at a page and has whole tokens");
     tokens
-}
-
-/// The byte at which a token starts.
-fn byte(token: usize) -> u64 {
-    (header::BYTES + 2 * token) as u64
 }
 
 fn index(byte: u64) -> usize {
@@ -228,7 +243,7 @@ fn io(path: &std::path::Path, offset: u64, error: &std::io::Error) -> Error {
 pub struct Readers {
     backend: Backend,
     open: Vec<(usize, Reader)>,
-    opened: u64,
+    switches: u64,
     bytes_closed: u64,
 }
 
@@ -238,7 +253,7 @@ impl Readers {
     /// No shard is open yet.
     #[must_use]
     pub fn new(backend: Backend) -> Self {
-        Self { backend, open: Vec::new(), opened: 0, bytes_closed: 0 }
+        Self { backend, open: Vec::new(), switches: 0, bytes_closed: 0 }
     }
 
     /// The reader of a shard, opened if need be; the one that was used least recently makes room for it.
@@ -256,8 +271,8 @@ impl Readers {
             if self.open.len() == Self::MOST {
                 self.bytes_closed += self.open.remove(0).1.bytes_read;
             }
+            self.switches += u64::from(!self.open.is_empty());
             self.open.push((shard, Reader::open(&catalog.shards()[shard], self.backend)?));
-            self.opened += 1;
         }
         let last = self.open.len() - 1;
         Ok(&mut self.open[last].1)
@@ -268,10 +283,10 @@ impl Readers {
         self.open.iter_mut().for_each(|(_, reader)| reader.rewind());
     }
 
-    /// How many times a shard was opened.
+    /// How many times a shard was opened after the first.
     #[must_use]
-    pub fn opened(&self) -> u64 {
-        self.opened
+    pub fn switches(&self) -> u64 {
+        self.switches
     }
 
     /// Bytes read from all shards so far.

@@ -1,31 +1,100 @@
-//! Looking for token ids in a run of tokens, 64 at a time so that the compiler vectorises it.
+//! Runs of tokens of either width, and looking for ids in them, 64 at a time so that the compiler vectorises it.
+
+use crate::header::Width;
 
 const BLOCK: usize = 64;
 
-/// Return the position of the first `token` in `tokens`.
-#[must_use]
-pub fn find(tokens: &[u16], token: u16) -> Option<usize> {
+/// Borrowed tokens, as they are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tokens<'a> {
+    /// Two bytes each.
+    U16(&'a [u16]),
+    /// Four bytes each.
+    U32(&'a [u32]),
+}
+
+impl Tokens<'_> {
+    /// How many.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::U16(tokens) => tokens.len(),
+            Self::U32(tokens) => tokens.len(),
+        }
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// How they are stored.
+    #[must_use]
+    pub fn width(&self) -> Width {
+        match self {
+            Self::U16(_) => Width::Two,
+            Self::U32(_) => Width::Four,
+        }
+    }
+
+    /// The token at `index`.
+    ///
+    /// # Panics
+    /// When there are not that many.
+    #[must_use]
+    pub fn at(&self, index: usize) -> u32 {
+        match self {
+            Self::U16(tokens) => tokens[index].into(),
+            Self::U32(tokens) => tokens[index],
+        }
+    }
+
+    /// Return the position of the first `token`.
+    #[must_use]
+    pub fn find(&self, token: u32) -> Option<usize> {
+        match self {
+            Self::U16(tokens) => find(tokens, u16::try_from(token).ok()?),
+            Self::U32(tokens) => find(tokens, token),
+        }
+    }
+
+    /// Return the position of the first id that is not below `vocab_size`.
+    #[must_use]
+    pub fn find_outside(&self, vocab_size: u32) -> Option<usize> {
+        match self {
+            Self::U16(tokens) => {
+                let bound = u16::try_from(vocab_size).ok()?;
+                first(tokens, |t| t >= bound)
+            }
+            Self::U32(tokens) => first(tokens, |t| t >= vocab_size),
+        }
+    }
+
+    /// Return every position of `token`, in order.
+    #[must_use]
+    pub fn positions(&self, token: u32) -> Vec<usize> {
+        match self {
+            Self::U16(tokens) => u16::try_from(token).map_or_else(|_| Vec::new(), |t| positions(tokens, t)),
+            Self::U32(tokens) => positions(tokens, token),
+        }
+    }
+}
+
+fn find<T: Copy + Eq>(tokens: &[T], token: T) -> Option<usize> {
     first(tokens, |t| t == token)
 }
 
-/// Return the position of the first id that is not below `vocab_size`.
-#[must_use]
-pub fn find_outside(tokens: &[u16], vocab_size: u32) -> Option<usize> {
-    let bound = u16::try_from(vocab_size).ok()?;
-    first(tokens, |t| t >= bound)
+fn positions<T: Copy + Eq>(tokens: &[T], token: T) -> Vec<usize> {
+    let (mut all, mut from) = (Vec::new(), 0);
+    while let Some(at) = find(&tokens[from..], token) {
+        all.push(from + at);
+        from += at + 1;
+    }
+    all
 }
 
-/// Return every position of `token` in `tokens`, in order.
-pub fn positions(tokens: &[u16], token: u16) -> impl Iterator<Item = usize> + '_ {
-    let mut from = 0;
-    std::iter::from_fn(move || {
-        let at = from + find(tokens.get(from..)?, token)?;
-        from = at + 1;
-        Some(at)
-    })
-}
-
-fn first(tokens: &[u16], wanted: impl Fn(u16) -> bool) -> Option<usize> {
+fn first<T: Copy>(tokens: &[T], wanted: impl Fn(T) -> bool) -> Option<usize> {
     let blocks = tokens.chunks_exact(BLOCK);
     let rest = tokens.len() - blocks.remainder().len();
     for (index, block) in blocks.enumerate() {
@@ -44,14 +113,16 @@ mod tests {
 
     proptest! {
         #[test]
-        fn agrees_with_the_naive_search(tokens in proptest::collection::vec(0..50u16, 0..400), token in 0..60u16) {
-            prop_assert_eq!(find(&tokens, token), tokens.iter().position(|&t| t == token));
-            let all: Vec<usize> =
-                tokens.iter().enumerate().filter(|(_, t)| **t == token).map(|(at, _)| at).collect();
-            prop_assert_eq!(positions(&tokens, token).collect::<Vec<_>>(), all);
-            let outside = tokens.iter().position(|&t| t >= token);
-            prop_assert_eq!(find_outside(&tokens, u32::from(token)), outside);
-            prop_assert_eq!(find_outside(&tokens, 65_536), None);
+        fn agrees_with_the_naive_search(tokens in proptest::collection::vec(0..50u16, 0..400), token in 0..60u32) {
+            let wide: Vec<u32> = tokens.iter().map(|&t| t.into()).collect();
+            for tokens in [Tokens::U16(&tokens), Tokens::U32(&wide)] {
+                let all: Vec<usize> = (0..tokens.len()).filter(|&at| tokens.at(at) == token).collect();
+                prop_assert_eq!(tokens.find(token), all.first().copied());
+                prop_assert_eq!(tokens.positions(token), all);
+                prop_assert_eq!(tokens.find_outside(token), (0..tokens.len()).find(|&at| tokens.at(at) >= token));
+                prop_assert_eq!(tokens.find_outside(65_536), None);
+                prop_assert_eq!(tokens.find(65_536 + token), None);
+            }
         }
     }
 }

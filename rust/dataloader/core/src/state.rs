@@ -1,23 +1,41 @@
 //! Where a stream stands, as a few integers and strings that outlive the process.
 
+use std::sync::Arc;
+
 use crate::catalog::{Catalog, Fingerprint};
 use crate::config::{Config, Order, Stage};
 use crate::error::Error;
+use crate::sources::Sources;
 
 /// The version of the state and of the order of every stream.
 pub const VERSION: i64 = 1;
 
 /// The position of a stream: everything that the next batch depends on besides data and configuration.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Cursor {
     /// Batches so far.
     pub step: u64,
+    /// Where each source stands.
+    pub places: Vec<Place>,
+}
+
+/// The position in one source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Place {
     /// Pass over the data, from 0.
     pub epoch: u64,
-    /// The shard; 0 in a shuffled stream.
+    /// The shard, as its position in the order of the epoch; 0 when blocks are shuffled.
     pub shard: usize,
-    /// Token in the shard, or in the shuffled epoch.
+    /// Token in the shard, or in the epoch of shuffled blocks.
     pub offset: usize,
+}
+
+impl Cursor {
+    /// The start of a stream of so many sources.
+    #[must_use]
+    pub fn start(sources: usize) -> Self {
+        Self { step: 0, places: vec![Place::default(); sources] }
+    }
 }
 
 /// A field of a saved state.
@@ -44,17 +62,18 @@ impl From<&str> for Value {
     }
 }
 
-/// The fields of a state, in a fixed order.
+/// The fields of a state, in a fixed order; the second source of a mixture has `epoch_1`, and so on.
 #[must_use]
-pub fn save(cursor: &Cursor, config: &Config, catalog: &Catalog) -> Vec<(&'static str, Value)> {
-    let mut fields = vec![
-        ("version", Value::Int(VERSION)),
-        ("step", Value::Int(int(cursor.step))),
-        ("epoch", Value::Int(int(cursor.epoch))),
-        ("shard", Value::Int(int(cursor.shard))),
-        ("offset", Value::Int(int(cursor.offset))),
-    ];
-    fields.extend(identity(config, catalog));
+pub fn save(cursor: &Cursor, config: &Config, sources: &Sources) -> Vec<(String, Value)> {
+    let mut fields =
+        vec![("version".to_owned(), Value::Int(VERSION)), ("step".to_owned(), Value::Int(int(cursor.step)))];
+    for (source, place) in cursor.places.iter().enumerate() {
+        let [epoch, shard, offset] = names(source);
+        fields.push((epoch, Value::Int(int(place.epoch))));
+        fields.push((shard, Value::Int(int(place.shard))));
+        fields.push((offset, Value::Int(int(place.offset))));
+    }
+    fields.extend(identity(config, sources).into_iter().map(|(name, value)| (name.to_owned(), value)));
     fields
 }
 
@@ -62,7 +81,7 @@ pub fn save(cursor: &Cursor, config: &Config, catalog: &Catalog) -> Vec<(&'stati
 ///
 /// # Errors
 /// [`Error::State`] naming the first field that is missing, out of range or different here.
-pub fn load(fields: &[(String, Value)], config: &Config, catalog: &Catalog) -> Result<Cursor, Error> {
+pub fn load(fields: &[(String, Value)], config: &Config, sources: &Sources) -> Result<Cursor, Error> {
     let get = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value);
     let differs = |name: &str, expected: String| Error::State {
         field: name.to_owned(),
@@ -73,7 +92,7 @@ pub fn load(fields: &[(String, Value)], config: &Config, catalog: &Catalog) -> R
         if get(name) == Some(here) { Ok(()) } else { Err(differs(name, here.to_string())) }
     };
     same("version", &Value::Int(VERSION))?;
-    for (name, here) in identity(config, catalog) {
+    for (name, here) in identity(config, sources) {
         same(name, &here)?;
     }
     let upto = |name: &str, high: i64| match get(name) {
@@ -81,30 +100,47 @@ pub fn load(fields: &[(String, Value)], config: &Config, catalog: &Catalog) -> R
         _ if high == i64::MAX => Err(differs(name, "an integer from 0".to_owned())),
         _ => Err(differs(name, format!("an integer from 0 to {high}"))),
     };
-    let place = |name: &str, high: usize| {
+    let within = |name: &str, high: usize| {
         upto(name, int(high)).map(|value| usize::try_from(value).unwrap_or_default())
     };
-    let shuffled = matches!(config.order, Order::Shuffled { .. });
-    let shard = place("shard", if shuffled { 0 } else { catalog.shards().len() - 1 })?;
-    let end = if shuffled { catalog.num_tokens() } else { catalog.shards()[shard].tokens };
+    let blocks = matches!(config.order, Order::Shuffled { .. });
+    let place = |(source, catalog): (usize, &Arc<Catalog>)| {
+        let names = names(source);
+        let epoch = upto(&names[0], i64::MAX)?;
+        let shard = within(&names[1], if blocks { 0 } else { catalog.shards().len() - 1 })?;
+        let end = if blocks {
+            catalog.num_tokens()
+        } else {
+            catalog.shards()[config.shard_at(catalog, epoch, shard)].tokens
+        };
+        Ok(Place { epoch, shard, offset: within(&names[2], end)? })
+    };
     Ok(Cursor {
         step: upto("step", i64::MAX)?,
-        epoch: upto("epoch", i64::MAX)?,
-        shard,
-        offset: place("offset", end)?,
+        places: sources.catalogs().enumerate().map(place).collect::<Result<_, Error>>()?,
     })
 }
 
+fn names(source: usize) -> [String; 3] {
+    let end = if source == 0 { String::new() } else { format!("_{source}") };
+    ["epoch", "shard", "offset"].map(|name| format!("{name}{end}"))
+}
+
 /// What a position means anything for: the data and every setting that the order of tokens depends on.
-fn identity(config: &Config, catalog: &Catalog) -> Vec<(&'static str, Value)> {
+fn identity(config: &Config, sources: &Sources) -> Vec<(&'static str, Value)> {
     let align = if config.order == Order::Documents { "bos" } else { "none" };
-    let shuffle = match config.order {
-        Order::Shuffled { seed, block_tokens } => format!("seed {seed}, blocks of {block_tokens} tokens"),
-        _ => "none".to_owned(),
+    let shuffle = match (config.order, config.shard_seed) {
+        (Order::Shuffled { seed, block_tokens }, _) => {
+            format!("seed {seed}, blocks of {block_tokens} tokens")
+        }
+        (_, Some(seed)) => format!("seed {seed}, whole shards"),
+        (_, None) => "none".to_owned(),
     };
+    let weights = sources.weights().map(|weight| weight.to_string()).collect::<Vec<_>>().join(" : ");
     let schedule = config.stages.iter().map(describe).collect::<Vec<_>>().join(", ");
     let mut fields = vec![
-        ("fingerprint", Value::from(catalog.fingerprint())),
+        ("fingerprint", Value::from(sources.fingerprint())),
+        ("weights", Value::Text(weights)),
         ("lanes", Value::Int(int(config.lanes))),
         ("align", Value::from(align)),
         ("bos_id", Value::Int(config.bos_id.into())),

@@ -22,7 +22,8 @@ pub struct Stats {
     pub waited: Duration,
     /// The longest wait.
     pub longest: Duration,
-    opened: u64,
+    /// How often another shard was opened.
+    pub shard_switches: u64,
     buckets: Vec<u64>,
 }
 
@@ -31,7 +32,7 @@ impl Stats {
         self.batches += 1;
         self.bytes_read += batch.bytes_read;
         self.dropped_tokens += batch.dropped;
-        self.opened += batch.opened;
+        self.shard_switches += batch.switches;
         self.waited += wait;
         self.longest = self.longest.max(wait);
         let bucket = bucket(wait);
@@ -39,12 +40,6 @@ impl Stats {
             self.buckets.resize(bucket + 1, 0);
         }
         self.buckets[bucket] += 1;
-    }
-
-    /// How often another shard was opened.
-    #[must_use]
-    pub fn shard_switches(&self) -> u64 {
-        self.opened.saturating_sub(1)
     }
 
     /// The wait that `percent` of all waits do not exceed, to about 12 %, rounded up; zero before the first.

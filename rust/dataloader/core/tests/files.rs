@@ -7,8 +7,9 @@ use std::io::{Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use common::{Folder, arguments, loader, next, shard};
+use common::{Folder, arguments, loader, next, shard, wide_shard};
 use jspeed_dataloader_core::error::Fault;
+use jspeed_dataloader_core::header::Width;
 use jspeed_dataloader_core::reader::Backend;
 use jspeed_dataloader_core::{Arguments, Catalog, Error, Kind, Loader, Next, Wait};
 
@@ -42,13 +43,21 @@ fn wrong_files_are_told_apart() {
     };
     assert_eq!(fault(open("a.bin", &good[..1023])), Fault::NoHeader(1023));
     assert_eq!(fault(open("b.bin", &[])), Fault::NoHeader(0));
-    assert_eq!(fault(open("c.bin", &good[..1029])), Fault::Short { count: 3, size: 1029 });
-    assert_eq!(fault(open("d.bin", &[&good[..], &[0]].concat())), Fault::Long { count: 3, size: 1031 });
+    assert_eq!(fault(open("c.bin", &good[..1029])), Fault::Short { count: 3, width: Width::Two, size: 1029 });
+    assert_eq!(
+        fault(open("d.bin", &[&good[..], &[0]].concat())),
+        Fault::Long { count: 3, width: Width::Two, size: 1031 }
+    );
     assert_eq!(fault(open("e.bin", &shard(&[]))), Fault::Count(0));
     assert_eq!(fault(open("f.bin", &[9; 2000])), Fault::Magic(0x0909_0909));
     let missing = Catalog::open(vec![folder.path().join("none.bin")]).unwrap_err();
     assert!(missing.to_string().contains("No such file or directory") && missing.kind() == Kind::Shard);
     assert!(matches!(Catalog::open(vec![folder.path().to_owned()]), Err(Error::Io { .. })));
+    let (narrow, wide) = (folder.path().join("narrow.bin"), folder.path().join("wide.bin"));
+    std::fs::write(&narrow, &good).unwrap();
+    std::fs::write(&wide, wide_shard(&[1, 2, 3])).unwrap();
+    let mixed = Catalog::open(vec![wide, narrow]).unwrap_err().to_string();
+    assert!(mixed.contains("wide.bin holds uint32 tokens but "), "{mixed}");
     assert_eq!(Catalog::open(vec![]).unwrap_err().kind(), Kind::Argument);
 }
 
@@ -142,7 +151,7 @@ fn waits_end_in_time_and_closing_does_not_wait_for_the_scan() {
     let made = slow(&folder);
     let began = Instant::now();
     assert!(matches!(made.next(&mut Wait::default(), Duration::from_millis(50)), Ok(Next::Pending)));
-    assert_eq!(made.stats().queue_empty, 1);
+    assert_eq!(made.stats().unwrap().queue_empty, 1);
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| made.next(&mut Wait::default(), Duration::from_secs(60)).err());
         std::thread::sleep(Duration::from_millis(50));
@@ -167,5 +176,5 @@ fn many_consumers_get_every_batch_once() {
     });
     steps.sort_unstable();
     assert_eq!(steps, (0..50).collect::<Vec<_>>());
-    assert_eq!(made.stats().batches, 50);
+    assert_eq!(made.stats().unwrap().batches, 50);
 }

@@ -9,9 +9,9 @@
 
 mod common;
 
-use common::{Folder, Told, arguments, drain, loader, next, told};
-use jspeed_dataloader_core::Error;
+use common::{Folder, Told, arguments, drain, loader, mixture, next, told, wide_shard};
 use jspeed_dataloader_core::reader::Backend;
+use jspeed_dataloader_core::{Batch, Catalog, Error, ShuffleArguments, Sources};
 use proptest::prelude::*;
 
 type Stages = Vec<(i64, i64, Option<i64>)>;
@@ -78,6 +78,14 @@ fn pack(tokens: &[u16], mut at: usize, lanes: usize, len: usize, cut: usize) -> 
     Some((batch, at))
 }
 
+fn blocks(seed: i64, tokens: i64) -> ShuffleArguments {
+    ShuffleArguments { seed, unit: "block".to_owned(), block_tokens: Some(tokens) }
+}
+
+fn whole_shards(seed: i64) -> ShuffleArguments {
+    ShuffleArguments { seed, unit: "shard".to_owned(), block_tokens: None }
+}
+
 fn shards() -> impl Strategy<Value = Vec<Vec<u16>>> {
     let token = prop_oneof![1 => Just(0u16), 4 => 1..9u16];
     proptest::collection::vec(proptest::collection::vec(token, 1..160), 1..4)
@@ -108,18 +116,20 @@ proptest! {
 
     #[test]
     fn lanes_and_resumes_do_not_depend_on_processes(
-        shards in shards(), stages in stages(), kind in 0..3, at in 0..12usize, seed in 0..9i64,
+        shards in shards(), stages in stages(), kind in 0..5, at in 0..12usize, seed in 0..9i64,
     ) {
         let folder = Folder::new();
         let paths = folder.write(&shards);
         let mut given = arguments(4, &stages);
-        if kind > 0 {
+        if kind > 0 && kind < 4 {
             given.align = None;
             given.schedule.iter_mut().flatten().for_each(|stage| stage.max_doc_len = None);
         }
-        if kind > 1 {
+        if kind > 2 {
+            given.shuffle = Some(whole_shards(seed));
+        } else if kind > 1 {
             given.schedule.iter_mut().flatten().for_each(|stage| stage.lane_len = Some(2 + stage.lane_len.unwrap() % 2));
-            given.shuffle = Some((seed, Some(6)));
+            given.shuffle = Some(blocks(seed, 6));
         }
         let Ok(whole) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
         let expected = drain(&whole);
@@ -127,7 +137,7 @@ proptest! {
         for one in expected.iter().take(at) {
             prop_assert_eq!(&told(&next(&whole).unwrap().unwrap()), one);
         }
-        let state: Vec<_> = whole.state().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        let state = whole.state().unwrap();
         given.process_count = 2;
         let halves = [0, 1].map(|index| {
             given.process_index = index;
@@ -147,7 +157,7 @@ proptest! {
         let folder = Folder::new();
         let paths = folder.write(&[(0..count).collect(), (1000..1000 + count / 2).collect()]);
         let mut given = arguments(lanes, &[(1000, len, None)]);
-        (given.align, given.shuffle, given.bos_id, given.epochs) = (None, Some((seed, Some(2 * len))), 65_535, Some(1));
+        (given.align, given.shuffle, given.bos_id, given.epochs) = (None, Some(blocks(seed, 2 * len)), 65_535, Some(1));
         let all = drain(&loader(&paths, &given, Backend::Map).unwrap());
         let mut starts = Vec::new();
         for (row, _) in all.iter().flat_map(|(_, _, lanes)| lanes) {
@@ -163,6 +173,112 @@ proptest! {
         starts.sort_unstable();
         starts.dedup();
         prop_assert_eq!(starts.len() as i64, windows / lanes * lanes);
+    }
+
+    #[test]
+    fn wide_shards_give_the_same_tokens(shards in shards(), stages in stages(), lanes in 1..5i64, prefetch in 0..3i64) {
+        let folder = Folder::new();
+        let mut given = arguments(lanes, &stages);
+        let Ok(narrow) = loader(&folder.write(&shards), &given, Backend::Map) else { return Ok(()) };
+        let expected = drain(&narrow);
+        given.prefetch = prefetch;
+        let wide = folder.write_as("wide", &shards, wide_shard);
+        for backend in [Backend::Map, Backend::Pread] {
+            prop_assert_eq!(drain(&loader(&wide, &given, backend).unwrap()), expected.clone());
+        }
+    }
+
+    #[test]
+    fn shuffled_shards_are_the_stream_of_shards_in_that_order(
+        shards in proptest::collection::vec(proptest::collection::vec(0..9u16, 30..90), 1..6),
+        stages in stages(), seed in 0..99i64, aligned: bool,
+    ) {
+        let folder = Folder::new();
+        let paths = folder.write(&shards);
+        let mut given = arguments(2, &stages);
+        given.align = aligned.then(|| "bos".to_owned());
+        if !aligned {
+            given.schedule.iter_mut().flatten().for_each(|stage| stage.max_doc_len = None);
+        }
+        (given.shuffle, given.epochs) = (Some(whole_shards(seed)), Some(1));
+        let Ok(shuffled) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
+        let catalog = Catalog::open(paths).unwrap();
+        let order: Vec<_> = (0..shards.len()).map(|at| shuffled.config().shard_at(&catalog, 0, at)).collect();
+        let turned: Vec<_> = order.iter().map(|&at| shards[at].clone()).collect();
+        prop_assert_eq!(drain(&shuffled), naive(&turned, 2, &stages, aligned, 1));
+        let mut sorted = order;
+        sorted.sort_unstable();
+        prop_assert_eq!(sorted, (0..shards.len()).collect::<Vec<_>>());
+    }
+
+    /// A source of a mixture yields, lane after lane, what it would yield alone with one lane.
+    #[test]
+    fn a_mixture_is_its_sources_lane_by_lane(
+        weights in proptest::collection::vec(1..9i64, 2..4), lanes in 1..6i64, len in 1..7i64, at in 0..9usize,
+        aligned: bool,
+    ) {
+        let folder = Folder::new();
+        let sets: Vec<_> = weights.iter().enumerate().map(|(set, &weight)| {
+            let tokens = (0..3000u16).map(|i| if i % 9 == 0 { 0 } else { 5 * i % 7 + 10 * (set as u16 + 1) }).collect();
+            (folder.write_as(&format!("set{set}"), &[tokens], common::shard), weight)
+        }).collect();
+        let mut given = arguments(lanes, &[(30, len, None)]);
+        given.align = aligned.then(|| "bos".to_owned());
+        let mixed = mixture(&sets, &given).unwrap();
+        let all = drain(&mixed);
+        prop_assert_eq!(all.len(), 30);
+        let catalogs = sets.iter().map(|(paths, weight)| (Catalog::open(paths.clone()).unwrap().into(), *weight));
+        let sources = Sources::mixed(catalogs.collect()).unwrap();
+        let mut alone: Vec<_> = sets.iter().map(|(paths, _)| {
+            let mut given = arguments(1, &[(30 * lanes, len, None)]);
+            given.align = aligned.then(|| "bos".to_owned());
+            drain(&loader(paths, &given, Backend::Map).unwrap()).into_iter().map(|(_, _, mut lane)| lane.remove(0))
+        }).collect();
+        for (index, lane) in all.iter().flat_map(|(_, _, lanes)| lanes).enumerate() {
+            let expected = alone[sources.of_lane(index as u64)].next();
+            prop_assert_eq!(Some(lane), expected.as_ref());
+        }
+        let first = mixture(&sets, &given).unwrap();
+        for _ in 0..at {
+            next(&first).unwrap().unwrap();
+        }
+        let resumed = mixture(&sets, &given).unwrap();
+        resumed.load_state(&first.state().unwrap()).unwrap();
+        prop_assert_eq!(&drain(&resumed)[..], &all[at..]);
+    }
+
+    /// Without a mask bit, the target is the token that follows its input in the text.
+    #[test]
+    fn the_mask_marks_targets_that_did_not_follow(shards in shards(), stages in stages(), lanes in 1..4i64) {
+        // Unique ids but for document starts, so that a token tells its place.
+        let mut id = 0;
+        let shards: Vec<Vec<u16>> = shards.iter().map(|shard| shard.iter().map(|&token| {
+            id += 1;
+            if token == 0 { 0 } else { id }
+        }).collect()).collect();
+        let folder = Folder::new();
+        let mut given = arguments(lanes, &stages);
+        given.loss_mask = true;
+        let Ok(made) = loader(&folder.write(&shards), &given, Backend::Map) else { return Ok(()) };
+        let follows = |a: u16, b: u16| shards.iter().any(|shard| shard.windows(2).any(|two| two == [a, b]));
+        while let Ok(Some(batch)) = next(&made) {
+            check_mask(&batch, follows);
+        }
+    }
+}
+
+fn check_mask(batch: &Batch, follows: impl Fn(u16, u16) -> bool) {
+    let len = batch.shape().lane_len;
+    for row in 0..batch.shape().rows {
+        let tokens = batch.row(row);
+        for at in 0..len {
+            let [a, b] = [at, at + 1].map(|at| u16::try_from(tokens.at(at)).unwrap());
+            let kept = batch.loss_mask()[row * len + at] == 1;
+            // Two starts in a row may be two documents of one token or the ends of a cut; only ids are unique.
+            if a != 0 {
+                assert_eq!(kept, follows(a, b), "{a} {b}");
+            }
+        }
     }
 }
 

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use jspeed_dataloader_core::reader::Backend;
-use jspeed_dataloader_core::{Arguments, Batch, Catalog, Config, Error, Loader, Next, StageArguments, Wait};
+use jspeed_dataloader_core::{
+    Arguments, Batch, Catalog, Config, Error, Loader, Next, Sources, StageArguments, Wait,
+};
 
 /// A folder that goes away with its value.
 pub struct Folder(PathBuf);
@@ -26,9 +28,13 @@ impl Folder {
     }
 
     pub fn write(&self, shards: &[Vec<u16>]) -> Vec<PathBuf> {
+        self.write_as("tiny", shards, shard)
+    }
+
+    pub fn write_as(&self, name: &str, shards: &[Vec<u16>], bytes: fn(&[u16]) -> Vec<u8>) -> Vec<PathBuf> {
         let write = |(index, tokens): (usize, &Vec<u16>)| {
-            let path = self.0.join(format!("tiny_train_{index:06}.bin"));
-            std::fs::write(&path, shard(tokens)).unwrap();
+            let path = self.0.join(format!("{name}_train_{index:06}.bin"));
+            std::fs::write(&path, bytes(tokens)).unwrap();
             path
         };
         shards.iter().enumerate().map(write).collect()
@@ -39,6 +45,16 @@ impl Drop for Folder {
     fn drop(&mut self) {
         std::fs::remove_dir_all(&self.0).unwrap();
     }
+}
+
+/// A shard of uint32 tokens.
+pub fn wide_shard(tokens: &[u16]) -> Vec<u8> {
+    let count = i32::try_from(tokens.len()).unwrap();
+    let mut bytes: Vec<u8> =
+        [20_240_801, 7, count].iter().flat_map(|word: &i32| word.to_le_bytes()).collect();
+    bytes.resize(1024, 0);
+    bytes.extend(tokens.iter().flat_map(|token| u32::from(*token).to_le_bytes()));
+    bytes
 }
 
 pub fn shard(tokens: &[u16]) -> Vec<u8> {
@@ -68,14 +84,23 @@ pub fn arguments(lanes: i64, stages: &[(i64, i64, Option<i64>)]) -> Arguments {
         shuffle: None,
         epochs: Some(2),
         vocab_size: None,
+        loss_mask: false,
         prefetch: 0,
+        backend: "mmap".to_owned(),
     }
 }
 
 pub fn loader(paths: &[PathBuf], arguments: &Arguments, backend: Backend) -> Result<Loader, Error> {
-    let catalog = Arc::new(Catalog::open(paths.to_vec())?);
-    let config = Config::new(arguments, &catalog)?;
-    Ok(Loader::new(catalog, config, backend))
+    let sources = Sources::from(Arc::new(Catalog::open(paths.to_vec())?));
+    let config = Config::new(arguments, &sources)?;
+    Ok(Loader::new(sources, config, backend))
+}
+
+pub fn mixture(sets: &[(Vec<PathBuf>, i64)], arguments: &Arguments) -> Result<Loader, Error> {
+    let open = |(paths, weight): &(Vec<PathBuf>, i64)| {
+        Ok::<_, Error>((Arc::new(Catalog::open(paths.clone())?), *weight))
+    };
+    Loader::open(Sources::mixed(sets.iter().map(open).collect::<Result<_, _>>()?)?, arguments)
 }
 
 pub fn next(loader: &Loader) -> Result<Option<Batch>, Error> {
@@ -93,13 +118,16 @@ pub fn next(loader: &Loader) -> Result<Option<Batch>, Error> {
 pub type Told = (u64, u64, Vec<(Vec<u16>, Vec<i32>)>);
 
 pub fn told(batch: &Batch) -> Told {
-    let (width, docs) = (batch.lane_len() + 1, batch.max_docs().unwrap() + 1);
-    let rows = batch.tokens().chunks(width).zip(batch.doc_offsets().chunks(docs)).zip(batch.num_docs());
-    let lanes = rows.map(|((tokens, offsets), &count)| {
-        let count = usize::try_from(count).unwrap();
+    let shape = batch.shape();
+    let docs = shape.max_docs.unwrap() + 1;
+    let lanes = (0..shape.rows).map(|row| {
+        let tokens = batch.row(row);
+        let tokens = (0..tokens.len()).map(|at| u16::try_from(tokens.at(at)).unwrap()).collect();
+        let offsets = &batch.doc_offsets()[row * docs..(row + 1) * docs];
+        let count = usize::try_from(batch.num_docs()[row]).unwrap();
         assert_eq!(offsets[0], 0);
-        assert!(offsets[count..].iter().all(|&end| usize::try_from(end) == Ok(batch.lane_len())));
-        (tokens.to_vec(), offsets[1..=count].to_vec())
+        assert!(offsets[count..].iter().all(|&end| usize::try_from(end) == Ok(shape.lane_len)));
+        (tokens, offsets[1..=count].to_vec())
     });
     (batch.epoch, batch.dropped, lanes.collect())
 }

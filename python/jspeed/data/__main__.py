@@ -1,0 +1,95 @@
+"""Say what a folder of token shards holds."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from jspeed.data.shards import find_split
+from jspeed.data.verify import read_manifest, verify
+from jspeed.errors import run_script
+
+SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
+SHOWN = 24  # tokens of the first document
+BOS = 50256  # where no manifest says otherwise, shards are FineWeb's
+
+
+def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
+    """Return the start of the first whole document of a shard as text, or why that cannot be had, in brackets."""
+    tokens = np.memmap(path, dtype, "r", 1024)
+    bos_id = manifest["bos_id"] if manifest else BOS
+    starts = np.flatnonzero(tokens[: 1 << 20] == bos_id)
+    if not starts.size:
+        return f"[no document starts in the first {min(len(tokens), 1 << 20):,} tokens]"
+    ids = tokens[starts[0] + 1 : starts[0] + 1 + SHOWN].tolist()
+    ids = ids[: ids.index(bos_id)] if bos_id in ids else ids
+    tokenizer = manifest["tokenizer"] if manifest else "gpt2"
+    if tokenizer == "bytes":
+        return bytes(id for id in ids if id < 256).decode(errors="replace")
+    if tokenizer != "gpt2" or dtype != np.uint16:
+        return f"[tokens of {tokenizer if manifest else 'an unknown tokenizer'}: {ids}]"
+    import tiktoken
+
+    try:
+        return tiktoken.get_encoding("gpt2").decode([id for id in ids if id < BOS])
+    except (OSError, ValueError) as error:
+        return f"[GPT-2's vocabulary cannot be had ({type(error).__name__}); tokens {ids}]"
+
+
+def count_documents(paths: list[Path], dtype: Any, bos_id: int) -> int:
+    """Count document starts, reading every token."""
+    counts = [np.count_nonzero(np.memmap(path, dtype, "r", 1024) == bos_id) for path in paths]
+    return int(sum(counts))
+
+
+def describe(folder: Path) -> None:
+    """Print, for each split: shards, tokens, documents, fingerprint and the first words of a document."""
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    present = [split for split in SPLITS if any(folder.glob(f"*_{split}_*.bin"))]
+    console = Console(highlight=False, markup=False)
+    for split in present or SPLITS[:1]:  # without any, find_split says what is wrong
+        shards = find_split(folder, split)
+        if manifest:
+            documents = sum(file["documents"] for file in manifest["files"] if file.get("split") == split)
+        else:
+            documents = count_documents(shards.paths, shards.dtype, BOS)
+        words = first_words(shards.paths[0], shards.dtype, manifest)
+        facts = {
+            "shards": f"{len(shards):,} ({shards.paths[0].name} .. {shards.paths[-1].name}), {shards.dtype}",
+            "tokens": f"{shards.num_tokens:,}",
+            "documents": f"{documents:,}",
+            "fingerprint": shards.fingerprint,
+            "begins": repr(words) if not words.startswith("[") else words,
+        }
+        console.print(split)
+        for name, value in facts.items():
+            console.print(f"  {name:<12}{value}", soft_wrap=True)
+    named = manifest["tokenizer"] if manifest else f"not known without manifest.json; documents counted as after {BOS}"
+    console.print(f"tokenizer: {named}", soft_wrap=True)
+
+
+def show(folder: tyro.conf.Positional[Path], *, check: Annotated[bool, tyro.conf.arg(name="verify")] = False) -> None:
+    """Say what a folder of token shards holds.
+
+    Exit code: 0, or 2 with a sentence when something is wrong.
+
+    Args:
+        folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files.
+        check: Also compare every byte with the hashes of manifest.json.
+    """
+    describe(folder)
+    if not check:
+        return
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("bytes", total=None)
+        total = verify(folder, lambda done, total: bar.update(task, advance=done, total=total))
+    print(f"verified: all {total:,} bytes are as the manifest says")
+
+
+if __name__ == "__main__":
+    run_script(lambda: tyro.cli(show, prog="python -m jspeed.data"))

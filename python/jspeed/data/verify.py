@@ -1,0 +1,74 @@
+"""Checking a data folder against its manifest: every shard there, of its size, every byte as it was written."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from jspeed.data.errors import ShardFormatError
+from jspeed.errors import BadInput
+
+MAKE = "make the folder again with `python scripts/prepare.py`"
+CHUNK = 4 << 20
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return ``manifest.json`` of ``folder``, or None if it has none.
+
+    Raises BadInput for one that is not a manifest.
+    """
+    path = folder / "manifest.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        for file in manifest["files"]:
+            _ = file["name"], file["bytes"], file["sha256"], file["documents"]
+        _ = manifest["tokenizer"], manifest["bos_id"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        trouble = f"{type(error).__name__}: {error}"
+        raise BadInput(f"{path} should be the manifest of a data folder but is not ({trouble}); {MAKE}") from None
+    return manifest
+
+
+def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+    """Compare the SHA-256 of every shard with the manifest's, several at a time, and return the bytes read.
+
+    ``progress`` is called from any thread with the bytes just read and the bytes in all.
+
+    Raises:
+        BadInput: There is no manifest to compare with.
+        ShardFormatError: Shards are missing or differ; the text names the first of them.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise BadInput(f"{folder} has no manifest.json with the hashes to verify against, one was expected; {MAKE}")
+    files = manifest["files"]
+    total = sum(file["bytes"] for file in files)
+
+    def fault(file: dict[str, Any]) -> str | None:
+        path = folder / file["name"]
+        sha = hashlib.sha256()
+        try:
+            with open(path, "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != file["bytes"]:
+                    return f"shard {path} should have {file['bytes']} bytes but has {size}"
+                while chunk := opened.read(CHUNK):
+                    sha.update(chunk)
+                    progress(len(chunk), total)
+        except OSError as error:
+            return f"shard {path} should be there but cannot be read ({error.strerror})"
+        if sha.hexdigest() != file["sha256"]:
+            return f"shard {path} should have SHA-256 {file['sha256']} but has {sha.hexdigest()}"
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        faults = [found for found in pool.map(fault, files) if found]
+    if faults:
+        others = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""
+        raise ShardFormatError(f"{faults[0]}{others}; copy it again or {MAKE}")
+    return total

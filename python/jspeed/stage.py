@@ -1,0 +1,19 @@
+"""A stage: steps that share every shape. Recipes list them, the loader follows them; no jax in here."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of steps that share every array shape, so that one executable serves them all.
+
+    ``lane_len`` and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in one lane. ``windows`` holds
+    one attention window per layer: how many tokens a query sees, itself included; an empty tuple means the whole
+    lane before it.
+    """
+
+    steps: int
+    lane_len: int
+    max_doc_len: int | None = None
+    max_docs: int | None = None
+    windows: tuple[int, ...] = ()

@@ -1,0 +1,44 @@
+//! Any bytes as a shard: the header is refused or exact, and the index of documents is that of a plain loop.
+//!
+//! `cargo +nightly fuzz run shard` in `rust/dataloader`, or on a stable compiler with `RUSTC_BOOTSTRAP=1`.
+#![no_main]
+
+use jspeed_dataloader_core::header::{self, Width};
+use jspeed_dataloader_core::scan::Tokens;
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|bytes: &[u8]| {
+    // A header of three words is enough: the rest of the 1024 bytes carries no meaning.
+    let (head, body) = bytes.split_at(bytes.len().min(12));
+    let size = (header::BYTES + body.len()) as u64;
+    match header::parse(head, size) {
+        Ok((tokens, width)) => {
+            assert_eq!(tokens * width.bytes(), body.len());
+            let marker = body.iter().fold(0u32, |sum, &byte| sum.wrapping_add(byte.into())) % 300;
+            match width {
+                Width::Two => {
+                    let tokens: Vec<u16> =
+                        body.chunks_exact(2).map(|two| u16::from_le_bytes([two[0], two[1]])).collect();
+                    index(Tokens::U16(&tokens), marker);
+                }
+                Width::Four => {
+                    let four = |four: &[u8]| u32::from_le_bytes([four[0], four[1], four[2], four[3]]);
+                    index(Tokens::U32(&body.chunks_exact(4).map(four).collect::<Vec<_>>()), marker);
+                }
+            }
+        }
+        Err((offset, fault)) => {
+            assert!(offset <= size.max(header::file_bytes(i32::MAX, Width::Four)));
+            assert!(!fault.to_string().contains('\n'));
+        }
+    }
+    // Whatever the size of the file is said to be.
+    let _ = header::parse(bytes, u64::from(bytes.first().copied().unwrap_or_default()) * 512);
+});
+
+fn index(tokens: Tokens<'_>, marker: u32) {
+    let all: Vec<usize> = (0..tokens.len()).filter(|&at| tokens.at(at) == marker).collect();
+    assert_eq!(tokens.find(marker), all.first().copied());
+    assert_eq!(tokens.positions(marker), all);
+    assert_eq!(tokens.find_outside(marker), (0..tokens.len()).find(|&at| tokens.at(at) >= marker));
+}

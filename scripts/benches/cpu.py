@@ -1,0 +1,100 @@
+"""Whole runs of recipes on this machine, taken in turn, so that its moods fall on all of them alike."""
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jspeed.errors import BadInput
+from jspeed.files import write_whole
+from jspeed.record import picture
+from jspeed.record.schema import read_run
+
+SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
+Points = list[tuple[float, float | None]]
+
+
+def cpu(
+    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RECIPE ...")] = ("stdlib", "stdlib-adamw"),
+    rounds: int = 1,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
+    svg_file: Annotated[Path | None, tyro.conf.arg(name="svg", metavar="FILE")] = None,
+) -> None:
+    """Run recipes to their end in turn, A B A B, and compare their timed seconds.
+
+    Args:
+        recipes: Names or paths; ratios are to the first.
+        rounds: Runs of each, with seeds 1, 2, ...
+        json_file: Write every run's record and the medians here.
+        svg_file: Draw the validation curves of the first round here.
+    """
+    if rounds < 1:
+        raise BadInput(f"--rounds {rounds}: must be at least 1")
+    runs: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(1, rounds + 1):
+            for recipe in recipes:
+                run_dir = Path(folder) / f"{Path(recipe).stem}-{seed}"
+                command = [sys.executable, SPEEDRUN, recipe, "--seed", str(seed), "--run-dir", run_dir, "--no-progress"]
+                done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True)
+                if done.returncode not in (0, 1):
+                    raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")
+                print(f"{recipe}, seed {seed}: {done.stdout.splitlines()[-1]}", flush=True)
+                runs[recipe].append(read_run(run_dir / "run.json"))
+    summary = {recipe: _medians(found) for recipe, found in runs.items()}
+    Console().print(_table(summary))
+    if json_file:
+        write_whole(json_file, json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
+    if svg_file:
+        curves = {recipe: _points(found[0]) for recipe, found in runs.items()}
+        first = runs[recipes[0]][0]
+        title = f"{' and '.join(recipes)}, seed 1, {first['devices']['kind']}"
+        picture.curves_svg(svg_file, curves, first["target_loss"], title)
+
+
+def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    def median(name: str) -> float:
+        return statistics.median(run[name] for run in runs)
+
+    waits = [sum(run["host"].values()) / run["timed_seconds"] for run in runs]
+    return {
+        "n": len(runs),
+        "reached": sum(run["reached"] for run in runs),
+        "timed_seconds": median("timed_seconds"),
+        "val_loss": statistics.mean(run["val_loss"] if run["val_loss"] is not None else float("nan") for run in runs),
+        "steps": runs[0]["steps"],
+        "step_ms": 1e3 * median("timed_seconds") / runs[0]["steps"],
+        "compile_seconds": median("compile_seconds"),
+        "host_fraction": statistics.median(waits),
+    }
+
+
+def _points(run: dict[str, Any]) -> Points:
+    return [(point["timed_seconds"], point["val_loss"]) for point in run["curve"]]
+
+
+def _table(summary: dict[str, dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("recipe", "timed s", "ratio", "loss", "reached", "steps", "ms/step", "compile s", "host"):
+        table.add_column(name, justify="left" if name == "recipe" else "right")
+    base = next(iter(summary.values()))["timed_seconds"]
+    for recipe, row in summary.items():
+        table.add_row(
+            recipe,
+            f"{row['timed_seconds']:.1f}",
+            f"{row['timed_seconds'] / base:.2f}",
+            f"{row['val_loss']:.4f}",
+            f"{row['reached']}/{row['n']}",
+            str(row["steps"]),
+            f"{row['step_ms']:.0f}",
+            f"{row['compile_seconds']:.1f}",
+            f"{row['host_fraction']:.2%}",
+        )
+    return table

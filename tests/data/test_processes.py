@@ -1,0 +1,121 @@
+"""Plain processes that know nothing of each other: their lanes make up the one stream, killed and resumed too."""
+
+import io
+import json
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+from jspeed.data import Shuffle, Stage, TokenLoader
+
+from .on_disk import shards_of
+
+# Reads a pickled loader; after every batch it says so, and leaves the state where the next one finds it.
+WORKER = """
+    import json, os, pickle, sys
+    loader, folder, pause = pickle.load(sys.stdin.buffer)
+    import time
+    for batch in loader:
+        pickle.dump((batch.step, batch.epoch, batch.tokens.tolist()), sys.stdout.buffer)
+        sys.stdout.flush()
+        with open(f"{folder}/state.new", "w") as file:
+            json.dump(loader.state_dict(), file)
+        os.replace(f"{folder}/state.new", f"{folder}/state.json")
+        time.sleep(pause)
+"""
+
+
+def spawn(loader, folder, pause=0.0):
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-c", textwrap.dedent(WORKER)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdin.write(pickle.dumps((loader, str(folder), pause)))
+    process.stdin.close()
+    process.stdin = None  # or communicate would flush it
+    return process
+
+
+def told(output):
+    """The batches that a worker wrote; a kill may have cut the last one."""
+    batches, file = [], io.BytesIO(output)
+    with suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            batches.append(pickle.load(file))
+    return batches
+
+
+def loaders(shards, arguments, count, state):
+    made = [TokenLoader(shards, process_index=index, process_count=count, **arguments) for index in range(count)]
+    for loader in made:
+        loader.load_state_dict(state)
+    return made
+
+
+def joined(shards, arguments, count, state, folder):
+    """The stream of ``count`` processes that all end by themselves, at one step."""
+    processes = [spawn(made, folder / str(i)) for i, made in enumerate(loaders(shards, arguments, count, state))]
+    parts = [told(process.communicate(timeout=60)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0] * count
+    rows = []
+    for steps in zip(*parts, strict=True):
+        assert len({step[:2] for step in steps}) == 1
+        rows.append((*steps[0][:2], sum((step[2] for step in steps), [])))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def shards():
+    rng = np.random.default_rng(5)
+    return shards_of(*(np.where(rng.random(n) < 0.05, 0, rng.integers(1, 99, n)) for n in (1500, 700, 1100)))
+
+
+STAGES = [Stage(4, 16, 9), Stage(5, 32, 20), Stage(60, 24, 20)]
+ORDERS = {
+    "bos": {"lanes": 8, "schedule": STAGES, "align": "bos", "bos_id": 0, "epochs": 2},
+    "blocks": {"lanes": 8, "lane_len": 16, "shuffle": Shuffle(1, 32), "epochs": 2},
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("count", "at"), [(2, 0), (8, 7)])
+def test_processes_concatenate_to_the_one_stream(shards, order, count, at, tmp_path):
+    """Two epochs over three shards, all stage borders, from the start and from a state."""
+    whole = []
+    loader = TokenLoader(shards, **ORDERS[order])
+    states = [loader.state_dict()]
+    for batch in loader:
+        whole.append((batch.step, batch.epoch, batch.tokens.tolist()))
+        states.append(loader.state_dict())
+    assert loader.stats()["shard_switches"] >= 4 and whole[-1][1] == 1
+    state = json.loads(json.dumps(states[at]))
+    assert joined(shards, ORDERS[order], count, state, tmp_path) == whole[at:]
+
+
+def test_a_killed_run_continues_exactly_on_another_process_count(shards, tmp_path):
+    arguments = ORDERS["bos"]
+    loader = TokenLoader(shards, **arguments)
+    whole = [(batch.step, batch.epoch, batch.tokens.tolist()) for batch in loader]
+    start = TokenLoader(shards, **arguments).state_dict()
+    running = [
+        spawn(made, tmp_path / f"killed{i}", 0.02) for i, made in enumerate(loaders(shards, arguments, 2, start))
+    ]
+    saved = tmp_path / "killed0" / "state.json"
+    deadline = time.monotonic() + 30
+    while not (saved.exists() and json.loads(saved.read_text())["step"] >= 6) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    for process in running:
+        process.kill()
+    outputs = [told(process.communicate()[0]) for process in running]
+    assert [process.returncode for process in running] == [-signal.SIGKILL] * 2
+    state = json.loads(saved.read_text())
+    assert 6 <= state["step"] < len(whole)
+    for before, (step, epoch, rows) in zip(outputs[0], whole, strict=False):
+        assert before == (step, epoch, rows[:4])
+    assert joined(shards, arguments, 4, state, tmp_path) == whole[state["step"] :]

@@ -1,0 +1,71 @@
+"""`python -m jspeed.data`: what it says of a folder, and that no changed byte gets past ``--verify``."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jspeed.data import ShardFormatError, open_shards
+from jspeed.data.tokenise import prepare_text
+from jspeed.data.verify import verify
+from jspeed.errors import BadInput
+
+from .on_disk import shard_bytes
+
+
+def command(*arguments):
+    line = [sys.executable, "-m", "jspeed.data", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for index in range(40):
+        (tmp_path / "texts" / f"{index:02}.txt").write_text(f"Once upon a time {index}\n" * 20)
+    return prepare_text([tmp_path / "texts"], tmp_path / "out", "bytes", shard_tokens=5000)
+
+
+def test_it_says_what_is_there_and_verifies(folder):
+    code, out, err = command(folder, "--verify")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (code, err) == (0, "")
+    for split, total in manifest["splits"].items():
+        assert f"{total['tokens']:,}" in out and f"{total['documents']}" in out
+        assert open_shards(f"{folder}/*_{split}_*.bin").fingerprint in out
+    assert "Once upon a time" in out and "tokenizer: bytes" in out and "verified: all " in out
+    seen = []
+    total = verify(folder, lambda done, total: seen.append((done, total)))
+    assert sum(done for done, _ in seen) == total == sum(file["bytes"] for file in manifest["files"])
+
+
+def test_a_changed_byte_a_lost_shard_and_a_short_one_are_sentences(folder):
+    path = sorted(folder.glob("*_train_*.bin"))[1]
+    whole = path.read_bytes()
+    path.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
+    code, out, err = command(folder, "--verify")
+    assert code == 2 and "train" in out
+    assert err.startswith(f"error: shard {path} should have SHA-256 ") and err.count("\n") == 1
+    path.write_bytes(whole[:-2])
+    with pytest.raises(ShardFormatError, match=f"should have {len(whole)} bytes but has {len(whole) - 2}; copy it"):
+        verify(folder)
+    os.unlink(path)
+    sorted(folder.glob("*_train_*.bin"))[0].write_bytes(b"")
+    with pytest.raises(ShardFormatError, match=r"should have .* but has 0 \(and 1 more shards are wrong\); copy it"):
+        verify(folder)
+
+
+def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_path):
+    tokens = np.array([50256, 40, 11, 50256, 40, 40, 50256, 11])
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(shard_bytes(tokens))
+    code, out, err = command(tmp_path, "--verify")
+    assert code == 2 and "no manifest.json with the hashes to verify against" in err
+    assert "documents   3" in out and "not known without manifest.json" in out
+    (tmp_path / "manifest.json").write_text("[]")
+    with pytest.raises(BadInput, match="should be the manifest of a data folder but is not"):
+        verify(tmp_path)
+    assert command(tmp_path / "none")[0] == 2
