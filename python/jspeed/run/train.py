@@ -114,9 +114,9 @@ def loop(setup: Setup, progress: Progress, asked: int) -> State:
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
         before = now()
-        tokens = to_global(next(setup.loader), rows).tokens
+        batch = next(setup.loader)
         loaded = now()
-        state, metrics = execute(state, tokens)
+        state, metrics = execute(state, to_global(batch, rows).tokens)
         progress.data_wait_seconds += loaded - before
         progress.dispatch_seconds += now() - loaded
         read()
