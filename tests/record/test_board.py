@@ -226,3 +226,8 @@ def test_the_script_answers_bad_input_with_a_sentence(tmp_path: Path) -> None:
     assert (
         unknown.stderr == "error: no record is of track 'stdlib/cpus', only of stdlib/cpu; did you mean 'stdlib/cpu'?\n"
     )
+
+
+def test_the_committed_records_are_whole_and_in_their_place():
+    rows = board.load(Path(__file__).parents[2] / "records")
+    assert rows and all(row.run["reached"] and row.run["git"]["dirty"] is False for row in rows)
