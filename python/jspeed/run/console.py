@@ -36,6 +36,7 @@ class Display:
         self._console, self._steps = console, steps
         self._every = max(1, steps // 20)
         self._last = now(), 0
+        self._tokens = 0
         self._rate = 0.0
         self._progress: Progress | None = None
         if bar and console.is_terminal:
@@ -63,7 +64,7 @@ class Display:
 
     def step(self, step: int, loss: float, tokens: int) -> None:
         """Show training loss (nats per token) after ``step`` steps and ``tokens`` tokens."""
-        moment = now()
+        moment, self._tokens = now(), tokens
         if moment - self._last[0] > 1 or step == self._steps or not self._rate:
             self._rate = (tokens - self._last[1]) / max(moment - self._last[0], 1e-9)
             self._last = moment, tokens
@@ -81,7 +82,7 @@ class Display:
             f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]  at {seconds:.1f} s timed",
             highlight=False,
         )
-        self._last = now(), self._last[1]
+        self._last = now(), self._tokens
 
 
 def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
