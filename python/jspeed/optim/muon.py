@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-# Keller Jordan's quintic: its five iterations take singular values of 1e-3 .. 1 to about 0.7 .. 1.2.
+# Keller Jordan's quintic: five iterations take singular values from 0.0032 to 1 into 0.68 to 1.21.
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 

@@ -5,7 +5,7 @@ What        A transformer of 1.9 M parameters over bytes learns the source files
             norm without gain, zero-init output projections and head, softcapped logits, Muon on the matrices of the
             blocks and Adam on embedding and head, a constant then linearly falling learning rate, momentum warm-up.
 Source      modded-nanogpt records 3 to 21 for the parts; sizes and rates tuned here, on two CPU cores: fewer rows of
-            more tokens, more tokens a step, a wider and flatter model and other rates were all slower to the target.
+            more tokens, more tokens a step, a wider and flatter model and other rates ended higher in like time.
 Hardware    two CPU cores, about a minute: 1.381 nats/byte (two seeds) on CPython 3.11. See benchmarks/cpu.md.
 Parent      none
 """

@@ -9,7 +9,8 @@ def keep_freed_memory() -> None:
     """Tell glibc never to give freed memory back to the kernel; elsewhere do nothing.
 
     XLA allocates a program's temporaries anew at every call. By default each such block is a fresh mapping whose
-    pages fault in one by one: about 15 % of a stdlib step. Call it before other threads allocate.
+    pages fault in one by one: 13 to 24 % of a stdlib-sized step (benchmarks/cpu.md). Call it
+    before other threads allocate.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -72,11 +72,8 @@ def find(name_or_path: str, sets: Sequence[str] = ()) -> Found:
         raise
     except Exception as error:
         line = _line_in(error, str(path))
-        raise BadInput(
-            f"recipe file {path} fails at line {line} with {type(error).__name__}: {str(error).splitlines()[0]}"
-            if str(error)
-            else f"recipe file {path} fails at line {line} with {type(error).__name__}"
-        ) from error
+        reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+        raise BadInput(f"recipe file {path} fails at line {line} with {reason}") from error
     return Found(recipe, path, source, fields | overrides, overrides)
 
 

@@ -1,7 +1,6 @@
 """After the clock has stopped: the final evaluation, the probes, run.json, the picture and the last line."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -11,13 +10,11 @@ from jspeed.run import console as say
 from jspeed.run import probes, provenance
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.prepare import Setup
+from jspeed.run.progress import Progress
 from jspeed.run.step import State
 
-if TYPE_CHECKING:
-    from jspeed.run.train import Progress
 
-
-def finish(setup: Setup, progress: "Progress", state: State | None, console: Console) -> int:
+def finish(setup: Setup, progress: Progress, state: State | None, console: Console) -> int:
     """Write the record of a run that has ended in whatever way, and return the exit code."""
     recipe, clock = setup.recipe, progress.clock
     verdicts: dict[str, probes.Verdict] = {}

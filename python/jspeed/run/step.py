@@ -17,7 +17,7 @@ from jspeed.parallel.mesh import batch_rows, parameter_shardings, replicated
 from jspeed.recipe import Context, Recipe, Stage, init_parameters
 
 State = dict[str, Any]
-CPU_MICRO_BATCH = 512  # tokens; their activations at a width of a few hundred fit a core's second-level cache
+CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 

@@ -1,13 +1,11 @@
 """The training loop: batch, dispatch, read the previous step's loss; now and then a pause to evaluate."""
 
-import json
 import math
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import repeat
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -21,51 +19,8 @@ from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.finish import finish
 from jspeed.run.prepare import Options, Setup, abandon, prepare
+from jspeed.run.progress import Progress
 from jspeed.run.step import State, StepProgram
-
-
-@dataclass
-class Progress:
-    """What has happened since the clock started. ``status`` is a word of run.json's table."""
-
-    clock: Clock
-    metrics: TextIO
-    display: Display
-    steps: int = 0
-    tokens: int = 0
-    status: str = "finished"
-    data_wait_seconds: float = 0.0
-    dispatch_seconds: float = 0.0
-    train: list[tuple[float, float]] = field(default_factory=list)
-    curve: list[dict[str, Any]] = field(default_factory=list)
-
-    def stop(self) -> None:
-        """End the run early because that was asked for, unless it is ending for another reason."""
-        if self.status == "finished":
-            self.status = "stopped"
-
-    def trained(self, step: int, tokens: int, loss: float) -> None:
-        """Note the training loss of ``step``; a loss that is not a number ends the run."""
-        seconds = self.clock.timed_seconds
-        if not math.isfinite(loss):
-            self.status = "diverged"
-            return
-        self._write({"step": step, "tokens": tokens, "timed_seconds": seconds, "train_loss": loss})
-        self.train.append((seconds, loss))
-        self.display.step(step, loss, tokens)
-
-    def validated(self, loss: float) -> None:
-        """Note the validation loss after the steps done so far."""
-        seconds = self.clock.timed_seconds
-        if not math.isfinite(loss):
-            self.status = "diverged"
-            return
-        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss})
-        self.curve.append({"step": self.steps, "timed_seconds": seconds, "val_loss": loss})
-        self.display.validation(self.steps, loss, seconds)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self.metrics.write(json.dumps(line) + "\n")
 
 
 def train(options: Options) -> int:
