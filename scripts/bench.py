@@ -4,7 +4,9 @@ import tyro
 
 from benches.cpu import cpu
 from benches.loader import loader
+from benches.quality import quality
 from jspeed.errors import run_script
 
 if __name__ == "__main__":
-    run_script(lambda: tyro.extras.subcommand_cli_from_dict({"cpu": cpu, "loader": loader}, description=__doc__))
+    benches = {"cpu": cpu, "loader": loader, "quality": quality}
+    run_script(lambda: tyro.extras.subcommand_cli_from_dict(benches, description=__doc__))

@@ -7,19 +7,31 @@ import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
 from jspeed.errors import run_script
+from jspeed.files import cache_folder
+from jspeed.parallel.mesh import DEFAULT_LAYOUT
 from jspeed.run.prepare import Options
 from jspeed.run.train import train
 
+BEST_ON_FINEWEB = "r29"
+EMBEDDED = "stdlib"
+
+
+def default_recipe(data: Path | None) -> str:
+    """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
+    shards = data or cache_folder() / "data" / "fineweb"
+    return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
+
 
 def speedrun(
-    recipe: Positional[str] = "stdlib",
+    recipe: Positional[str | None] = None,
     data: Path | None = None,
     seed: int = 1,
     steps: int | None = None,
     run_dir: Path | None = None,
-    layout: str = "dp",
+    layout: str = DEFAULT_LAYOUT,
     mesh: str | None = None,
     micro_batch: int | None = None,
+    attention: str | None = None,
     target_loss: float | None = None,
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
@@ -30,14 +42,16 @@ def speedrun(
     Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input, 130 Ctrl-C.
 
     Args:
-        recipe: Name of a recipe, or path of a recipe file (FILE.py).
+        recipe: Name of a recipe, or path of a recipe file (FILE.py); default: r29 with a GPU and FineWeb, else stdlib.
         data: Folder of token shards; default: prepared or found in the cache folder.
         seed: Seed of the initial weights and of the data order.
         steps: Stop after this many steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
-        layout: How parameters lie on the mesh: dp.
+        layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state) or dp
+            (each holds all).
         mesh: Mesh axes and sizes, for example data=8; -1 is all remaining devices.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
+        attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
@@ -46,7 +60,7 @@ def speedrun(
     sets = tuple(text for group in set for text in group)
     return train(
         Options(
-            recipe=recipe,
+            recipe=recipe or default_recipe(data),
             data=data,
             seed=seed,
             steps=steps,
@@ -54,6 +68,7 @@ def speedrun(
             layout=layout,
             mesh=mesh,
             micro_batch=micro_batch,
+            attention=attention,
             target_loss=target_loss,
             max_minutes=max_minutes,
             sets=sets,

@@ -9,15 +9,18 @@ from jspeed import recipe as r
 from jspeed.errors import BadInput
 from jspeed.run.find import find, known_recipes
 
+from .toys import TOYS
+
 
 @pytest.fixture(params=known_recipes())
 def recipe(request):
-    return find(request.param).recipe
+    return find(request.param, TOYS[request.param]).recipe
 
 
 def test_count_equals_the_arrays(recipe):
     arrays = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
-    assert r.parameter_count(recipe.parameters) == sum(a.size for a in jax.tree.leaves(arrays))
+    padding = sum(spec.padding * np.prod(spec.shape[1:]) for _, spec in r.leaves(recipe.parameters))
+    assert r.parameter_count(recipe.parameters) + padding == sum(a.size for a in jax.tree.leaves(arrays))
 
 
 def test_stdlib_numbers_by_hand():
@@ -51,29 +54,68 @@ def test_same_seed_same_arrays_and_layers_differ():
     assert float(jnp.std(one["up"])) == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
-def test_first_loss_is_log_of_vocabulary_and_only_the_past_counts(recipe):
+def noisy(recipe):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
-    stage = r.Stage(steps=1, lane_len=32)
-    ctx = r.Context(stage, training=False)
-    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, recipe.data.vocab_size)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    loss_BT = recipe.loss(params, inputs, targets, jnp.ones((2, 32)), ctx)[1]
-    vocabulary = dict(r.leaves(recipe.parameters))["head"].shape[1]
-    np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
+    return jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape), params)
 
-    noisy = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape), params)
 
-    def picked(embedded_shift):
-        table = noisy["embed"]
-        rows = table[inputs] + embedded_shift
-        # Look up position t of row 0 in a table of its own, so that the gradient is by position.
-        own = jnp.concatenate([table, rows[0]])
-        ids = inputs.at[0].set(table.shape[0] + jnp.arange(32))
-        return recipe.forward({**noisy, "embed": own}, ids, ctx)[0, 20, 3]
+def context(recipe, length):
+    """A stage of the recipe's last windows and ``length`` tokens."""
+    stage = r.Stage(1, length, max_docs=length, windows=recipe.stages[-1].windows)
+    return r.Context(stage, training=False)
 
-    by_position = jnp.abs(jax.grad(picked)(jnp.zeros((2, 32, params["embed"].shape[1]))))[0].max(-1)
-    # A document border may cut the past; the future must be cut in any case.
-    assert np.all(np.asarray(by_position[21:]) == 0) and float(by_position[20]) > 0
+
+def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
+    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
+    loss_BT = recipe.loss(params, tokens[:, :-1], tokens[:, 1:], jnp.ones((2, 16)), context(recipe, 16))[1]
+    vocabulary = params["embed"].shape[0]
+    if "head" in params:
+        np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
+    else:
+        assert float(loss_BT.mean()) == pytest.approx(np.log(vocabulary), abs=0.1)
+
+
+def test_no_position_sees_the_future_by_gradient(recipe):
+    """Every position gets rows of its own in the tables that are looked up; the gradient is then by position."""
+    length = 16
+    params, ctx, t = noisy(recipe), context(recipe, length), length * 5 // 8
+    inputs = jax.random.randint(jax.random.key(1), (2, length), 6, 257)
+    axes = {path: spec.axes.index("token") for path, spec in r.leaves(recipe.parameters) if "token" in spec.axes}
+    axes["embed"] = 0
+
+    def picked(shift):
+        tables = {}
+        for name, axis in axes.items():
+            own = jnp.take(params[name], inputs[0], axis=axis)
+            own = own + shift if name == "embed" else own
+            tables[name] = jnp.concatenate([params[name], own], axis=axis)
+        ids = inputs.at[0].set(params["embed"].shape[0] + jnp.arange(length))
+        return recipe.forward({**params, **tables}, ids, ctx)[0, t, 3]
+
+    by_position = np.abs(jax.grad(picked)(jnp.zeros((length, params["embed"].shape[1])))).max(-1)
+    assert np.all(by_position[t + 1 :] == 0) and by_position[t] > 0 and by_position[t - 1] > 0
+
+
+def test_no_position_sees_the_future_by_changing_it(recipe):
+    length = 16
+    params, ctx = noisy(recipe), context(recipe, length)
+    tokens = jax.random.randint(jax.random.key(1), (1, length), 6, 257)
+    changed = tokens.at[:, 9:].add(1)
+    before, after = (recipe.forward(params, t, ctx) for t in (tokens, changed))
+    np.testing.assert_array_equal(before[:, :9], after[:, :9])
+    assert np.any(np.asarray(before[:, 9:] != after[:, 9:]))
+
+
+@pytest.mark.parametrize("name", ["fineweb-cpu", "r21", "r29"])
+def test_a_document_does_not_see_another(name):
+    recipe = find(name, TOYS[name]).recipe
+    params, ctx = noisy(recipe), context(recipe, 16)
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257).at[:, 9].set(5)
+    changed = tokens.at[:, :9].add(1)
+    before, after = (recipe.forward(params, t, ctx) for t in (tokens, changed))
+    np.testing.assert_allclose(before[:, 9:], after[:, 9:], atol=1e-6)
+    assert np.any(np.abs(np.asarray(before - after))[:, :9] > 1e-3)
 
 
 def test_hash_follows_source_and_fields():
@@ -94,6 +136,11 @@ def test_describe_names_the_total():
         ({"stages": ()}, "STAGES is empty"),
         ({"stages": (r.Stage(steps=1, lane_len=100),)}, "not a multiple of the lane length 100"),
         ({"stages": (r.Stage(steps=1, lane_len=128, windows=(3,)),)}, "1 attention windows for"),
+        (
+            {"stages": (r.Stage(steps=1, lane_len=128, windows=(9, 129, 9, 9)),)},
+            "window of 129 tokens but a lane has 128",
+        ),
+        ({"stages": (r.Stage(steps=1, lane_len=128, max_doc_len=200),)}, "cuts documents at 200 tokens but a lane"),
         (
             {"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}},
             "names 1 axes",

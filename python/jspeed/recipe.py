@@ -22,30 +22,56 @@ Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class ParamSpec:
     """One parameter array before it exists: this table row gives its start, its sharding and its optimizer.
 
-    ``axes`` names each dimension; a layout maps these names to mesh axes. Two names carry meaning of their own:
-    a ``layer`` or ``matrix`` axis stacks matrices of one shape in a bank, and an array with a ``token`` axis is
-    a table whose rows are looked up, so it costs no matrix-multiplication FLOPs. The last two axes of a matrix
-    are (in, out): it is used as ``x @ w``.
+    ``axes`` names each dimension; layouts go by these names. Three carry meaning of their own: ``matrix`` stacks
+    matrices of one shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks
+    whatever belongs to layers; and an array with a ``token`` axis is a table whose rows are looked up, so it costs
+    no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used as ``x @ w``.
+
+    The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
+    once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
+    the devices that share it.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: Init
     group: str
+    compute: Any = None
+    padding: int = 0
     dtype: Any = jnp.float32
 
     @property
     def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        """Number of elements, padding left out."""
+        return (self.shape[0] - self.padding) * math.prod(self.shape[1:]) if self.shape else 1
 
 
 @dataclass(frozen=True)
 class Context:
-    """What ``forward`` and ``loss`` may know besides parameters and tokens; all of it fixed at compile time."""
+    """What ``forward`` and ``loss`` may know besides parameters and tokens; all of it fixed at compile time.
+
+    ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
+    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``.
+    """
 
     stage: Stage
     training: bool
+    attention: str = "xla"
+    fp8: str = "emulated"
+
+    def use_fp8(self, asked: str) -> bool:
+        """Decide on a recipe's FP8 field: ``on``, ``off``, or ``auto`` (in training, where it is native).
+
+        Evaluation is never in FP8. Raises :class:`BadInput` for another word, or ``on`` where FP8 is missing.
+        """
+        if asked not in ("auto", "on", "off"):
+            raise BadInput(f"field FP8 is {asked!r}; expected 'auto', 'on' or 'off'")
+        if asked == "on" and self.fp8 == "missing":
+            raise BadInput(
+                "field FP8 is 'on' but these GPUs have no FP8 matrix multiplication (it needs compute capability 8.9 "
+                "or newer: H100, H200, B200, L40S); set FP8=auto or FP8=off"
+            )
+        return self.training and (asked == "on" or (asked == "auto" and self.fp8 == "native"))
 
 
 @dataclass(frozen=True)
@@ -121,6 +147,16 @@ class Recipe:
                 raise BadInput(
                     f"recipe {self.name}: stage {number} has {stage.steps} steps of {stage.lane_len} tokens a lane; "
                     "both must be at least 1"
+                )
+            if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
+                raise BadInput(
+                    f"recipe {self.name}: stage {number} cuts documents at {stage.max_doc_len} tokens but a lane has "
+                    f"{stage.lane_len}; give a document length of at most {stage.lane_len}"
+                )
+            if stage.windows and max(stage.windows) > stage.lane_len:
+                raise BadInput(
+                    f"recipe {self.name}: stage {number} has an attention window of {max(stage.windows)} tokens but a "
+                    f"lane has {stage.lane_len}; give windows of at most {stage.lane_len}"
                 )
             if stage.windows and len(stage.windows) != self.layers:
                 raise BadInput(
@@ -208,11 +244,11 @@ def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
         )
     ]
     for number, stage in enumerate(recipe.stages, 1):
-        label = f"stage {number}" if len(recipe.stages) > 1 else "batch"
+        windows = f", windows {min(stage.windows)} to {max(stage.windows)}" if stage.windows else ""
         rows.append(
             (
-                label,
-                f"{stage.steps} steps x {recipe.lanes} lanes x {stage.lane_len} tokens",
+                f"stage {number}" if len(recipe.stages) > 1 else "batch",
+                f"{stage.steps} steps x {recipe.lanes} lanes x {stage.lane_len} tokens{windows}",
                 f"{recipe.tokens_per_step(stage):,} tokens/step",
             )
         )

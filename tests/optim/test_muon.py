@@ -5,33 +5,41 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.optim.muon import muon, orthogonalise
+from jspeed.optim.muon import NEWTON_SCHULZ_5, NEWTON_SCHULZ_12, POLAR_EXPRESS, muon, orthogonalise
+from jspeed.parallel.mesh import make_mesh
 
-# Image of single singular values under five iterations in exact arithmetic, from the polynomial alone
-# (3.4445 s - 4.7750 s^3 + 2.0315 s^5 applied five times), as tabulated for the reference recipe.
-SINGULAR_VALUES = {1e-4: 0.0485, 1e-3: 0.4705, 0.003: 1.1104, 0.01: 0.6989, 0.1: 0.7121, 0.6: 0.7229}
+# Images of single singular values in exact arithmetic, from the polynomials alone, as tabulated for the reference
+# recipe (appendix A).
+IMAGES = {
+    NEWTON_SCHULZ_5: {1e-4: 0.0485, 1e-3: 0.4705, 0.003: 1.1104, 0.01: 0.6989, 0.03: 1.1223, 0.1: 0.7121, 0.6: 0.7229},
+    POLAR_EXPRESS: {1e-4: 0.0988, 1e-3: 0.8589, 0.003: 0.9664, 0.01: 1.0271, 0.1: 1.0592, 0.3: 0.9831, 0.6: 0.8713},
+}
 
 
-def test_singular_value_map():
+@pytest.mark.parametrize("coefficients", IMAGES, ids=["newton-schulz-5", "polar-express"])
+def test_singular_value_map(coefficients):
+    """A matrix with the tabulated singular values, and one that makes its Frobenius norm 1 (1.02 for the safety)."""
+    images = IMAGES[coefficients]
+    values = np.array([*images])
+    if coefficients is POLAR_EXPRESS:
+        values *= 1.02
+    values = np.append(values, np.sqrt(1 - np.sum(values**2)))
     rng = np.random.default_rng(0)
     u, _ = np.linalg.qr(rng.normal(size=(8, 8)))
     v, _ = np.linalg.qr(rng.normal(size=(12, 12)))
-    values = np.array([*SINGULAR_VALUES, 0.3, 0.03])
-    norm = np.linalg.norm(values)
-    x = u @ np.diag(values) @ v[:8]
     with jax.enable_x64(True):
-        y = orthogonalise(jnp.asarray(x / norm * 1.0), dtype=jnp.float64)
+        x = jnp.asarray(u @ np.diag(values) @ v[:8])
+        y = orthogonalise(x, coefficients=coefficients, dtype=jnp.float64)
         found = np.diag(u.T @ np.asarray(y) @ v[:8].T)
-    a, b, c = 3.4445, -4.7750, 2.0315
-    s = values / norm
-    for _ in range(5):
-        s = a * s + b * s**3 + c * s**5
-    np.testing.assert_allclose(found, s, atol=1e-6)
-    for start, end in SINGULAR_VALUES.items():
-        for _ in range(5):
-            start = a * start + b * start**3 + c * start**5
-        assert start == pytest.approx(end, abs=6e-5)
+    np.testing.assert_allclose(found[:-1], [*images.values()], atol=6e-5)
+
+
+def test_twelve_iterations_converge_to_one():
+    x = jax.random.normal(jax.random.key(0), (4, 24, 96))
+    y = orthogonalise(x, coefficients=NEWTON_SCHULZ_12, dtype=jnp.float32)
+    np.testing.assert_allclose(np.linalg.svd(np.asarray(y), compute_uv=False), 1, atol=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(6, 64, 256), (3, 2, 256, 64), (64, 64)])
@@ -78,3 +86,43 @@ def test_equals_float64_model_with_momentum_schedule():
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
         update, state = ours.update(jnp.asarray(g, jnp.float32), state, params)
         np.testing.assert_allclose(update, -0.1 * (10 / 6) ** 0.5 * x, atol=1e-4)
+
+
+def test_scale_and_decoupled_decay():
+    params = jax.random.normal(jax.random.key(0), (2, 8, 32))
+    grads = jax.random.normal(jax.random.key(1), (2, 8, 32))
+    scale = np.array([2.0, 1.0], np.float32)[:, None, None]
+
+    def update(**options):
+        transform = muon(0.1, lambda step: 0.9, dtype=jnp.float32, **options)
+        return transform.update(grads, transform.init(params), params)[0]
+
+    plain = update()
+    np.testing.assert_allclose(update(scale=scale), plain * jnp.array([1.0, 0.5])[:, None, None], atol=1e-6)
+    np.testing.assert_allclose(update(weight_decay=0.05), plain - 0.1 * 0.05 * params, atol=1e-6)
+
+
+def test_bank_cut_over_devices_equals_one_device_and_cut_matrices_do_not():
+    """Momentum and orthogonalisation where the matrices lie; half a matrix orthogonalised alone is another matrix."""
+    transform = muon(0.1, lambda step: 0.9, dtype=jnp.float32)
+    params = jnp.zeros((8, 16, 32))
+    grads = [jax.random.normal(jax.random.key(n), params.shape) for n in range(3)]
+
+    def steps(grads):
+        state = transform.init(params)
+        for g in grads:
+            update, state = transform.update(g, state, params)
+        return update
+
+    mesh = make_mesh({"data": 8})
+    expected = jax.jit(steps)(grads)
+    for cut in (PartitionSpec("data"), PartitionSpec(None, "data")):
+        found = jax.jit(steps)(jax.device_put(grads, NamedSharding(mesh, cut)))
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    whole, halves = PartitionSpec("data"), PartitionSpec(None, "data")
+    by_matrix = jax.shard_map(steps, mesh=mesh, in_specs=(whole,), out_specs=whole, check_vma=False)
+    by_part = jax.shard_map(steps, mesh=mesh, in_specs=(halves,), out_specs=halves, check_vma=False)
+    params = jnp.zeros((1, 16, 32))
+    np.testing.assert_allclose(jax.jit(by_matrix)(grads), expected, atol=1e-5)
+    params = jnp.zeros((8, 2, 32))
+    assert np.max(np.abs(jax.jit(by_part)(grads) - expected)) > 1e-2

@@ -1,7 +1,11 @@
 """The small parts of a block: normalisation, rotary positions, squared ReLU."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.nn import initializers
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
@@ -34,3 +38,19 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
 def relu_squared(x: jax.Array) -> jax.Array:
     """Return ``max(x, 0) ** 2`` (So et al. 2021, Primer)."""
     return jnp.square(jnp.maximum(x, 0))
+
+
+def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale: jax.Array | float) -> jax.Array:
+    """Return ``x_scale x + y_scale y`` in the dtype of ``x``; the scales are scalars, fp32 where they are learned."""
+    return (x_scale * x + y_scale * y).astype(x.dtype)
+
+
+def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializer:
+    """Like ``init`` on a bank ``[matrices, in, out]``, but with every ``n``-th matrix zero: the projections that
+    write to the residual stream, so that a block starts as the identity (modded-nanogpt, record 5)."""
+
+    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+        drawn = (np.arange(shape[0]) % n != n - 1).astype(dtype)
+        return init(key, shape, dtype) * drawn[:, None, None]
+
+    return draw

@@ -7,8 +7,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
+Coefficients = tuple[tuple[float, float, float], ...]
+
+# One (a, b, c) per iteration: X <- a X + (b A + c A A) X with A = X X^T.
 # Keller Jordan's quintic: five iterations take singular values from 0.0032 to 1 into 0.68 to 1.21.
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_5: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+# Twelve of the Newton-Schulz iteration that converges to 1 (modded-nanogpt, track 3 baseline).
+NEWTON_SCHULZ_12: Coefficients = ((2.0, -1.5, 0.5),) * 12
+# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X / (1.02 ||X||_F).
+POLAR_EXPRESS: Coefficients = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
 
 
 class MuonState(NamedTuple):
@@ -18,31 +31,40 @@ class MuonState(NamedTuple):
     momentum: Any
 
 
-def orthogonalise(x: jax.Array, *, steps: int = 5, dtype: Any = jnp.bfloat16) -> jax.Array:
+def orthogonalise(
+    x: jax.Array, *, coefficients: Coefficients = NEWTON_SCHULZ_5, dtype: Any = jnp.bfloat16
+) -> jax.Array:
     """Push the singular values of every matrix in ``x`` (``[..., rows, cols]``) towards 1; ``dtype`` out.
 
-    Newton-Schulz iteration on X / ||X||_F, always on the wide orientation so that the Gram matrix is the small
-    one. A zero matrix stays zero.
+    One iteration per row of ``coefficients`` on X / ||X||_F, always on the wide orientation so that the Gram matrix
+    is the small one. A zero matrix stays zero. Every matrix needs all of itself: on several devices a bank is cut
+    between matrices, never through one.
     """
-    a, b, c = NEWTON_SCHULZ
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    x = (x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)).astype(dtype)
-    for _ in range(steps):
+    norm = jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True)
+    safety = 1.02 if coefficients is POLAR_EXPRESS else 1.0
+    x = (x / (safety * norm + 1e-7)).astype(dtype)
+    for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
     return x.mT if tall else x
 
 
 def scale_by_muon(
-    momentum: Callable[[jax.Array], Any], *, steps: int = 5, dtype: Any = jnp.bfloat16
+    momentum: Callable[[jax.Array], Any],
+    *,
+    coefficients: Coefficients = NEWTON_SCHULZ_5,
+    scale: Any = None,
+    dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
     """Replace each gradient bank (``[..., in, out]``) by its orthogonalised Nesterov momentum.
 
     ``momentum`` maps the number of past updates to beta: M <- beta M + (1 - beta) G, and beta M + (1 - beta) G is
     orthogonalised in ``dtype``. The update is scaled by sqrt(max(1, out / in)) so that its effect on activations
-    does not depend on the shape (modded-nanogpt, records 3-40).
+    does not depend on the shape (modded-nanogpt, records 3-40). A bank that stores some matrices transposed gives
+    that factor itself: ``scale``, broadcast against the bank.
     """
 
     def init(params: Any) -> MuonState:
@@ -54,8 +76,8 @@ def scale_by_muon(
 
         def direction(m: jax.Array, g: jax.Array) -> jax.Array:
             rows, cols = g.shape[-2:]
-            update = orthogonalise(beta * m + (1 - beta) * g, steps=steps, dtype=dtype)
-            return update.astype(jnp.float32) * max(1.0, cols / rows) ** 0.5
+            update = orthogonalise(beta * m + (1 - beta) * g, coefficients=coefficients, dtype=dtype)
+            return update.astype(jnp.float32) * (max(1.0, cols / rows) ** 0.5 if scale is None else scale)
 
         return jax.tree.map(direction, buffers, grads), MuonState(state.step + 1, buffers)
 
@@ -66,8 +88,14 @@ def muon(
     learning_rate: optax.ScalarOrSchedule,
     momentum: Callable[[jax.Array], Any],
     *,
-    steps: int = 5,
+    coefficients: Coefficients = NEWTON_SCHULZ_5,
+    scale: Any = None,
+    weight_decay: float = 0.0,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
-    """Muon with a learning-rate schedule and a momentum schedule; no weight decay."""
-    return optax.chain(scale_by_muon(momentum, steps=steps, dtype=dtype), optax.scale_by_learning_rate(learning_rate))
+    """Muon with a learning-rate schedule, a momentum schedule and decoupled weight decay (rate x decay a step)."""
+    return optax.chain(
+        scale_by_muon(momentum, coefficients=coefficients, scale=scale, dtype=dtype),
+        optax.add_decayed_weights(weight_decay) if weight_decay else optax.identity(),
+        optax.scale_by_learning_rate(learning_rate),
+    )

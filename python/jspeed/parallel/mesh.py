@@ -11,8 +11,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jspeed.errors import BadInput, nearest
 from jspeed.recipe import ParamSpec, map_specs
 
-# Layout -> logical axis -> mesh axis. A logical axis that is not named stays whole on every device.
-LAYOUTS: dict[str, dict[str, str]] = {"dp": {}}
+# Layout -> logical axes that may be cut over the data axis. An array is cut along the first of them that it has, if
+# that divides; else it is whole on every device.
+#   dp     every device holds every parameter and the whole optimizer state
+#   zero1  every device holds an equal part of parameters and optimizer state; a step gathers what it computes with
+LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "zero1": ("matrix", "token", "vocab", "model")}
+DEFAULT_LAYOUT = "zero1"
+SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -70,14 +75,48 @@ def batch_rows(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec("data"))
 
 
-def parameter_shardings(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
-    """Return the tree of ``NamedSharding`` that ``layout`` gives a parameter table on ``mesh``."""
+def check_layout(layout: str, mesh: Mesh) -> None:
+    """Raise :class:`BadInput` for an unknown ``layout``, or one that leaves an axis of ``mesh`` without work."""
     if layout not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise BadInput(f"--layout {layout} is unknown{nearest(layout, LAYOUTS)}; known layouts: {known}")
-    rules = LAYOUTS[layout]
+        raise BadInput(f"--layout {layout} is unknown{nearest(layout, LAYOUTS)}; known layouts: {', '.join(LAYOUTS)}")
+    idle = [name for name, size in mesh.shape.items() if name != "data" and size > 1]
+    if idle:
+        raise BadInput(
+            f"--layout {layout} works along the 'data' axis only, so the mesh axis '{idle[0]}' of size "
+            f"{mesh.shape[idle[0]]} would repeat the same work; give --mesh data={mesh.size}"
+        )
 
-    def sharding(spec: ParamSpec) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(rules.get(axis) for axis in spec.axes)))
 
-    return map_specs(sharding, parameters)
+def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
+    """Return how ``layout`` cuts one parameter over the ``data`` axis: along one dimension or not at all."""
+    for axis in LAYOUTS[layout]:
+        if axis in spec.axes:
+            dim = spec.axes.index(axis)
+            if spec.shape[dim] % mesh.shape["data"] or spec.size < SMALL:
+                break
+            return PartitionSpec(*[None] * dim, "data")
+    return PartitionSpec()
+
+
+def partitions(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
+    """Return the tree of :func:`partition` over a parameter table."""
+    return map_specs(lambda spec: partition(spec, layout, mesh), parameters)
+
+
+def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
+    """Inside ``shard_map``: the whole array from the part each device holds."""
+    dim = cut_dim(cut)
+    return x if dim is None else jax.lax.all_gather(x, "data", axis=dim, tiled=True)
+
+
+def reduce(x: jax.Array, cut: PartitionSpec) -> jax.Array:
+    """Inside ``shard_map``: the sum over devices, of which each keeps the part that ``cut`` gives it."""
+    dim = cut_dim(cut)
+    if dim is None:
+        return jax.lax.psum(x, "data")
+    return jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)
+
+
+def cut_dim(cut: PartitionSpec) -> int | None:
+    """The dimension that lies along ``data``, or None."""
+    return tuple(cut).index("data") if "data" in tuple(cut) else None

@@ -60,12 +60,12 @@ zeros = initializers.zeros
 
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), initializers.normal(1.0), "embed"),
-    "query": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "model", "heads"), scaled, "blocks"),
-    "key": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "model", "heads"), scaled, "blocks"),
-    "value": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "model", "heads"), scaled, "blocks"),
-    "out": ParamSpec((LAYERS, WIDTH, WIDTH), ("layer", "heads", "model"), zeros, "blocks"),
-    "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("layer", "model", "mlp"), scaled, "blocks"),
-    "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("layer", "mlp", "model"), zeros, "blocks"),
+    "query": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "model", "heads"), scaled, "blocks"),
+    "key": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "model", "heads"), scaled, "blocks"),
+    "value": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "model", "heads"), scaled, "blocks"),
+    "out": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "heads", "model"), zeros, "blocks"),
+    "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("matrix", "model", "mlp"), scaled, "blocks"),
+    "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("matrix", "mlp", "model"), zeros, "blocks"),
     "head": ParamSpec((WIDTH, VOCAB), ("model", "vocab"), zeros, "head"),
 }
 

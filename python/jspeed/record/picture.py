@@ -45,8 +45,13 @@ def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, ti
     _draw(path, lines, target, title)
 
 
-def curves_svg(path: Path, runs: Mapping[str, Points], target: float | None, title: str) -> None:
-    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one picture."""
+def curves_svg(
+    path: Path, runs: Mapping[str, Points], target: float | None, title: str, across: str = "timed seconds"
+) -> None:
+    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one picture.
+
+    ``across`` names what the first number of a point is.
+    """
     lines: list[Line] = []
     for index, (label, points) in enumerate(runs.items()):
         seconds, losses = _arrays(points)
@@ -59,10 +64,10 @@ def curves_svg(path: Path, runs: Mapping[str, Points], target: float | None, tit
             "markersize": 3.0,
         }
         lines.append((f"{label}, {_last(losses)}", seconds, losses, style))
-    _draw(path, lines, target, title)
+    _draw(path, lines, target, title, across)
 
 
-def _draw(path: Path, lines: list[Line], target: float | None, title: str) -> None:
+def _draw(path: Path, lines: list[Line], target: float | None, title: str, across: str = "timed seconds") -> None:
     # Imported here because it takes a second, which a run without a picture should not pay. A bare Figure
     # needs neither a display nor pyplot's global state.
     import matplotlib
@@ -90,7 +95,7 @@ def _draw(path: Path, lines: list[Line], target: float | None, title: str) -> No
                 fontsize=9,
             )
         axes.set_title(_printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
-        axes.set_xlabel("timed seconds", color=INK)
+        axes.set_xlabel(across, color=INK)
         axes.set_ylabel("loss (nats per token)", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#999999")

@@ -1,6 +1,7 @@
 """Everything before the clock starts: recipe, devices, data, run directory, compiled program, warm-up, first state."""
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,16 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.tokenise import complete_manifest, prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.mesh import make_mesh, parse_mesh, replicated, request_cpu_devices
+from jspeed.parallel.mesh import DEFAULT_LAYOUT, check_layout, make_mesh, parse_mesh, replicated, request_cpu_devices
 from jspeed.recipe import Recipe, describe, replace
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
 from jspeed.run.clock import Clock, utc_now
 from jspeed.run.cpu import keep_freed_memory
+from jspeed.run.device import Device, device_of, micro_batches
 from jspeed.run.find import Found, find
-from jspeed.run.step import Program, State, compile_program, micro_batches, use_compile_cache, warm_up
+from jspeed.run.program import Program, compile_program, use_compile_cache, warm_up
+from jspeed.run.step import State
 
 RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
 
@@ -36,9 +39,10 @@ class Options:
     seed: int = 1
     steps: int | None = None
     run_dir: Path | None = None
-    layout: str = "dp"
+    layout: str = DEFAULT_LAYOUT
     mesh: str | None = None
     micro_batch: int | None = None
+    attention: str | None = None
     target_loss: float | None = None
     max_minutes: float | None = None
     sets: tuple[str, ...] = ()
@@ -53,6 +57,7 @@ class Setup:
     found: Found
     recipe: Recipe
     mesh: Mesh
+    device: Device
     shards: Shards
     val_shards: Shards
     loader: TokenLoader
@@ -78,7 +83,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     mesh = make_mesh(axes)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    parts = [micro_batches(recipe, stage, mesh, options.micro_batch) for stage in recipe.stages]
+    check_layout(options.layout, mesh)
+    device = device_of(mesh, options.attention)
+    parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
         folder = data_folder(recipe, options.data, console)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
@@ -90,6 +97,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         config |= {"options": dataclasses.asdict(options)}
         write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
+        accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         facts = [
             ("recipe", f"{found.path}, hash {found.hash[:12]}", recipe.name),
             *describe(recipe),
@@ -98,12 +106,13 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
                 str(devices["count"]),
             ),
-            ("accumulation", "lanes / devices / lanes at once", " then ".join(map(str, parts))),
+            ("accumulation", "lanes / devices / lanes at once", accumulation),
+            ("kernels", "attention backend, FP8 matrix multiplication", f"{device.attention}, FP8 {device.fp8}"),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
         say.opening(console, facts)
         with clock.section("compile"):
-            program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows))
+            program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
         with clock.section("warm-up"):
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
@@ -118,6 +127,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         found=found,
         recipe=recipe,
         mesh=mesh,
+        device=device,
         shards=shards,
         val_shards=val_shards,
         loader=loader,

@@ -7,23 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.recipe import Context, Recipe
+from jspeed.parallel.mesh import replicated
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.prepare import Setup
-from jspeed.run.step import State, eval_stage
+from jspeed.run.program import eval_context
+from jspeed.run.step import State, on_one_row
 
 Verdict = dict[str, Any]
 
 
 def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state`` with ``loss``."""
-    recipe, params = setup.recipe, state["params"]
+    params = state["params"]
     row = np.asarray(jax.device_get(setup.validation.rows[0]))
     before = fingerprint(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
     return {
-        "causality": causality(recipe, params, row),
-        "normalisation": normalisation(recipe, params, row),
+        "causality": causality(setup, params, row),
+        "normalisation": normalisation(setup, params, row),
         "evaluation_leaves_state": {"passed": fingerprint(state) == before},
         "evaluation_repeats": {"passed": again == loss, "again": again},
     }
@@ -37,37 +38,43 @@ def fingerprint(state: Any) -> str:
     return digest.hexdigest()
 
 
-def causality(recipe: Recipe, params: Any, row: np.ndarray) -> Verdict:
+def causality(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     """Change the second half of ``row`` (uint16 ``[eval_len + 1]``): the losses before it must not move."""
-    ctx = Context(eval_stage(recipe), training=False)
-    cut = recipe.eval_len // 2
+    recipe, cut = setup.recipe, setup.recipe.eval_len // 2
+    ctx = eval_context(recipe, setup.device)
 
-    @jax.jit
-    def losses(tokens: jax.Array) -> jax.Array:
+    def losses(whole: Any, tokens: jax.Array) -> jax.Array:
         ones = jnp.ones((1, recipe.eval_len), jnp.float32)
-        return recipe.loss(params, tokens[:, :-1], tokens[:, 1:], ones, ctx)[1]
+        return recipe.loss(whole, tokens[:, :-1], tokens[:, 1:], ones, ctx)[1]
 
+    probe = on_one_row(recipe, setup.options.layout, setup.mesh, losses)
     tokens = row[None].astype(np.int32)
     changed = tokens.copy()
     changed[:, cut + 1 :] = (changed[:, cut + 1 :] + 1) % recipe.data.vocab_size
-    before, after = (np.asarray(jax.device_get(losses(jnp.asarray(t)))) for t in (tokens, changed))
+    whole = replicated(setup.mesh)
+    before, after = (jax.device_get(probe(params, jax.device_put(t, whole))) for t in (tokens, changed))
     leak = float(np.max(np.abs(before - after)[:, :cut]))
     moved = float(np.max(np.abs(before - after)[:, cut:]))
     return {"passed": leak <= 1e-6 and moved > 0, "leak": leak, "moved": moved}
 
 
-def normalisation(recipe: Recipe, params: Any, row: np.ndarray) -> Verdict:
-    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole vocabulary."""
-    ctx = Context(eval_stage(recipe), training=False)
-    length = min(recipe.eval_len, 128)
+def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
+    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole vocabulary.
 
-    @jax.jit
-    def both(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's shape.
+    """
+    recipe, length = setup.recipe, min(setup.recipe.eval_len, 128)
+    ctx = eval_context(recipe, setup.device)
+
+    def both(whole: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        log_p = jax.nn.log_softmax(recipe.forward(params, inputs, ctx).astype(jnp.float32), axis=-1)
+        log_p = jax.nn.log_softmax(recipe.forward(whole, inputs, ctx).astype(jnp.float32), axis=-1)
         expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-        return recipe.loss(params, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1], expected
+        found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+        return jnp.mean(found), jnp.mean(expected)
 
-    found, expected = jax.device_get(both(jnp.asarray(row[None, : length + 1].astype(np.int32))))
-    error = float(np.max(np.abs(found - expected)))
+    probe = on_one_row(recipe, setup.options.layout, setup.mesh, both)
+    tokens = jax.device_put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
+    found, expected = jax.device_get(probe(params, tokens))
+    error = abs(float(found - expected))
     return {"passed": error <= 1e-3, "error": error}

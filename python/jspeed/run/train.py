@@ -19,8 +19,9 @@ from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.finish import finish
 from jspeed.run.prepare import Options, Setup, abandon, prepare
+from jspeed.run.program import StepProgram
 from jspeed.run.progress import Progress
-from jspeed.run.step import State, StepProgram
+from jspeed.run.step import State
 
 
 def train(options: Options) -> int:

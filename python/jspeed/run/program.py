@@ -1,0 +1,191 @@
+"""The executables of a run, compiled ahead for one mesh: initial state, one step per stage, evaluation."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspeed.errors import BadInput
+from jspeed.files import cache_folder
+from jspeed.parallel.mesh import batch_rows, check_layout, partitions, replicated
+from jspeed.recipe import Context, Recipe, Stage
+from jspeed.run.device import Device, device_of, lanes_at_once, micro_batches
+from jspeed.run.step import State, evaluate, init_state, train_step
+
+StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
+
+# XLA options for GPUs, each with its reason; what is not here is XLA's default.
+GPU_OPTIONS: dict[str, bool | int | str] = {}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
+
+    ``init(seed)``: uint32 scalar -> state. ``steps[i](state, tokens)``: donated state and uint16 tokens
+    ``[lanes, lane_len + 1]`` -> (state, {"loss": fp32 scalar}). ``evaluate(params, rows)``: uint16
+    ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the last rows being padding. ``micro_tokens`` are
+    the tokens a device takes at once in the last stage.
+    """
+
+    init: Callable[[jax.Array], State]
+    steps: tuple[StepProgram, ...]
+    evaluate: Callable[[Any, jax.Array], jax.Array]
+    micro_tokens: int
+    eval_rows: int
+
+
+def use_compile_cache() -> None:
+    """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def compile_program(
+    recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | None, rows: int, device: Device | None = None
+) -> Program:
+    """Compile everything a run executes, and an evaluation of ``rows`` rows.
+
+    Raises :class:`BadInput` for a layout the mesh does not fit, a micro-batch that does not divide, or a step that
+    needs more memory than a device has, with the micro-batch that would fit.
+    """
+    check_layout(layout, mesh)
+    device = device or device_of(mesh)
+    _, shardings = state_shardings(recipe, layout, mesh)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
+    init = jax.jit(lambda s: init_state(recipe, s), out_shardings=shardings).lower(seed).compile()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        fitted = list(pool.map(lambda s: fit(recipe, s, mesh, layout, device, micro_batch), recipe.stages))
+    parts = fitted[-1][1]
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
+    padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
+    return Program(init, tuple(step for step, _ in fitted), compiled(lowered, device), micro_tokens, padded)
+
+
+def fit(
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None
+) -> tuple[jax.stages.Compiled, int]:
+    """Return (compiled step, micro-batches) of the largest micro-batch that fits in the memory of ``device``.
+
+    With ``micro_batch`` tokens asked for, that one; raises :class:`BadInput` if it, or every one, needs too much.
+    """
+    wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
+    lanes = recipe.lanes // mesh.shape["data"]
+    need = 0
+    for at_once in lanes_at_once(recipe, stage, mesh):
+        parts = lanes // at_once
+        if parts < wanted:
+            continue
+        step = compiled(lower_step(recipe, stage, mesh, layout, device, parts), device)
+        needs = memory_needed(step)
+        if device.memory is None or needs <= device.memory:
+            if micro_batch and parts != wanted:
+                raise BadInput(
+                    f"--micro-batch {micro_batch} needs {need / 1e9:.1f} GB a device and there are "
+                    f"{device.memory / 1e9:.1f} GB; {at_once * stage.lane_len} tokens need {needs / 1e9:.1f} GB and fit"
+                )
+            return step, parts
+        need = need or needs
+    raise BadInput(
+        f"recipe {recipe.name} needs {needs / 1e9:.1f} GB a device with one lane of {stage.lane_len} tokens at once "
+        f"and there are {(device.memory or 0) / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
+    )
+
+
+def memory_needed(step: jax.stages.Compiled) -> int:
+    """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
+    sizes = step.memory_analysis()
+    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return arrays + sizes.temp_size_in_bytes
+
+
+def lower_step(recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int) -> jax.stages.Lowered:
+    """Lower the training step of ``stage`` for ``mesh``, over ``parts`` micro-batches."""
+    ctx = Context(stage, training=True, attention=device.attention, fp8=device.fp8)
+    state, shardings = state_shardings(recipe, layout, mesh)
+    tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
+
+    def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        return train_step(recipe, ctx, layout, parts, mesh, state, tokens)
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, {"loss": replicated(mesh)}))
+    return jitted.lower(state, tokens)
+
+
+def lower_evaluation(
+    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int
+) -> tuple[int, jax.stages.Lowered]:
+    """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded rows too."""
+    ctx = eval_context(recipe, device)
+    state, _ = state_shardings(recipe, layout, mesh)
+    parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
+    tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), jnp.uint16, sharding=batch_rows(mesh))
+
+    def evaluation(params: Any, rows: jax.Array) -> jax.Array:
+        return evaluate(recipe, ctx, layout, parts, mesh, params, rows)
+
+    return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
+
+
+def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
+    """Compile for ``device`` with the options of this file."""
+    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform != "cpu" else None)
+
+
+def eval_context(recipe: Recipe, device: Device) -> Context:
+    """What evaluation runs in: the last stage's windows, rows of ``eval_len`` tokens, documents whole.
+
+    A row has room for as many documents in proportion as a lane of that stage.
+    """
+    last = recipe.stages[-1]
+    docs = last.max_docs and -(-last.max_docs * recipe.eval_len // last.lane_len)
+    stage = Stage(steps=1, lane_len=recipe.eval_len, max_docs=docs, windows=last.windows)
+    return Context(stage, training=False, attention=device.attention, fp8=device.fp8)
+
+
+def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
+    """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most ``micro_tokens``."""
+    at_once = max(1, micro_tokens // recipe.eval_len) * mesh.shape["data"]
+    parts = -(-rows // at_once)
+    return parts, parts * at_once
+
+
+def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, State]:
+    """Return (shapes with shardings, shardings) of the state; optimizer arrays lie as the parameter they belong to."""
+    shapes = jax.eval_shape(lambda: init_state(recipe, jnp.uint32(0)))
+    cuts = partitions(recipe.parameters, layout, mesh)
+
+    def absent(array: Any) -> bool:
+        return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
+
+    params = jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    optimizer = optax.tree_utils.tree_map_params(
+        recipe.optimizer(),
+        lambda array, sharding: array if absent(array) else sharding,
+        shapes["optimizer"],
+        params,
+        transform_non_params=lambda _: replicated(mesh),
+        is_leaf=absent,
+    )
+    shardings = {"params": params, "optimizer": optimizer}
+    placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
+    return placed, shardings
+
+
+def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
+    """Run every executable on dummy tokens and a state that is thrown away, so that nothing is first at the start."""
+    state = program.init(jax.device_put(np.uint32(0), replicated(mesh)))
+    for stage, step in zip(recipe.stages, program.steps, strict=True):
+        dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
+        for _ in range(2):
+            state, metrics = step(state, jax.device_put(dummy, batch_rows(mesh)))
+            jax.block_until_ready(metrics)
+    jax.block_until_ready(program.evaluate(state["params"], rows))
