@@ -13,6 +13,9 @@ test: check
 	cargo test --quiet --release --workspace
 	$(BIN)/python -m pytest
 
+test-aot: .venv/aot/installed
+	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot
+
 check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -40,4 +43,13 @@ clean:
 	$(BIN)/maturin develop --release --quiet --extras dev
 	@touch $@
 
-.PHONY: speedrun test check clean
+# JAX's CUDA compiler, ptxas and libdevice: all it takes to compile for a GPU that is not here. CUDA's libraries are
+# looked up when a program runs, so they stay away (--no-deps); and in a folder of its own nothing else sees a plugin.
+.venv/aot/installed: pyproject.toml | .venv/dev
+	rm -rf .venv/aot
+	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/aot \
+	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
+	@touch $@
+
+.PHONY: speedrun test test-aot check clean

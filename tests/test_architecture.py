@@ -9,6 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 MAY_IMPORT = {
+    "plan": {"parallel", "recipe", "run"},
     "recipes": {"model", "optim", "recipe"},
     "run": {"data", "parallel", "record", "recipe"},
     "data": {"recipe", "_dataloader"},

@@ -1,0 +1,270 @@
+"""Read optimised HLO, the compiler's own text of a program: which kernels it calls, what it sends, what it keeps.
+
+The text is ``compiled.as_text()``. Nothing here needs JAX or the device the text was made for.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")  # bf16[8,128]; layouts stand in braces and never look like this
+CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=")
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Results that are somebody else's memory: an argument, a part of it, another view of it, a loop's initial value.
+NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async"}
+
+
+class Array(NamedTuple):
+    """One array as it lies on one device."""
+
+    dtype: str  # as HLO writes it: bf16, f8e4m3fn, s32, pred
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory, without padding; types under 8 bits are packed, a token takes none."""
+        digits = re.search(r"\d+", self.dtype)
+        bits = int(digits[0]) if digits else 8 if self.dtype == "pred" else 0
+        return (math.prod(self.dims) * bits + 7) // 8
+
+
+class Instruction(NamedTuple):
+    """One instruction of one computation."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]  # the result: one array, or the leaves of a tuple in order
+    operands: tuple[str, ...]  # names
+    calls: tuple[str, ...]  # names of the computations it runs or applies
+    target: str  # of a custom call: its name, such as __cublas$lt$matmul; else empty
+    op_name: str  # the path JAX gave it, such as jit(step)/transpose(jvp(block))/dot_general
+    source: str  # file:line of the innermost user frame; empty if unknown
+    computation: str
+    attributes: str  # all of the text after the operands
+    asynchronous: bool = False  # a start and a done, merged by :func:`paired`
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole result."""
+        return sum(array.bytes for array in self.arrays)
+
+
+class Collective(NamedTuple):
+    """One exchange between devices; a start and its done are one."""
+
+    kind: str  # one of COLLECTIVES
+    arrays: tuple[Array, ...]  # results on one device; more than one when the compiler combined several
+    bytes: int  # of the whole side: what a reduce-scatter takes in, what the others give out, on one device
+    group: int  # devices that take part in each exchange
+    overlaps: bool  # other work may run between its start and its done
+    instruction: Instruction
+
+
+class Buffer(NamedTuple):
+    """One array that an instruction writes."""
+
+    array: Array
+    instruction: Instruction
+
+
+def instructions(text: str) -> list[Instruction]:
+    """Return the instructions of all computations, in the order of the text (the schedule, if it is scheduled)."""
+    frames = _source_lines(text)
+    found = []
+    computation = ""
+    for line in text.splitlines():
+        if line.endswith("{") and " -> " in line:
+            computation = _bare(line.removeprefix("ENTRY ").split(" ", 1)[0])
+        elif line.startswith("  ") and " = " in line:
+            found.append(_instruction(line.strip().removeprefix("ROOT "), computation, frames))
+    return found
+
+
+def running(text: str) -> list[Instruction]:
+    """Return the instructions that run by themselves: of the entry and of every loop, branch and call it reaches.
+
+    A start and its done are one (:func:`paired`). What is inside a fusion, or applied to elements (the addition of
+    a reduction), is left out: it takes no memory of its own. A loop's body is here once, however often it runs.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    for instruction in paired(instructions(text)):
+        computations.setdefault(instruction.computation, []).append(instruction)
+    reached = [entry(text)]
+    for computation in reached:
+        for instruction in computations[computation]:
+            if instruction.opcode in ("while", "conditional", "call", "async"):
+                reached += [name for name in instruction.calls if name not in reached]
+    return [instruction for name in reached for instruction in computations[name]]
+
+
+def paired(steps: list[Instruction]) -> list[Instruction]:
+    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the place of the start."""
+    origin: dict[str, str] = {}  # of a done or update -> its start
+    results: dict[str, tuple[Array, ...]] = {}
+    for step in steps:
+        if step.opcode.endswith(("-done", "-update")):
+            origin[step.name] = origin.get(step.operands[0], step.operands[0])
+            results[origin[step.name]] = step.arrays
+    return [
+        step._replace(opcode=step.opcode.removesuffix("-start"), arrays=results[step.name], asynchronous=True)
+        if step.opcode.endswith("-start")
+        else step
+        for step in steps
+        if step.name not in origin
+    ]
+
+
+def entry(text: str) -> str:
+    """Return the name of the entry computation. Raises ``ValueError`` when the text is not HLO."""
+    for line in text.splitlines():
+        if line.startswith("ENTRY "):
+            return _bare(line.split(" ")[1])
+    raise ValueError("no ENTRY computation: this is not the text of an HLO module")
+
+
+def custom_calls(text: str, target: str = "") -> list[Instruction]:
+    """Return the calls of library kernels and foreign functions whose target begins with ``target``."""
+    return [i for i in paired(instructions(text)) if i.opcode == "custom-call" and i.target.startswith(target)]
+
+
+def collectives(text: str) -> list[Collective]:
+    """Return every exchange between devices, those in loops too (once, however often the loop runs)."""
+    steps = paired(instructions(text))
+    wrapped = {name for step in steps if step.opcode == "async" for name in step.calls}
+    found = []
+    for step in steps:
+        if step.opcode in COLLECTIVES:
+            group = _group(step.attributes, text)
+            whole = step.bytes * (group if step.opcode == "reduce-scatter" else 1)
+            apart = step.asynchronous or step.computation in wrapped
+            overlaps = apart and '"is_sync":true' not in step.attributes
+            found.append(Collective(step.opcode, step.arrays, whole, group, overlaps, step))
+    return found
+
+
+def buffers(text: str, at_least_bytes: int = 1) -> list[Buffer]:
+    """Return the arrays that running instructions write, of ``at_least_bytes`` bytes each, largest first.
+
+    Arguments are not among them. Two of them can share memory when they are not needed at the same time, and an
+    in-place update is listed although it writes into its operand: for the peak ask ``memory_analysis()``.
+    """
+    found = [
+        Buffer(array, step)
+        for step in running(text)
+        if step.opcode not in NO_BUFFER
+        for array in step.arrays
+        if array.bytes >= at_least_bytes
+    ]
+    return sorted(found, key=lambda buffer: -buffer.array.bytes)
+
+
+def _instruction(line: str, computation: str, frames: dict[str, str]) -> Instruction:
+    """Read ``%name = shape opcode(operands), attributes``."""
+    name, _, rest = line.partition(" = ")
+    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    shape, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, _ = rest.partition("(")
+    end = len(opcode) + _closing(rest[len(opcode) :])
+    operands, attributes = rest[len(opcode) + 1 : end - 1], rest[end:].lstrip(", ")
+    return Instruction(
+        name=_bare(name),
+        opcode=opcode,
+        arrays=tuple(Array(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(shape)),
+        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
+        calls=tuple(_called(attributes)),
+        target=_quoted(attributes, "custom_call_target="),
+        op_name=_quoted(attributes, "op_name="),
+        source=frames.get(_word(attributes, "stack_frame_id="), ""),
+        computation=computation,
+        attributes=attributes,
+    )
+
+
+def _called(attributes: str) -> Iterator[str]:
+    """Names after calls=, body= and the like: ``%name`` or ``{%name, %name}``."""
+    for match in CALLED.finditer(attributes):
+        rest = attributes[match.end() :]
+        listed = rest[1 : rest.index("}")] if rest.startswith("{") else re.split(r"[,\s]", rest, maxsplit=1)[0]
+        yield from (_bare(name.strip()) for name in listed.split(","))
+
+
+def _group(attributes: str, text: str) -> int:
+    """Number of devices in each replica group; the text has four ways to write groups, one of them nothing."""
+    _, found, rest = attributes.partition("replica_groups=")
+    if found and (listed := re.match(r"\{\{([\d,]+)\}", rest)):  # {{0,1},{2,3}}
+        return len(listed[1].split(","))
+    if found and (counted := re.match(r"\[\d+,(\d+)\]<=", rest)):  # [groups,size]<=[order]
+        return int(counted[1])
+    if found and rest.startswith("mesh["):  # mesh['data'=4,'model'=2] {'data'}
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", rest[: rest.index("]")]))
+        axes = rest[rest.index("{") + 1 : rest.index("}")]
+        # A part of an axis is 'data':(before)size.
+        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes))
+    if "source_target_pairs=" in attributes:
+        pairs = attributes.partition("source_target_pairs=")[2].split("}}")[0]
+        return len({device for pair in re.findall(r"(\d+),(\d+)", pairs) for device in pair})
+    header = text[: text.find("\n")]  # no groups: all devices
+    return int(_word(header, "num_partitions=") or 1) * int(_word(header, "replica_count=") or 1)
+
+
+def _source_lines(text: str) -> dict[str, str]:
+    """Stack frame number -> file:line, from the four tables at the head of the text."""
+    tables: dict[str, dict[str, str]] = {}
+    table: dict[str, str] = {}
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            table = tables.setdefault(line, {})
+        elif line.endswith("{"):
+            break
+        elif line[:1].isdigit():
+            number, _, row = line.partition(" ")
+            table[number] = row
+    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
+
+    def place(row: str) -> str:
+        location = places[_word(row, "file_location_id=")]
+        name = files[_word(location, "file_name_id=")]
+        return name.strip('"') + ":" + _word(location, "line=")
+
+    return {number: place(row) for number, row in tables.get("StackFrames", {}).items()}
+
+
+def _closing(text: str) -> int:
+    """Index just past the parenthesis that closes the first one of ``text``, quoted text not counted."""
+    depth, quoted = 0, False
+    for index, char in enumerate(text):
+        if char == '"':
+            quoted = not quoted
+        elif not quoted and char in "()":
+            depth += 1 if char == "(" else -1
+            if depth == 0:
+                return index + 1
+    raise ValueError(f"unbalanced parentheses in HLO: {text[:100]}")
+
+
+def _numbers(dims: str) -> tuple[int, ...]:
+    """The sizes in ``8,<=128``; a bound counts as the size."""
+    return tuple(int(size) for size in dims.replace("<=", "").split(",") if size)
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix("%")
+
+
+def _quoted(text: str, key: str) -> str:
+    """The value of ``key="value"``, or an empty string."""
+    return text.partition(f'{key}"')[2].partition('"')[0]
+
+
+def _word(text: str, key: str) -> str:
+    """The word after ``key``, or an empty string."""
+    return re.split(r"[,\s}]", text.partition(key)[2], maxsplit=1)[0]
