@@ -1,0 +1,86 @@
+"""The real training step of every FineWeb recipe at full size, as XLA compiles it for eight H100s and for one."""
+
+import functools
+from collections import Counter
+
+import pytest
+
+from jspeed.parallel.mesh import cut_dim, partitions
+from jspeed.plan import hlo
+from jspeed.plan.target import COMPILER_OPTIONS
+from jspeed.run import program
+from jspeed.run.device import device_of, micro_batches
+from jspeed.run.find import find
+
+GIGABYTE = 1e9
+ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
+
+
+@functools.cache
+def compiled(mesh, name):
+    """Compile the last stage's step: (recipe, optimised HLO, bytes a device needs)."""
+    recipe, device = find(name).recipe, device_of(mesh)
+    stage = recipe.stages[-1]
+    parts = micro_batches(recipe, stage, mesh, device, None)
+    lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts)
+    step = lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
+    return recipe, step.as_text(), program.memory_needed(step)
+
+
+@pytest.fixture(params=["r21", "r29"])
+def record(request, mesh):
+    return compiled(mesh(8), request.param)
+
+
+@pytest.fixture(params=ATTENTION_LAYERS)
+def on_eight(request, mesh):
+    return compiled(mesh(8), request.param)
+
+
+def test_head_is_three_fp8_matmuls(record):
+    recipe, text, _ = record
+    vocabulary, width = recipe.parameters["head"].shape
+    tokens = recipe.stages[-1].lane_len
+    shapes = [call.arrays[0].dims for call in hlo.custom_calls(text) if call.target == "__cublas$lt$matmul$f8"]
+    assert Counter(shapes) == Counter([(tokens, vocabulary), (tokens, width), (vocabulary, width)])
+
+
+def test_attention_is_a_fused_kernel_forward_and_backward_in_every_layer(on_eight):
+    recipe, text, _ = on_eight
+    calls = Counter(call.target for call in hlo.custom_calls(text))
+    layers = ATTENTION_LAYERS[recipe.name]
+    assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == layers
+
+
+def test_parameters_are_gathered_once_and_gradients_scattered_once(on_eight, mesh):
+    """Nothing else crosses between devices but scalars and small vectors; so Newton-Schulz is local."""
+    recipe, text, _ = on_eight
+    cuts = partitions(recipe.parameters, "zero1", mesh(8)).values()
+    large = sum(cut_dim(cut) is not None for cut in cuts)
+    found = hlo.collectives(text)
+    sent = {kind: [array for c in found if c.kind == kind for array in c.arrays] for kind in {c.kind for c in found}}
+    assert set(sent) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    assert len(sent["all-gather"]) == len(sent["reduce-scatter"]) == large
+    assert {array.dtype for kind in ("all-gather", "reduce-scatter") for array in sent[kind]} == {"bf16"}
+    assert max(array.bytes for array in sent["all-reduce"]) < 500_000
+
+
+def test_no_logits_in_fp32(on_eight):
+    recipe, text, _ = on_eight
+    vocabulary = recipe.parameters["embed"].shape[0]
+    tokens = recipe.lanes // 8 * recipe.stages[-1].lane_len
+    wide = [b for b in hlo.buffers(text, 4 * tokens * vocabulary) if b.array.dtype in ("f32", "f64")]
+    assert not wide
+
+
+def test_eight_devices_need_less_than_45_gigabytes_each(on_eight):
+    assert on_eight[2] < 45 * GIGABYTE
+
+
+@pytest.mark.parametrize("name", ["llmc", "track3"])
+def test_one_device_accumulates_in_less_than_60_gigabytes(name, mesh):
+    recipe, text, needed = compiled(mesh(1), name)
+    assert needed < 60 * GIGABYTE
+    assert not hlo.collectives(text)
+    layers = ATTENTION_LAYERS[name]
+    assert Counter(call.target for call in hlo.custom_calls(text))["__cudnn$fmhaSoftmaxBackward"] == layers
