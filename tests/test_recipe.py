@@ -58,7 +58,7 @@ def test_first_loss_is_log_of_vocabulary_and_only_the_past_counts(recipe):
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, recipe.data.vocab_size)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     loss_BT = recipe.loss(params, inputs, targets, jnp.ones((2, 32)), ctx)[1]
-    vocabulary = dict(r.leaves(recipe.parameters))["head"].shape[1]
+    vocabulary = dict(r.leaves(recipe.parameters))["head"].shape[0]
     np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
 
     noisy = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape), params)
