@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.layers import relu_squared, rms_norm, rotary
+from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary
 
 
 def test_rms_norm_gives_unit_rms_and_ignores_scale():
@@ -37,3 +37,33 @@ def test_relu_squared_and_its_gradient():
     x = jnp.linspace(-2, 2, 9)
     np.testing.assert_array_equal(relu_squared(x), np.maximum(x, 0) ** 2)
     np.testing.assert_array_equal(jax.vmap(jax.grad(relu_squared))(x), 2 * np.maximum(x, 0))
+
+
+def test_lookup_and_its_gradient():
+    rng = np.random.default_rng(0)
+    table, tokens = rng.normal(size=(7, 3)).astype(np.float32), rng.integers(0, 7, size=(2, 5))
+    grad = rng.normal(size=(2, 5, 3)).astype(np.float32)
+    found, pull = jax.vjp(lambda t: lookup(t, jnp.asarray(tokens)), jnp.asarray(table))
+    np.testing.assert_array_equal(found, table[tokens])
+    expected = np.zeros((7, 3))
+    np.add.at(expected, tokens, grad)
+    np.testing.assert_allclose(pull(jnp.asarray(grad))[0], expected, atol=1e-6)
+
+
+def test_lookup_sums_the_gradient_of_a_bf16_table_in_fp32():
+    table, tokens = jnp.zeros((3, 2), jnp.bfloat16), jnp.ones((4, 1000), jnp.int32)
+    grad = jax.grad(lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32)))(table)
+    assert grad.dtype == jnp.bfloat16
+    # 4000 rounded to bf16; ones added in bf16 stop at 256.
+    np.testing.assert_array_equal(grad.astype(jnp.float32), [[0, 0], [4000, 4000], [0, 0]])
+
+
+def test_layer_norm_from_its_formula():
+    rng = np.random.default_rng(0)
+    x, gain, bias = 3 + rng.normal(size=(2, 5, 16)), rng.normal(size=16), rng.normal(size=16)
+    normal = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    found = layer_norm(*(jnp.asarray(a, jnp.float32) for a in (x, gain, bias)))
+    np.testing.assert_allclose(found, normal * gain[None, None] + bias[None, None], atol=1e-5)
+    low = layer_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(gain), jnp.asarray(bias))
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_allclose(low.astype(jnp.float32), found, atol=0.06)

@@ -1,62 +1,180 @@
-"""The loss against float64 NumPy and JAX's own derivative, and what it keeps for the backward pass."""
+"""The loss against a float64 NumPy model and JAX's own derivative, and what it computes and keeps."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model.losses import softcap, softcapped_cross_entropy
+from jspeed.model import fp8
+from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap, softcap
+
+CAP = 15.0
+CAPS = {"sigmoid": sigmoid_cap(CAP), "root": root_cap(CAP), "none": None}
+# (values, slopes) of the caps in float64; a sigmoid cap is Gemma's tanh moved up.
+BENDS = {
+    "sigmoid": lambda z: (CAP + CAP * np.tanh(z / CAP), 1 - np.tanh(z / CAP) ** 2),
+    "root": lambda z: (CAP * z / np.hypot(z, CAP), (CAP / np.hypot(z, CAP)) ** 3),
+    "none": lambda z: (z, np.ones_like(z)),
+}
 
 
-def plain(x, head, targets, weights, cap):
-    log_p = jax.nn.log_softmax(cap * jnp.tanh((x @ head) / cap), axis=-1)
-    loss = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
-    return jnp.sum(loss * weights), loss
+def head(params, x):
+    return x @ params["w"] + params["b"]
+
+
+def model(params, x, targets, weights, cap):
+    """Loss of every token and the weighted sum's gradients, in float64 from the formulas."""
+    w, b, x, weights = (np.asarray(a, np.float64) for a in (params["w"], params["b"], x, weights))
+    z, slope = BENDS[cap](x @ w + b[None, None])
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    hit = np.eye(len(b))[np.asarray(targets)]
+    dlogits = weights[..., None] * (p - hit) * slope
+    dhead = {"w": np.einsum("btd,btv->dv", x, dlogits), "b": dlogits.sum((0, 1))}
+    return -np.log((p * hit).sum(-1)), dhead, dlogits @ w.T
 
 
 @pytest.fixture
 def case():
     rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(4 * rng.normal(size=(8, 40)), jnp.float32), "b": jnp.asarray(rng.normal(size=40))}
     x = jnp.asarray(rng.normal(size=(3, 10, 8)), jnp.float32)
-    head = jnp.asarray(4 * rng.normal(size=(8, 40)), jnp.float32)
     targets = jnp.asarray(rng.integers(0, 40, size=(3, 10)))
-    weights = jnp.asarray(rng.uniform(size=(3, 10)), jnp.float32)
-    return x, head, targets, weights
+    weights = jnp.asarray(rng.uniform(size=(3, 10)) * (rng.uniform(size=(3, 10)) > 0.3), jnp.float32)
+    params["b"] = params["b"].reshape(1, 1, 40).astype(jnp.float32)
+    return params, x, targets, weights
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 10, 64])
-def test_value_and_gradients(case, chunk):
-    x, head, targets, weights = case
+def flat(params):
+    return {**params, "b": params["b"].reshape(-1)}
 
-    def ours(x, head):
-        total, loss = softcapped_cross_entropy(x, head, targets, weights, 15.0, chunk)
+
+@pytest.mark.parametrize(
+    ("cap", "chunk"), [*((cap, 4) for cap in CAPS), *(("sigmoid", chunk) for chunk in (None, 1, 64))]
+)
+def test_value_and_gradients(case, chunk, cap):
+    params, x, targets, weights = case
+
+    @jax.jit
+    def ours(params, x):
+        total, loss = cross_entropy(head, params, x, targets, weights, cap=CAPS[cap], chunk=chunk)
         return 3 * total, loss
 
-    def theirs(x, head):
-        total, loss = plain(x, head, targets, weights, 15.0)
-        return 3 * total, loss
-
-    (total, loss), grads = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(x, head)
-    (total_, loss_), grads_ = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(x, head)
-    np.testing.assert_allclose(total, total_, rtol=1e-5)
+    (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
+    loss_, dhead_, dx_ = model(flat(params), x, targets, weights, cap)
     np.testing.assert_allclose(loss, loss_, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(softcapped_cross_entropy(x, head, targets, weights, 15.0, chunk)[1], loss, atol=1e-6)
-    for found, expected in zip(grads, grads_, strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(total, 3 * np.sum(loss_ * np.asarray(weights)), rtol=1e-5)
+    np.testing.assert_allclose(dx, 3 * dx_, atol=5e-5)
+    for name, found in flat(dhead).items():
+        np.testing.assert_allclose(found, 3 * dhead_[name], atol=5e-5)
+    np.testing.assert_allclose(ours(params, x)[1], loss, atol=1e-5)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_gradients_are_those_of_the_plain_formula(case, cap):
+    params, x, targets, weights = case
+
+    def ours(params, x):
+        return cross_entropy(head, params, x, targets, weights, cap=CAPS[cap], chunk=4)[0]
+
+    def plain(params, x):
+        log_p = jax.nn.log_softmax(softcap(head(params, x), CAPS[cap]), axis=-1)
+        return -jnp.sum(jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0] * weights)
+
+    found, expected = (jax.jit(jax.grad(f, argnums=(0, 1)))(params, x) for f in (ours, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+def test_bf16(case, cap):
+    params, x, targets, weights = case
+    # Logits of a few units: one of 16 to 32 would be 1/16 from the next bf16.
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (jax.tree.map(lambda p: p / 4, params), x))
+    loss_, dhead_, dx_ = model(flat(params), x, targets, weights, cap)
+
+    def ours(params, x):
+        return cross_entropy(head, params, x, targets, weights, cap=CAPS[cap])
+
+    (_, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
+    assert loss.dtype == jnp.float32 and dx.dtype == dhead["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(loss, loss_, atol=0.03)
+    for found, expected in ((dx, dx_), *((flat(dhead)[name], dhead_[name]) for name in dhead_)):
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+
+
+def test_head_gradient_accumulates_in_fp32():
+    """512 chunks that each add 1/40 to a bf16 bias's gradient; a bf16 sum would stop at 8."""
+    x, targets = jnp.zeros((1, 512, 8), jnp.bfloat16), jnp.zeros((1, 512), jnp.int32)
+    params = {"w": jnp.zeros((8, 40), jnp.bfloat16), "b": jnp.zeros((1, 1, 40), jnp.bfloat16)}
+
+    def ours(params):
+        return cross_entropy(head, params, x, targets, jnp.ones((1, 512)), cap=None, chunk=1)[0]
+
+    np.testing.assert_allclose(jax.jit(jax.grad(ours))(params)["b"][0, 0, 1:].astype(jnp.float32), 512 / 40, rtol=0.01)
 
 
 def test_zero_head_gives_log_of_vocabulary(case):
-    x, head, targets, weights = case
-    loss = softcapped_cross_entropy(x, 0 * head, targets, weights, 15.0, 10)[1]
-    np.testing.assert_allclose(loss, np.log(40), rtol=1e-6)
+    params, x, targets, weights = case
+    zero = jax.tree.map(jnp.zeros_like, params)
+    for cap in CAPS.values():
+        loss = jax.jit(lambda p, x, cap=cap: cross_entropy(head, p, x, targets, weights, cap=cap)[1])(zero, x)
+        np.testing.assert_allclose(loss, np.log(40), rtol=1e-6)
 
 
-def test_softcap_is_shifted_tanh():
+def test_weights_of_zero_give_zero(case):
+    params, x, targets, weights = case
+
+    def ours(params, x):
+        return cross_entropy(head, params, x, targets, 0 * weights, cap=CAPS["root"])[0]
+
+    total, grads = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(params, x)
+    assert total == 0 and all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+def test_fp8_sees_the_gradient_of_the_unweighted_loss(case):
+    """Weights of 1e-9 would vanish in e5m2 (smallest: 2e-5); they are multiplied in afterwards instead."""
+    _, x, targets, weights = case
+    w = jax.random.normal(jax.random.key(0), (40, 8))
+    scales = fp8.Scales(8 / 448, 8 / 448, 0.75 / 448)
+
+    @jax.jit
+    def grads(weights):
+        def total(w, x):
+            return cross_entropy(
+                lambda w, x: fp8.matmul(x, w, scales), w, x, targets, weights, cap=CAPS["sigmoid"], chunk=4
+            )[0]
+
+        return jax.grad(total, argnums=(0, 1))(w, x)
+
+    for found, expected in zip(grads(1e-9 * weights), grads(weights), strict=True):
+        assert np.any(expected)
+        np.testing.assert_allclose(1e9 * found, expected, rtol=1e-5)
+
+
+def test_softcaps():
     logits = jnp.linspace(-200, 200, 41)
-    np.testing.assert_allclose(softcap(logits, 15.0), 15 * np.tanh(logits / 15) + 15, atol=1e-4)
+    for name, bend in BENDS.items():
+        np.testing.assert_allclose(softcap(logits, CAPS[name]), bend(np.asarray(logits, np.float64))[0], atol=1e-4)
+        if CAPS[name]:
+            assert jnp.max(softcap(logits, CAPS[name])) <= CAPS[name].bound
+    assert softcap(logits.astype(jnp.bfloat16), CAPS["root"]).dtype == jnp.float32
+
+
+def test_products_are_one_without_and_three_with_a_gradient(case):
+    params, x, targets, weights = case
+
+    def ours(params, x):
+        return cross_entropy(head, params, x, targets, weights, cap=CAPS["sigmoid"], chunk=5)[0]
+
+    assert jax.jit(ours).lower(params, x).as_text().count("dot_general") == 1
+    assert jax.jit(jax.grad(ours, argnums=(0, 1))).lower(params, x).as_text().count("dot_general") == 3
 
 
 def test_nothing_of_logits_size_is_saved(case):
-    x, head, targets, weights = case
-    saved = jax.vjp(lambda x, h: softcapped_cross_entropy(x, h, targets, weights, 15.0, 4)[0], x, head)[1]
-    assert all(leaf.shape != (3, 10, 40) and leaf.size <= head.size for leaf in jax.tree.leaves(saved))
+    params, x, targets, weights = case
+
+    def saved(params, x):
+        return jax.vjp(lambda p, x: cross_entropy(head, p, x, targets, weights, cap=CAPS["sigmoid"])[0], params, x)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(saved, params, x))
+    assert leaves and all(leaf.size <= params["w"].size for leaf in leaves)

@@ -1,56 +1,131 @@
-"""Cross-entropy over softcapped logits that never keeps a [tokens, vocabulary] array from forward to backward."""
+"""Cross-entropy through any head, that never keeps a [tokens, vocabulary] array from forward to backward."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Saved = tuple[jax.Array, jax.Array]
+Head = Callable[[Any, jax.Array], jax.Array]
 
 
-def softcap(logits: jax.Array, cap: float) -> jax.Array:
-    """Bound logits smoothly to (0, 2 ``cap``): ``2 cap sigmoid(2 logits / cap)``.
+@dataclass(frozen=True)
+class Softcap:
+    """A smooth elementwise function ``bend`` of fp32 logits whose values stay below ``bound``.
 
-    It is ``cap tanh(logits / cap)`` (Gemma 2) moved up by ``cap``, which a softmax does not see: the form
-    of speedrun record 19. Because the bound is known, log-sum-exp needs no pass for the maximum.
+    Because the bound is known, log-sum-exp needs no pass for the maximum. ``bend`` must stay above ``bound - 80``,
+    or ``exp`` underflows in fp32.
     """
-    return 2 * cap * jax.nn.sigmoid(2 * logits / cap)
+
+    bend: Callable[[jax.Array], jax.Array]
+    bound: float
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def softcapped_cross_entropy(
+def sigmoid_cap(cap: float) -> Softcap:
+    """``2 cap sigmoid(2 logits / cap)``, within (0, 2 ``cap``); ``cap`` at most 40.
+
+    It is ``cap tanh(logits / cap)`` (Gemma 2) moved up by ``cap``, which a softmax does not see: the form of
+    speedrun record 19.
+    """
+    return Softcap(lambda logits: 2 * cap * jax.nn.sigmoid(logits * (2 / cap)), 2 * cap)
+
+
+def root_cap(cap: float) -> Softcap:
+    """``cap logits / sqrt(logits^2 + cap^2)``, within +-``cap``; ``cap`` at most 40. The speedrun's track 3."""
+    return Softcap(lambda logits: cap * logits * jax.lax.rsqrt(jnp.square(logits) + cap**2), cap)
+
+
+def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
+    """Return what the softmax sees of a head's ``logits``: fp32, bent by ``cap`` if there is one."""
+    logits32 = logits.astype(jnp.float32)
+    return cap.bend(logits32) if cap else logits32
+
+
+def cross_entropy(
+    head: Head,
+    head_params: Any,
     x_BTD: jax.Array,
-    head_DV: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
-    cap: float,
-    chunk: int,
+    *,
+    cap: Softcap | None,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a gradient).
 
-    ``targets_BT`` are integer ids below V; ``weights_BT`` are fp32 constants. Logits exist for ``chunk`` tokens
-    of each row at a time. Under differentiation the gradients with respect to ``x_BTD`` and ``head_DV`` are
-    formed in the forward pass, while a chunk's logits are at hand, and the backward pass only scales them: the
-    head costs three matmuls, none is repeated.
+    ``head(head_params, x)`` gives raw logits ``[B, t, V]`` of any ``t`` tokens a row; it is differentiated with
+    respect to both arguments, so arrays that need a gradient must not be closed over. ``targets_BT`` are integer
+    ids below V; ``weights_BT`` are constants. Logits exist for ``chunk`` tokens of each row at a time, or for all.
+
+    Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in the forward
+    pass, while a chunk's logits are at hand, and the backward pass only scales them: no product of the head is
+    repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
+
+    The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by the largest,
+    which the backward pass multiplies in. With equal weights, however small, a logit's gradient is a probability
+    or less, as FP8 scales fixed in advance need it.
     """
-    losses = [_chunk(x, head_DV, t, cap)[0] for x, t, _ in _chunks(x_BTD, targets_BT, weights_BT, chunk)]
-    loss_BT = jnp.concatenate(losses, axis=1)
+    return _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BT, weights_BT)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BT, weights_BT):
+    def of_chunk(_, x_BtD, targets_Bt):
+        return None, _loss(head(head_params, x_BtD), targets_Bt, cap)[0]
+
+    loss_BT = _over_chunks(of_chunk, None, (x_BTD, targets_BT), chunk)[1]
     return _total(loss_BT, weights_BT), loss_BT
 
 
-def _chunks(x_BTD: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, chunk: int):
-    for start in range(0, x_BTD.shape[1], chunk):
-        part = slice(start, start + chunk)
-        yield x_BTD[:, part], targets_BT[:, part], weights_BT[:, part]
+def _forward(head, cap, chunk, head_params, x_BTD, targets_BT, weights_BT):
+    largest = jnp.max(jnp.abs(weights_BT))
+    share_BT = weights_BT / jnp.where(largest > 0, largest, 1)
+
+    def of_chunk(dhead, x_BtD, targets_Bt, share_Bt):
+        logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
+        loss_Bt, shift_Bt, sum_Bt = _loss(logits_BtV, targets_Bt, cap)
+        if logits_BtV.dtype.itemsize < 4:
+            # Else XLA keeps the fp32 logits of the loss for the gradient, twice the size of those it has.
+            logits_BtV = jax.lax.optimization_barrier(logits_BtV)
+        dlogits_BtV = _dlogits(logits_BtV, targets_Bt, share_Bt, shift_Bt, sum_Bt, cap)
+        new, dx_BtD = pull(dlogits_BtV)
+        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (loss_Bt, dx_BtD)
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
+    dhead, (loss_BT, dx_BTD) = _over_chunks(of_chunk, zeros, (x_BTD, targets_BT, share_BT), chunk)
+    dhead = jax.tree.map(lambda d, p: d.astype(p.dtype), dhead, head_params)
+    return (_total(loss_BT, weights_BT), loss_BT), (dhead, dx_BTD, largest)
 
 
-def _chunk(x_BTD: jax.Array, head_DV: jax.Array, targets_BT: jax.Array, cap: float):
-    logits_BTV = jnp.einsum("btd,dv->btv", x_BTD, head_DV, preferred_element_type=jnp.float32)
+def _backward(head, cap, chunk, saved, cotangents):
+    dhead, dx_BTD, largest = saved
+    scale = largest * cotangents[0]
+    dhead, dx_BTD = jax.tree.map(lambda d: (d.astype(jnp.float32) * scale).astype(d.dtype), (dhead, dx_BTD))
+    return dhead, dx_BTD, None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _loss(logits_BTV: jax.Array, targets_BT: jax.Array, cap: Softcap | None):
+    """Return every token's loss, and of its softmax the shift below which all exponents lie and the sum."""
     z_BTV = softcap(logits_BTV, cap)
-    exp_BTV = jnp.exp(z_BTV - 2 * cap)
-    sum_BT = jnp.sum(exp_BTV, axis=-1)
-    z_target_BT = jnp.take_along_axis(z_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    return 2 * cap + jnp.log(sum_BT) - z_target_BT, z_BTV, exp_BTV, sum_BT
+    shift_BT = jnp.full(targets_BT.shape, cap.bound, jnp.float32) if cap else jnp.max(z_BTV, axis=-1)
+    sum_BT = jnp.sum(jnp.exp(z_BTV - shift_BT[..., None]), axis=-1)
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    return shift_BT + jnp.log(sum_BT) - softcap(target_BT, cap), shift_BT, sum_BT
+
+
+def _dlogits(logits_BTV, targets_BT, share_BT, shift_BT, sum_BT, cap: Softcap | None):
+    """Return the loss's gradient, times ``share_BT``, with respect to raw logits, in their dtype."""
+    logits32_BTV = logits_BTV.astype(jnp.float32)
+    slope_BTV = jnp.ones_like(logits32_BTV)
+    z_BTV, slope_BTV = jax.jvp(cap.bend, (logits32_BTV,), (slope_BTV,)) if cap else (logits32_BTV, slope_BTV)
+    hit_BTV = targets_BT[..., None] == jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2)
+    p_BTV = jnp.exp(z_BTV - shift_BT[..., None]) * (1 / sum_BT)[..., None]
+    return (share_BT[..., None] * (p_BTV - hit_BTV) * slope_BTV).astype(logits_BTV.dtype)
 
 
 def _total(loss_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
@@ -58,26 +133,22 @@ def _total(loss_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(loss_BT * weights_BT, axis=1))
 
 
-def _forward(x_BTD, head_DV, targets_BT, weights_BT, cap, chunk):
-    losses, dx = [], []
-    dhead_DV = jnp.zeros(head_DV.shape, jnp.float32)
-    for x, targets, weights in _chunks(x_BTD, targets_BT, weights_BT, chunk):
-        loss, z_BTV, exp_BTV, sum_BT = _chunk(x, head_DV, targets, cap)
-        hit_BTV = targets[..., None] == jnp.arange(head_DV.shape[1])[None, None]
-        dz_BTV = weights[..., None] * (exp_BTV / sum_BT[..., None] - hit_BTV)
-        dlogits_BTV = (dz_BTV * z_BTV * (1 - z_BTV / (2 * cap)) * (2 / cap)).astype(x.dtype)
-        losses.append(loss)
-        dx.append(jnp.einsum("btv,dv->btd", dlogits_BTV, head_DV))
-        dhead_DV += jnp.einsum("btd,btv->dv", x, dlogits_BTV, preferred_element_type=jnp.float32)
-    loss_BT = jnp.concatenate(losses, axis=1)
-    saved = jnp.concatenate(dx, axis=1), dhead_DV.astype(head_DV.dtype)
-    return (_total(loss_BT, weights_BT), loss_BT), saved
+def _over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | None):
+    """Fold ``of_chunk(carry, *slices) -> (carry, outputs)`` over slices of T; outputs are joined along T."""
+    length = arrays_BT[0].shape[1]
+    size = min(chunk or length, length)
+    # A loop, because chunks written out one by one depend on nothing of each other: the GPU scheduler then starts
+    # all their products at once (26 GB instead of 2 for an evaluation row of 16 chunks).
+    looped = length // size if length > size else 0
+    parts = []
+    if looped:
 
+        def step(carry, start):
+            return of_chunk(carry, *(jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in arrays_BT))
 
-def _backward(cap: float, chunk: int, saved: Saved, cotangents: tuple[jax.Array, jax.Array]):
-    dx_BTD, dhead_DV = saved
-    scale = cotangents[0]
-    return (dx_BTD * scale.astype(dx_BTD.dtype), dhead_DV * scale.astype(dhead_DV.dtype), None, None)
-
-
-softcapped_cross_entropy.defvjp(_forward, _backward)
+        carry, stacked = jax.lax.scan(step, carry, size * jnp.arange(looped))
+        parts = [jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:]), stacked)]
+    if looped * size < length:
+        carry, rest = of_chunk(carry, *(a[:, looped * size :] for a in arrays_BT))
+        parts.append(rest)
+    return carry, jax.tree.map(lambda *p: jnp.concatenate(p, axis=1), *parts)

@@ -16,8 +16,9 @@ import optax
 from jax.nn import initializers
 
 from jspeed.model.attention import attention
+from jspeed.model.fp8 import matmul
 from jspeed.model.layers import relu_squared, rms_norm, rotary
-from jspeed.model.losses import softcap, softcapped_cross_entropy
+from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
 from jspeed.optim.muon import muon
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
@@ -66,7 +67,7 @@ PARAMETERS = {
     "out": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "heads", "model"), zeros, "blocks"),
     "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("matrix", "model", "mlp"), scaled, "blocks"),
     "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("matrix", "mlp", "model"), zeros, "blocks"),
-    "head": ParamSpec((WIDTH, VOCAB), ("model", "vocab"), zeros, "head"),
+    "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), zeros, "head"),
 }
 
 
@@ -86,9 +87,14 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     return rms_norm(x_BTD)
 
 
+def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    """Return raw logits ``[B, T, V]``."""
+    return matmul(x_BTD, head_VD, scales=None)
+
+
 def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return softcapped logits ``[B, T, V]``."""
-    return softcap(hidden(params, tokens_BT, ctx) @ params["head"], SOFTCAP)
+    return softcap(head(params["head"], hidden(params, tokens_BT, ctx)), sigmoid_cap(SOFTCAP))
 
 
 def loss(
@@ -100,7 +106,8 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
     x_BTD = hidden(params, tokens_BT, ctx)
-    return softcapped_cross_entropy(x_BTD, params["head"], targets_BT, weights_BT, SOFTCAP, chunk=LANE_LEN)
+    cap = sigmoid_cap(SOFTCAP)
+    return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=cap)
 
 
 def falling(peak: float) -> optax.Schedule:

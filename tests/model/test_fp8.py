@@ -1,0 +1,82 @@
+"""FP8 products against NumPy with ml_dtypes' casts and float64 sums."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jspeed.model.fp8 import E4M3, E5M2, Scales, matmul, quantise
+
+SCALES = Scales(x=4 / 448, w=2 / 448, grad=0.75 / 448)
+
+
+def rounded(a, scale, dtype) -> np.ndarray:
+    """``a / scale`` as an 8-bit float, in float64; ml_dtypes rounds, the clip is ours."""
+    limit = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(np.asarray(a, np.float64) / scale, -limit, limit).astype(dtype).astype(np.float64)
+
+
+@pytest.fixture
+def case():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 5, 32)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(48, 32)) / 2, jnp.float32)
+    g = jnp.asarray(rng.normal(size=(2, 5, 48)) / 10, jnp.float32)
+    return x, w, g
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)])
+def test_product_and_gradients(case, dtype, tolerance):
+    x, w, g = case
+    x, g = x.astype(dtype), g.astype(dtype)
+    y, pull = jax.vjp(lambda x, w: matmul(x, w, SCALES), x, w)
+    dx, dw = pull(g)
+    xq, wq = rounded(x, SCALES.x, ml_dtypes.float8_e4m3fn), rounded(w, SCALES.w, ml_dtypes.float8_e4m3fn)
+    gq = rounded(g, SCALES.grad, ml_dtypes.float8_e5m2)
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
+    expected = (
+        np.einsum("btd,vd->btv", xq, wq) * SCALES.x * SCALES.w,
+        np.einsum("btv,vd->btd", gq, wq) * SCALES.grad * SCALES.w,
+        np.einsum("btv,btd->vd", gq, xq) * SCALES.grad * SCALES.x,
+    )
+    for found, value in zip((y, dx, dw), expected, strict=True):
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), value, rtol=tolerance, atol=tolerance * np.abs(value).max()
+        )
+    # And near the product that was asked for.
+    plain = np.einsum("btd,vd->btv", x.astype(jnp.float32), w)
+    assert 1e-3 < np.abs(np.asarray(y, np.float32) - plain).max() / np.abs(plain).max() < 0.06
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_without_scales_it_is_the_plain_product(case, dtype):
+    x, w, g = case
+    x, g = x.astype(dtype), g.astype(dtype)
+    y, pull = jax.vjp(lambda x, w: matmul(x, w, None), x, w)
+    dx, dw = pull(g)
+    assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
+    x64, g64 = np.asarray(x, np.float64), np.asarray(g, np.float64)
+    w64 = np.asarray(w.astype(dtype), np.float64)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-7
+    np.testing.assert_allclose(np.asarray(y, np.float64), x64 @ w64.T, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), g64 @ w64, rtol=tolerance, atol=tolerance)
+    # The weight's gradient is fp32, not a bf16 number in an fp32 array.
+    np.testing.assert_allclose(dw, np.einsum("btv,btd->vd", g64, x64), rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_saturates():
+    far = jnp.asarray([1e6, -1e6, jnp.inf, 449.0, -460.0, 1.0])
+    np.testing.assert_array_equal(quantise(far, 1.0, E4M3).astype(jnp.float32), [448, -448, 448, 448, -448, 1])
+    limit = float(jnp.finfo(E5M2).max)
+    np.testing.assert_array_equal(quantise(far, 1.0, E5M2).astype(jnp.float32), [limit, -limit, limit, 448, -448, 1])
+    assert np.isnan(quantise(jnp.asarray([jnp.nan]), 1.0, E4M3).astype(jnp.float32)).all()
+    x, w = jnp.full((3, 16), 1e9), jnp.full((8, 16), -1e9)
+    y, pull = jax.vjp(lambda x, w: matmul(x, w, SCALES), x, w)
+    assert all(np.isfinite(a).all() for a in (y, *pull(jnp.full((3, 8), 1e9))))
+
+
+def test_small_gradients_survive_what_e4m3_would_lose():
+    tiny = jnp.asarray([2.0**-16, 2.0**-14])
+    np.testing.assert_array_equal(quantise(tiny, 1.0, E5M2).astype(jnp.float32), tiny)
+    np.testing.assert_array_equal(quantise(tiny, 1.0, E4M3).astype(jnp.float32), [0, 0])
