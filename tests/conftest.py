@@ -1,9 +1,12 @@
-"""Eight virtual CPU devices and strict numerics for every test."""
+"""Eight virtual CPU devices and strict numerics for every test; tests/gpu runs in a session of its own."""
+
+import os
 
 import jax
 import pytest
 
-jax.config.update("jax_platforms", "cpu")
+if not os.environ.get("JSPEED_TEST_GPU"):
+    jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

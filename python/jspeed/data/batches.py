@@ -24,7 +24,7 @@ def to_global(batch: Batch, sharding: NamedSharding) -> GlobalBatch:
 
     What crosses to the devices is one array of tokens as they are stored, inputs and targets at once, and the
     table of offsets and the mask only where the loader makes them. Document numbers follow from the tokens on the
-    device: :func:`jspeed.model.attention.document_ids`.
+    device: :func:`jspeed.model.attention.find_documents`.
     """
 
     def spread(local):

@@ -1,14 +1,47 @@
-"""Causal attention over packed lanes, in blocks of queries so that no key that is masked for all of them is read."""
+"""Causal attention over packed lanes: which keys a query sees, the reference that runs anywhere, and the choice."""
+
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jspeed.errors import BadInput, nearest
+from jspeed.model import kernels
+
+BACKENDS = ("xla", "cudnn", "fa4")
 QUERY_BLOCK = 128
+UNROLLED_BLOCKS = 16
+"""Lanes of more query blocks than this are looped over instead of written out."""
 
 
-def document_ids(tokens_BT: jax.Array, bos_id: int) -> jax.Array:
-    """Number the documents of each row: int32 ``[B, T]``, one more at every ``bos_id``."""
-    return jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
+class Documents(NamedTuple):
+    """Which document every token of a batch lies in. Made once by :func:`find_documents`, read by every layer."""
+
+    ids: jax.Array
+    """int32 ``[B, T]``: 0 for the first piece of the lane, one more at every document start after it."""
+    offsets: jax.Array | None = None
+    """int32 ``[B, max_docs + 1]``: where each piece starts, then T; None when nobody said how many there may be."""
+
+
+def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = None) -> Documents:
+    """Number the documents of each lane, and with ``max_docs`` say where they start, as the loader's own table does.
+
+    A document starts at every ``bos_id``. A lane need not begin with one: its first piece starts at 0 either way,
+    so that a lane of n pieces always fills n slots. When a lane has more than ``max_docs`` pieces, its last offset
+    is less than T, which is how the backends that read offsets know. The loader refuses such lanes in training
+    (DocOverflowError).
+    """
+    ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
+    ids_BT -= ids_BT[:, :1]
+    if max_docs is None:
+        return Documents(ids_BT)
+    if max_docs < 1:
+        raise BadInput(f"max_docs={max_docs}, but a lane holds at least one document; give 1 or more")
+    # A binary search in the sorted ids, because what scatters (nonzero, bincount) is a loop of contended atomics on
+    # the GPU with jaxlib 0.10.2; unrolled, because a loop of log2(T) tiny steps costs more to launch than to run.
+    search = partial(jnp.searchsorted, v=jnp.arange(max_docs + 1, dtype=jnp.int32), method="scan_unrolled")
+    return Documents(ids_BT, jax.vmap(search)(ids_BT).astype(jnp.int32))
 
 
 def attention(
@@ -17,32 +50,126 @@ def attention(
     v_BTHK: jax.Array,
     *,
     scale: float,
-    documents: jax.Array | None = None,
+    documents: Documents | None = None,
     window: int | None = None,
+    backend: str = "xla",
 ) -> jax.Array:
     """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, dtype of ``v_BTHK``.
 
     A query at t sees key s when t - ``window`` < s <= t (``window`` counts the query itself; ``None`` is no
-    limit) and, with ``documents`` (int32 ``[B, T]``, see :func:`document_ids`), both lie in one document.
-    Scores and softmax are fp32. Memory grows with T x min(T, window + QUERY_BLOCK), not with T squared.
+    limit) and, with ``documents``, both lie in one document. Scores and softmax are fp32. The arrays are those of
+    one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
+
+    ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
+    others (:mod:`jspeed.model.kernels`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more than
+    ``max_docs`` documents comes out as NaN, never as a mask that is quietly another one. Raises BadInput for what a
+    backend cannot do.
     """
+    if backend not in BACKENDS:
+        raise BadInput(
+            f"attention backend {backend!r} is not known; choose {', '.join(BACKENDS)}{nearest(backend, BACKENDS)}"
+        )
+    if window is not None and window < 1:
+        raise BadInput(f"attention window={window}, but it counts the query itself; give 1 or more, or None")
+    if window is not None and window >= q_BTHK.shape[1]:
+        window = None
+    if backend == "xla":
+        ids_BT = None if documents is None else documents.ids
+        short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
+        path = _unrolled if short else _looped
+        return path(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window)
+    if documents is not None and documents.offsets is None:
+        raise BadInput(
+            f"attention backend '{backend}' reads where documents start; give find_documents a max_docs, "
+            "or choose backend 'xla'"
+        )
+    offsets_BO = None if documents is None else documents.offsets
+    kernel = kernels.cudnn if backend == "cudnn" else kernels.fa4
+    return kernel(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window)
+
+
+def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window):
+    """Attend from queries at positions ``t_T`` to keys at positions ``s_S``."""
+    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
+    distance_TS = t_T[:, None] - s_S[None, :]
+    seen = distance_TS >= 0
+    if window is not None:
+        seen &= distance_TS < window
+    seen = seen[None, None]
+    if query_ids_BT is not None:
+        seen = seen & (query_ids_BT[:, None, :, None] == key_ids_BS[:, None, None, :])
+    weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1)
+    return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
+
+
+def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
+    """Every block of queries written out, each with exactly the keys that one of them sees: fastest, long program."""
     length = q_BTHK.shape[1]
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)
         first = 0 if window is None else max(0, start - window + 1)
         query, key = slice(start, stop), slice(first, stop)
-        scores_BHTS = jnp.einsum(
-            "bthk,bshk->bhts", q_BTHK[:, query], k_BTHK[:, key], preferred_element_type=jnp.float32
-        )
-        distance_TS = jnp.arange(start, stop)[:, None] - jnp.arange(first, stop)[None, :]
-        seen = distance_TS >= 0
-        if window is not None:
-            seen &= distance_TS < window
-        seen = seen[None, None]
-        if documents is not None:
-            same = documents[:, query, None] == documents[:, None, key]
-            seen = seen & same[:, None]
-        weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1)
-        blocks.append(jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BTHK.dtype), v_BTHK[:, key]))
+        ids = (None, None) if ids_BT is None else (ids_BT[:, query], ids_BT[:, key])
+        positions = jnp.arange(start, stop), jnp.arange(first, stop)
+        blocks.append(_block(q_BTHK[:, query], k_BTHK[:, key], v_BTHK[:, key], *positions, *ids, scale, window))
     return jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
+
+
+def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
+    """One block of queries as the body of two loops: the program does not grow with T.
+
+    The lane is cut into spans no shorter than the window, so that a query sees its own span and the one before. The
+    outer loop carries spans, the inner one slices keys out of two of them: sliced out of the whole lane instead,
+    their gradients would be added to an array of length T once for every block. Blocks are recomputed in the
+    backward pass.
+    """
+    length = q_BTHK.shape[1]
+    if ids_BT is None:
+        ids_BT = jnp.zeros(q_BTHK.shape[:2], jnp.int32)
+    span = -(-(window or length) // QUERY_BLOCK) * QUERY_BLOCK
+    spans = -(-length // span)
+    before, keys = (span, span + QUERY_BLOCK) if spans > 1 else (0, span)
+
+    def with_previous(x_NBS):
+        if not before:
+            return x_NBS
+        return jnp.concatenate([jnp.concatenate([jnp.zeros_like(x_NBS[:1]), x_NBS[:-1]]), x_NBS], axis=2)
+
+    def one_span(of_span):
+        begin, q_BRHK, query_ids_BR, *of_keys = of_span
+
+        @partial(jax.checkpoint, prevent_cse=False)  # the loop keeps it from being merged
+        def one_block(of_block):
+            start, q_BTHK, query_ids_BT = of_block
+            first = start if before else 0
+            k, v, key_ids = (jax.lax.dynamic_slice_in_dim(x, first, keys, axis=1) for x in of_keys)
+            t_T = begin + start + jnp.arange(QUERY_BLOCK)
+            s_S = begin - before + first + jnp.arange(keys)
+            s_S = jnp.where(s_S < 0, length + span, s_S)  # nothing lies before the lane: out of sight, as the future
+            return _block(q_BTHK, k, v, t_T, s_S, query_ids_BT, key_ids, scale, window)
+
+        starts = jnp.arange(0, span, QUERY_BLOCK)
+        return _join(jax.lax.map(one_block, (starts, _cut(q_BRHK, QUERY_BLOCK), _cut(query_ids_BR, QUERY_BLOCK))))
+
+    q, k, v, ids = (_cut(x, span) for x in (q_BTHK, k_BTHK, v_BTHK, ids_BT))
+    begins = jnp.arange(0, spans * span, span)
+    out = jax.lax.map(one_span, (begins, q, ids, with_previous(k), with_previous(v), with_previous(ids)))
+    return _join(out)[:, :length]
+
+
+def _cut(x_BT: jax.Array, size: int) -> jax.Array:
+    """Cut axis 1 into pieces of ``size``, the last padded with zeros: ``[B, T, ...]`` to ``[N, B, size, ...]``.
+
+    Queries of the padding see their own padded key, so that no row of scores is empty and no gradient NaN.
+    """
+    rows, length, *rest = x_BT.shape
+    pieces = -(-length // size)
+    x_BT = jnp.pad(x_BT, [(0, 0), (0, pieces * size - length)] + [(0, 0)] * len(rest))
+    return jnp.moveaxis(x_BT.reshape(rows, pieces, size, *rest), 1, 0)
+
+
+def _join(x_NBS: jax.Array) -> jax.Array:
+    """Undo :func:`_cut`, padding kept: ``[N, B, size, ...]`` to ``[B, N * size, ...]``."""
+    pieces, rows, size, *rest = x_NBS.shape
+    return jnp.moveaxis(x_NBS, 0, 1).reshape(rows, pieces * size, *rest)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.nn import initializers
 
-from jspeed.model.attention import attention, document_ids
+from jspeed.model.attention import attention, find_documents
 from jspeed.model.fp8 import matmul
 from jspeed.model.layers import relu_squared, rms_norm, rotary
 from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
@@ -74,7 +74,7 @@ PARAMETERS = {
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: fp32 ``[B, T, D]``."""
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents = document_ids(tokens_BT, BOS)
+    documents = find_documents(tokens_BT, BOS)
     x_BTD = rms_norm(params["embed"][tokens_BT])
     for layer in range(LAYERS):
         a_BTD = rms_norm(x_BTD)

@@ -1,0 +1,163 @@
+"""Fused attention kernels of others, asked for packed lanes: how each wants to hear where documents lie.
+
+All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
+``offsets_BO`` as in ``Documents.offsets``. Libraries are imported when called: none is needed to run elsewhere.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from jspeed.errors import BadInput
+
+
+def cudnn(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    *,
+    scale: float,
+    offsets_BO: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO`` are given.
+
+    This is the layer under ``jax.nn.dot_product_attention``, which has no offsets yet
+    (https://github.com/jax-ml/jax/pull/29731). The softmax statistic kept for the backward pass is fp32
+    ``[B * max_docs, H, T]``, so ``max_docs`` costs memory: 100 MB a layer for 8 lanes of 8,192 tokens, 64
+    documents, 6 heads. Known to be wrong: cuDNN 9.10.0 and 9.10.1 (16-bit attention) and 9.14.0 (packed with a
+    window, more than 1,024 keys), after TransformerEngine's list in transformer_engine/common/fused_attn.
+
+    Raises BadInput for other types, a head width that is no multiple of 8 or above 128 (Hopper and newer: 256),
+    arrays of 2**31 elements, no CUDA plugin, and packed lanes on GPUs before Hopper.
+    """
+    _check("cudnn", q_BTHK, k_BTHK, v_BTHK)
+    if offsets_BO is not None and q_BTHK.size >= 2**31:
+        raise BadInput(
+            f"attention backend 'cudnn' counts elements in int32, found {q_BTHK.size:,} in a batch of "
+            f"{q_BTHK.shape[0]} lanes; take fewer lanes at a time"
+        )
+    # Private: signature and checks as of jax 0.10.2 to 0.11.0, which pyproject.toml bounds.
+    from jax._src.cudnn import fused_attention_stablehlo as fused
+
+    try:
+        fused.check_cudnn_version()
+    except RuntimeError:
+        raise BadInput("attention backend 'cudnn' finds no cuDNN; install jspeed[cuda12] or choose 'xla'") from None
+    mask, lengths_BM, starts_BO = fused.MaskType.CAUSAL, None, None
+    if offsets_BO is not None:
+        mask = fused.MaskType.PADDING_CAUSAL
+        lengths_BM, starts_BO = cudnn_places(offsets_BO, q_BTHK.shape[1])
+        q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+    try:
+        return fused.dot_product_attention(
+            q_BTHK,
+            k_BTHK,
+            v_BTHK,
+            q_seqlen=lengths_BM,
+            kv_seqlen=lengths_BM,
+            q_offsets=starts_BO,
+            kv_offsets=starts_BO,
+            scale=scale,
+            mask_type=mask,
+            sliding_window_length=window,
+        )
+    except NotImplementedError as error:
+        raise BadInput(f"attention backend 'cudnn' cannot do this here ({error}); choose another backend") from error
+
+
+def cudnn_places(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Return (lengths ``[B, M]``, starts ``[B, M + 1]``) of the documents, int32, -1 in unused slots.
+
+    jax moves what is not -1 to the left over all lanes, lengths and starts each on their own, and pairs them by
+    order: so a lane must have as many starts as lengths, and no end after its last start. M is ``max_docs``, but
+    at least 2, since jax takes one slot to mean that nothing is packed.
+    """
+    starts_BM, ends_BM = _slots(offsets_BO, length)
+    used = ends_BM > starts_BM
+    lengths_BM, starts_BM = (jnp.where(used, x, -1) for x in (ends_BM - starts_BM, starts_BM))
+    slots = max(starts_BM.shape[1], 2)
+
+    def padded(x_BM: jax.Array, size: int) -> jax.Array:
+        return jnp.pad(x_BM, ((0, 0), (0, size - x_BM.shape[1])), constant_values=-1)
+
+    return padded(lengths_BM, slots), padded(starts_BM, slots + 1)
+
+
+def fa4(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    *,
+    scale: float,
+    offsets_BO: jax.Array | None,
+    window: int | None,
+    implementation: str = "cute",
+) -> jax.Array:
+    """Attend with FlashAttention 4 (fa4-jax), all lanes as one axis of tokens: blocks out of sight are skipped.
+
+    Its backward pass is not deterministic. Inside ``jax.shard_map`` it needs ``check_vma=False``: its gradients do
+    not say over which axes they vary. ``implementation="reference"`` is the package's own jnp version, for tests.
+    Raises BadInput without the package, for types other than bf16 and fp16, and for a head width that is no
+    multiple of 8 or above 256.
+    """
+    if importlib.util.find_spec("fa4_jax") is None:
+        raise BadInput(
+            "attention backend 'fa4' needs the package fa4-jax, which is not installed; "
+            "pip install 'jspeed[fa4]' with Python 3.12 or newer, or choose 'cudnn'"
+        )
+    _check("fa4", q_BTHK, k_BTHK, v_BTHK)
+    from fa4_jax import flash_attn, flash_attn_varlen
+
+    # The package counts the keys before the query, jspeed the query too.
+    sides = None if window is None else (window - 1, 0)
+    rest = {"causal": True, "window_size": sides, "scale": scale, "backend": implementation}
+    if offsets_BO is None:
+        return flash_attn(q_BTHK, k_BTHK, v_BTHK, **rest)
+    q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+    bounds_O = flat_bounds(offsets_BO, q_BTHK.shape[1])
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q_BTHK, k_BTHK, v_BTHK)]
+    return flash_attn_varlen(*flat, bounds_O, bounds_O, **rest).reshape(v_BTHK.shape)
+
+
+def flat_bounds(offsets_BO: jax.Array, length: int) -> jax.Array:
+    """Return the bounds of all documents on one axis of B x T tokens: int32 ``[B * max_docs + 1]``, from 0 to B x T.
+
+    Unused slots are bounds given twice. A lane's end is the next one's start and so is not given.
+    """
+    lanes = offsets_BO.shape[0]
+    starts_BM, _ = _slots(offsets_BO, length)
+    starts_BM += length * jnp.arange(lanes, dtype=jnp.int32)[:, None]
+    return jnp.concatenate([starts_BM.reshape(-1), jnp.full(1, lanes * length, jnp.int32)])
+
+
+def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:
+    """Make the queries NaN in lanes of more documents than slots, and with them outputs, gradients and the loss.
+
+    Queries, because they come out of a normalisation or rotation into which this fuses; outputs would be read and
+    written once more.
+    """
+    overflown_B = offsets_BO[:, -1] < q_BTHK.shape[1]
+    return q_BTHK * jnp.where(overflown_B, jnp.nan, 1).astype(q_BTHK.dtype)[:, None, None, None]
+
+
+def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Return (starts, ends) ``[B, M]``. The last slot ends with the lane, so that no token is left without one.
+
+    Kernels do not write outputs of tokens outside of every slot; in a lane that overflows these would be whatever
+    memory held, where NaN is promised.
+    """
+    end_B1 = jnp.full_like(offsets_BO[:, :1], length)
+    return offsets_BO[:, :-1], jnp.concatenate([offsets_BO[:, 1:-1], end_B1], axis=1)
+
+
+def _check(backend: str, *qkv: jax.Array) -> None:
+    for name, x in zip("qkv", qkv, strict=True):
+        if x.dtype not in (jnp.bfloat16, jnp.float16):
+            raise BadInput(f"attention backend '{backend}' takes bfloat16 or float16, found {name} in {x.dtype}")
+        if x.shape != qkv[0].shape:
+            raise BadInput(f"attention backend '{backend}' takes q, k, v of one shape, found {[x.shape for x in qkv]}")
+    width = qkv[0].shape[-1]
+    if width % 8 or width > 256:
+        raise BadInput(f"attention backend '{backend}' takes head widths 8, 16, ... 256, found {width}")
