@@ -8,16 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")  # bf16[8,128]; layouts stand in braces and never look like this
+ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")  # bf16[8,<=128], a bound counting as the size; layouts have no brackets
 CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=")
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
+COLLECTIVES = frozenset(
+    "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
 # Results that are somebody else's memory: an argument, a part of it, another view of it, a loop's initial value.
 NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async"}
@@ -79,11 +73,10 @@ class Buffer(NamedTuple):
 def instructions(text: str) -> list[Instruction]:
     """Return the instructions of all computations, in the order of the text (the schedule, if it is scheduled)."""
     frames = _source_lines(text)
-    found = []
-    computation = ""
+    found, computation = [], ""
     for line in text.splitlines():
         if line.endswith("{") and " -> " in line:
-            computation = _bare(line.removeprefix("ENTRY ").split(" ", 1)[0])
+            computation = line.removeprefix("ENTRY ").split(" ", 1)[0].removeprefix("%")
         elif line.startswith("  ") and " = " in line:
             found.append(_instruction(line.strip().removeprefix("ROOT "), computation, frames))
     return found
@@ -125,9 +118,8 @@ def paired(steps: list[Instruction]) -> list[Instruction]:
 
 def entry(text: str) -> str:
     """Return the name of the entry computation. Raises ``ValueError`` when the text is not HLO."""
-    for line in text.splitlines():
-        if line.startswith("ENTRY "):
-            return _bare(line.split(" ")[1])
+    if found := re.search(r"^ENTRY %?([^\s(]+)", text, re.MULTILINE):
+        return found[1]
     raise ValueError("no ENTRY computation: this is not the text of an HLO module")
 
 
@@ -143,10 +135,9 @@ def collectives(text: str) -> list[Collective]:
     found = []
     for step in steps:
         if step.opcode in COLLECTIVES:
-            group = _group(step.attributes, text)
+            group = _group(step.attributes, text.partition("\n")[0])
             whole = step.bytes * (group if step.opcode == "reduce-scatter" else 1)
-            apart = step.asynchronous or step.computation in wrapped
-            overlaps = apart and '"is_sync":true' not in step.attributes
+            overlaps = (step.asynchronous or step.computation in wrapped) and '"is_sync":true' not in step.attributes
             found.append(Collective(step.opcode, step.arrays, whole, group, overlaps, step))
     return found
 
@@ -176,9 +167,9 @@ def _instruction(line: str, computation: str, frames: dict[str, str]) -> Instruc
     end = len(opcode) + _closing(rest[len(opcode) :])
     operands, attributes = rest[len(opcode) + 1 : end - 1], rest[end:].lstrip(", ")
     return Instruction(
-        name=_bare(name),
+        name=name.removeprefix("%"),
         opcode=opcode,
-        arrays=tuple(Array(dtype, _numbers(dims)) for dtype, dims in ARRAY.findall(shape)),
+        arrays=tuple(Array(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in ARRAY.findall(shape)),
         operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
         calls=tuple(_called(attributes)),
         target=_quoted(attributes, "custom_call_target="),
@@ -194,25 +185,23 @@ def _called(attributes: str) -> Iterator[str]:
     for match in CALLED.finditer(attributes):
         rest = attributes[match.end() :]
         listed = rest[1 : rest.index("}")] if rest.startswith("{") else re.split(r"[,\s]", rest, maxsplit=1)[0]
-        yield from (_bare(name.strip()) for name in listed.split(","))
+        yield from (name.strip().removeprefix("%") for name in listed.split(","))
 
 
-def _group(attributes: str, text: str) -> int:
-    """Number of devices in each replica group; the text has four ways to write groups, one of them nothing."""
+def _group(attributes: str, header: str) -> int:
+    """Number of devices in each replica group. There are four ways to write groups; an empty one means all devices."""
     _, found, rest = attributes.partition("replica_groups=")
     if found and (listed := re.match(r"\{\{([\d,]+)\}", rest)):  # {{0,1},{2,3}}
         return len(listed[1].split(","))
     if found and (counted := re.match(r"\[\d+,(\d+)\]<=", rest)):  # [groups,size]<=[order]
         return int(counted[1])
-    if found and rest.startswith("mesh["):  # mesh['data'=4,'model'=2] {'data'}
+    if found and rest.startswith("mesh["):  # mesh['data'=4,'model'=2] {'data'}; part of an axis: 'data':(before)size
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", rest[: rest.index("]")]))
         axes = rest[rest.index("{") + 1 : rest.index("}")]
-        # A part of an axis is 'data':(before)size.
         return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes))
     if "source_target_pairs=" in attributes:
         pairs = attributes.partition("source_target_pairs=")[2].split("}}")[0]
         return len({device for pair in re.findall(r"(\d+),(\d+)", pairs) for device in pair})
-    header = text[: text.find("\n")]  # no groups: all devices
     return int(_word(header, "num_partitions=") or 1) * int(_word(header, "replica_count=") or 1)
 
 
@@ -232,8 +221,7 @@ def _source_lines(text: str) -> dict[str, str]:
 
     def place(row: str) -> str:
         location = places[_word(row, "file_location_id=")]
-        name = files[_word(location, "file_name_id=")]
-        return name.strip('"') + ":" + _word(location, "line=")
+        return files[_word(location, "file_name_id=")].strip('"') + ":" + _word(location, "line=")
 
     return {number: place(row) for number, row in tables.get("StackFrames", {}).items()}
 
@@ -249,15 +237,6 @@ def _closing(text: str) -> int:
             if depth == 0:
                 return index + 1
     raise ValueError(f"unbalanced parentheses in HLO: {text[:100]}")
-
-
-def _numbers(dims: str) -> tuple[int, ...]:
-    """The sizes in ``8,<=128``; a bound counts as the size."""
-    return tuple(int(size) for size in dims.replace("<=", "").split(",") if size)
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix("%")
 
 
 def _quoted(text: str, key: str) -> str:
