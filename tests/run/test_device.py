@@ -74,22 +74,20 @@ def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
 
 
 def test_out_of_memory_is_found_at_compile_with_what_fits():
-    recipe, mesh = find("stdlib", [*TOYS["stdlib"], "LANE_LEN=128", "MLP_WIDTH=512"]).recipe, mesh_of(1)
+    recipe, mesh = find("stdlib", [*TOYS["stdlib"], "LANES=2", "LANE_LEN=256", "LAYERS=1"]).recipe, mesh_of(1)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
 
-    def needs(tokens):
-        step, _ = program.fit(recipe, stage, mesh, "zero1", cpu, tokens)
-        return program.memory_needed(step)
+    def needs(parts):
+        return program.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
 
-    large, small = needs(512), needs(128)
+    large, small = needs(1), needs(2)
     assert small < large
     tight = dataclasses.replace(cpu, memory=(small + large) // 2)
-    with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* \d+ tokens need .* GB and fit"):
+    with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* 256 tokens need .* GB and fit"):
         program.fit(recipe, stage, mesh, "zero1", tight, 512)
-    _, parts = program.fit(recipe, stage, mesh, "zero1", tight, None)
-    assert parts > 2
-    with pytest.raises(BadInput, match="with one lane of 128 tokens at once"):
-        program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), None)
+    assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 2
+    with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
+        program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
 
 
 @pytest.mark.parametrize("text", ["data", "data=x", "model=2", "data=0", "data=-1,model=-1"])

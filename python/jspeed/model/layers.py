@@ -86,8 +86,8 @@ def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializ
     """Like ``init`` on a bank ``[matrices, in, out]``, but with every ``n``-th matrix zero: the projections that
     write to the residual stream, so that a block starts as the identity (modded-nanogpt, record 5)."""
 
-    def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    def draw(key: jax.Array, shape: Any, dtype: Any = jnp.float32, out_sharding: Any = None) -> jax.Array:
         drawn = (np.arange(shape[0]) % n != n - 1).astype(dtype)
-        return init(key, shape, dtype) * drawn[:, None, None]
+        return init(key, shape, dtype, out_sharding) * drawn[:, None, None]
 
     return draw

@@ -122,7 +122,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     attending = [layer for layer in range(LAYERS) if layer != NO_ATTENTION]
 
     x_BTD = start_BTD = rms_norm(lookup(params["embed"], tokens_BT))
-    first_half = []
+    first_half: list[jax.Array] = []
     for layer in range(LAYERS):
         if layer >= HALF:
             x_BTD = mix(x_BTD, first_half.pop(), 1.0, params["skip_scales"][layer - HALF])
@@ -135,8 +135,15 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             k_BTHK = rotary(rms_norm((a_BTD @ key).reshape(heads)))
             v_BTHK = (a_BTD @ value).reshape(heads)
             v_BTHK = mix(v_BTHK, value_of.get(layer, 0.0), *params["value_scales"][layer])
-            seen = {"documents": documents, "window": windows[layer], "backend": ctx.attention}
-            y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE, **seen)
+            y_BTHK = attention(
+                q_BTHK,
+                k_BTHK,
+                v_BTHK,
+                scale=ATTENTION_SCALE,
+                documents=documents,
+                window=windows[layer],
+                backend=ctx.attention,
+            )
             gate_BTH = jax.nn.sigmoid(a_BTD[..., :GATE_WIDTH] @ params["gate"][layer])
             x_BTD += (y_BTHK * gate_BTH[..., None]).reshape(x_BTD.shape) @ out
         up, down = params["mlp"][2 * layer : 2 * layer + 2]

@@ -1,5 +1,6 @@
 """The executables of a run, compiled ahead for one mesh: initial state, one step per stage, evaluation."""
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,11 @@ from jspeed.run.step import State, evaluate, init_state, train_step
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 # XLA options for GPUs, each with its reason; what is not here is XLA's default.
-GPU_OPTIONS: dict[str, bool | int | str] = {}
+GPU_OPTIONS: dict[str, Any] = {
+    # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
+    # apart, the first bank is orthogonalised while the next is on its way.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
+}
 
 
 @dataclass(frozen=True)
@@ -79,30 +84,32 @@ def fit(
     """
     wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
     lanes = recipe.lanes // mesh.shape["data"]
-    need = 0
+    limit = device.memory or math.inf
+    too_much = 0  # bytes that the micro-batch asked for would need
     for at_once in lanes_at_once(recipe, stage, mesh):
         parts = lanes // at_once
         if parts < wanted:
             continue
         step = compiled(lower_step(recipe, stage, mesh, layout, device, parts), device)
-        needs = memory_needed(step)
-        if device.memory is None or needs <= device.memory:
-            if micro_batch and parts != wanted:
-                raise BadInput(
-                    f"--micro-batch {micro_batch} needs {need / 1e9:.1f} GB a device and there are "
-                    f"{device.memory / 1e9:.1f} GB; {at_once * stage.lane_len} tokens need {needs / 1e9:.1f} GB and fit"
-                )
-            return step, parts
-        need = need or needs
+        need = memory_needed(step)
+        if need > limit:
+            too_much = too_much or need
+            continue
+        if micro_batch and parts != wanted:
+            raise BadInput(
+                f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
+                f"{limit / 1e9:.1f} GB; {at_once * stage.lane_len} tokens need {need / 1e9:.1f} GB and fit"
+            )
+        return step, parts
     raise BadInput(
-        f"recipe {recipe.name} needs {needs / 1e9:.1f} GB a device with one lane of {stage.lane_len} tokens at once "
-        f"and there are {(device.memory or 0) / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
+        f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with one lane of {stage.lane_len} tokens at once "
+        f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
     )
 
 
 def memory_needed(step: jax.stages.Compiled) -> int:
     """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
-    sizes = step.memory_analysis()
+    sizes: Any = step.memory_analysis()
     arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return arrays + sizes.temp_size_in_bytes
 
