@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.plan import hlo
@@ -103,22 +102,3 @@ def test_compiler_options_exist(mesh: Meshes):
     x = array(mesh(1), (8,), jnp.float32)
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(jnp.sin).lower(x).compile(compiler_options={"xla_gpu_enable_tritom_gemm": False})
-
-
-def test_packed_cudnn_attention_passes_its_checks(mesh: Meshes):
-    """Rows of several documents each; JAX lets them through on Hopper and later, which only ``pretend`` can say."""
-    one = mesh(1)
-    rows, length, heads, width, documents = 8, 1024, 6, 128, 4
-    qkv = array(one, (rows, length, heads, width), jnp.bfloat16)
-    lengths, offsets = (array(one, (rows, documents + extra), jnp.int32) for extra in (0, 1))
-
-    def loss(q: jax.Array, lengths: jax.Array, offsets: jax.Array) -> jax.Array:
-        mask = cudnn.MaskType.PADDING_CAUSAL
-        out = cudnn.dot_product_attention(
-            q, q, q, None, None, lengths, lengths, offsets, offsets, mask_type=mask, sliding_window_length=256
-        )
-        return jnp.sum(out.astype(jnp.float32))
-
-    calls = hlo.custom_calls(compiled(jax.grad(loss), qkv, lengths, offsets), "__cudnn$fmha")
-    assert [call.target for call in calls] == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
-    assert hlo.Array("f32", (rows * documents, heads, length)) in calls[0].arrays  # kept for the backward pass

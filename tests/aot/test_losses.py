@@ -1,37 +1,25 @@
 """The loss compiled for an H100 that is not there: FP8 calls, and nothing of fp32 logits' size in memory."""
 
-import importlib.util
 import math
-import re
-from pathlib import Path
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-import jspeed
 from jspeed.model import fp8
 from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
-
-TARGET = Path(jspeed.__file__).parent / "plan" / "targets" / "h100.txtpb"
-PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-
-pytestmark = [
-    pytest.mark.skipif(not any(map(importlib.util.find_spec, PLUGINS)), reason="needs the CUDA plugin; install .[aot]"),
-    pytest.mark.skipif(not TARGET.exists(), reason="needs the description of an H100"),
-]
+from jspeed.plan import hlo
+from jspeed.plan.target import COMPILER_OPTIONS
 
 WIDTH, VOCAB = 768, 50_304
 SCALES = fp8.Scales(100 / 448, 1.6 / 448, 0.75 / 448)
 
 
-@pytest.fixture(scope="module")
-def device():
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGET.read_text(), topology="1x1x1")
-    return NamedSharding(topologies.make_mesh(topology, (1,), ("data",)), PartitionSpec())
+@pytest.fixture
+def device(mesh):
+    return NamedSharding(mesh(1), PartitionSpec())
 
 
 def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True):
@@ -47,42 +35,17 @@ def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True):
     x = array((rows, tokens // rows, WIDTH), jnp.bfloat16)
     w, targets = array((VOCAB, WIDTH), jnp.float32), array((rows, tokens // rows), jnp.int32)
     function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True) if gradient else loss
-    # Without a device nothing is tuned, and the default would be untuned Triton kernels.
-    return jax.jit(function).lower(x, w, targets).compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
-
-
-def operations(program):
-    """Return the instructions that run: those of the program and its loops, not those inside fusions."""
-    text = program.as_text()
-    fusions = set(re.findall(r"calls=(%[\w.-]+)", text))
-    found, skip = [], False
-    for line in text.splitlines():
-        if line.endswith("{"):
-            skip = line.split(" ", 1)[0] in fusions
-        elif " = " in line and not skip:
-            found.append(line.strip())
-    return found
-
-
-def results(line):
-    """Return (dtype, elements) of the arrays an instruction makes."""
-    made = re.split(r" [a-z][\w-]*\(", line.split(" = ", 1)[1], maxsplit=1)[0]
-    return [(d, math.prod(map(int, n.split(","))) if n else 1) for d, n in re.findall(r"(\w+)\[([\d,]*)\]", made)]
+    return jax.jit(function).lower(x, w, targets).compile(compiler_options=COMPILER_OPTIONS)
 
 
 def made(program, size):
-    """Return {dtype: how many} of the arrays of at least ``size`` elements that are written."""
-    found = {}
-    for line in operations(program):
-        if not re.search(r" (parameter|tuple|get-tuple-element|bitcast|while)\(", line):
-            for dtype, elements in results(line):
-                if elements >= size:
-                    found[dtype] = found.get(dtype, 0) + 1
-    return found
+    """Count by dtype the arrays of at least ``size`` elements that are written."""
+    arrays = (buffer.array for buffer in hlo.buffers(program.as_text(), size))
+    return Counter(array.dtype for array in arrays if math.prod(array.dims) >= size)
 
 
 def gemms(program):
-    return [line for line in operations(program) if '"__cublas$lt$matmul$f8"' in line]
+    return [call.attributes for call in hlo.custom_calls(program.as_text(), "__cublas$lt$matmul$f8")]
 
 
 @pytest.mark.parametrize("cap", [sigmoid_cap(15.0), root_cap(15.0)], ids=["sigmoid", "root"])

@@ -1,5 +1,7 @@
 """FP8 products against NumPy with ml_dtypes' casts and float64 sums."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -17,21 +19,25 @@ def rounded(a, scale, dtype) -> np.ndarray:
     return np.clip(np.asarray(a, np.float64) / scale, -limit, limit).astype(dtype).astype(np.float64)
 
 
+@partial(jax.jit, static_argnums=3)
+def products(x, w, g, scales):
+    """The product, and what its gradient ``g`` gives ``x`` and ``w``."""
+    y, pull = jax.vjp(lambda x, w: matmul(x, w, scales), x, w)
+    return y, *pull(g)
+
+
 @pytest.fixture
 def case():
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 5, 32)), jnp.float32)
-    w = jnp.asarray(rng.normal(size=(48, 32)) / 2, jnp.float32)
-    g = jnp.asarray(rng.normal(size=(2, 5, 48)) / 10, jnp.float32)
-    return x, w, g
+    shapes = ((2, 5, 32), 1), ((48, 32), 0.5), ((2, 5, 48), 0.1)
+    return [jnp.asarray((size * rng.normal(size=shape)).astype(np.float32)) for shape, size in shapes]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)])
 def test_product_and_gradients(case, dtype, tolerance):
     x, w, g = case
     x, g = x.astype(dtype), g.astype(dtype)
-    y, pull = jax.vjp(lambda x, w: matmul(x, w, SCALES), x, w)
-    dx, dw = pull(g)
+    y, dx, dw = products(x, w, g, SCALES)
     xq, wq = rounded(x, SCALES.x, ml_dtypes.float8_e4m3fn), rounded(w, SCALES.w, ml_dtypes.float8_e4m3fn)
     gq = rounded(g, SCALES.grad, ml_dtypes.float8_e5m2)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
@@ -53,8 +59,7 @@ def test_product_and_gradients(case, dtype, tolerance):
 def test_without_scales_it_is_the_plain_product(case, dtype):
     x, w, g = case
     x, g = x.astype(dtype), g.astype(dtype)
-    y, pull = jax.vjp(lambda x, w: matmul(x, w, None), x, w)
-    dx, dw = pull(g)
+    y, dx, dw = products(x, w, g, None)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
     x64, g64 = np.asarray(x, np.float64), np.asarray(g, np.float64)
     w64 = np.asarray(w.astype(dtype), np.float64)
@@ -72,8 +77,7 @@ def test_what_does_not_fit_saturates():
     np.testing.assert_array_equal(quantise(far, 1.0, E5M2).astype(jnp.float32), [limit, -limit, limit, 448, -448, 1])
     assert np.isnan(quantise(jnp.asarray([jnp.nan]), 1.0, E4M3).astype(jnp.float32)).all()
     x, w = jnp.full((3, 16), 1e9), jnp.full((8, 16), -1e9)
-    y, pull = jax.vjp(lambda x, w: matmul(x, w, SCALES), x, w)
-    assert all(np.isfinite(a).all() for a in (y, *pull(jnp.full((3, 8), 1e9))))
+    assert all(np.isfinite(a).all() for a in products(x, w, jnp.full((3, 8), 1e9), SCALES))
 
 
 def test_small_gradients_survive_what_e4m3_would_lose():

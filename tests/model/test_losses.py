@@ -25,28 +25,25 @@ def head(params, x):
 def model(params, x, targets, weights, cap):
     """Loss of every token and the weighted sum's gradients, in float64 from the formulas."""
     w, b, x, weights = (np.asarray(a, np.float64) for a in (params["w"], params["b"], x, weights))
-    z, slope = BENDS[cap](x @ w + b[None, None])
+    z, slope = BENDS[cap](x @ w + b)
     p = np.exp(z - z.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    hit = np.eye(len(b))[np.asarray(targets)]
+    hit = np.eye(w.shape[1])[np.asarray(targets)]
     dlogits = weights[..., None] * (p - hit) * slope
-    dhead = {"w": np.einsum("btd,btv->dv", x, dlogits), "b": dlogits.sum((0, 1))}
+    dhead = {"w": np.einsum("btd,btv->dv", x, dlogits), "b": dlogits.sum((0, 1), keepdims=True)}
     return -np.log((p * hit).sum(-1)), dhead, dlogits @ w.T
 
 
 @pytest.fixture
 def case():
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(4 * rng.normal(size=(8, 40)), jnp.float32), "b": jnp.asarray(rng.normal(size=40))}
-    x = jnp.asarray(rng.normal(size=(3, 10, 8)), jnp.float32)
-    targets = jnp.asarray(rng.integers(0, 40, size=(3, 10)))
-    weights = jnp.asarray(rng.uniform(size=(3, 10)) * (rng.uniform(size=(3, 10)) > 0.3), jnp.float32)
-    params["b"] = params["b"].reshape(1, 1, 40).astype(jnp.float32)
+    w, b = 4 * rng.normal(size=(8, 40)), rng.normal(size=(1, 1, 40))
+    params = {"w": jnp.asarray(w.astype(np.float32)), "b": jnp.asarray(b.astype(np.float32))}
+    x = jnp.asarray(rng.normal(size=(3, 10, 8)).astype(np.float32))
+    targets = jnp.asarray(rng.integers(0, 40, size=(3, 10)).astype(np.int32))
+    weights = rng.uniform(size=(3, 10)) * (rng.uniform(size=(3, 10)) > 0.3)
+    weights = jnp.asarray(weights.astype(np.float32))
     return params, x, targets, weights
-
-
-def flat(params):
-    return {**params, "b": params["b"].reshape(-1)}
 
 
 @pytest.mark.parametrize(
@@ -61,11 +58,11 @@ def test_value_and_gradients(case, chunk, cap):
         return 3 * total, loss
 
     (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
-    loss_, dhead_, dx_ = model(flat(params), x, targets, weights, cap)
+    loss_, dhead_, dx_ = model(params, x, targets, weights, cap)
     np.testing.assert_allclose(loss, loss_, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(total, 3 * np.sum(loss_ * np.asarray(weights)), rtol=1e-5)
     np.testing.assert_allclose(dx, 3 * dx_, atol=5e-5)
-    for name, found in flat(dhead).items():
+    for name, found in dhead.items():
         np.testing.assert_allclose(found, 3 * dhead_[name], atol=5e-5)
     np.testing.assert_allclose(ours(params, x)[1], loss, atol=1e-5)
 
@@ -90,7 +87,7 @@ def test_bf16(case, cap):
     params, x, targets, weights = case
     # Logits of a few units: one of 16 to 32 would be 1/16 from the next bf16.
     params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (jax.tree.map(lambda p: p / 4, params), x))
-    loss_, dhead_, dx_ = model(flat(params), x, targets, weights, cap)
+    loss_, dhead_, dx_ = model(params, x, targets, weights, cap)
 
     def ours(params, x):
         return cross_entropy(head, params, x, targets, weights, cap=CAPS[cap])
@@ -98,7 +95,7 @@ def test_bf16(case, cap):
     (_, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
     assert loss.dtype == jnp.float32 and dx.dtype == dhead["w"].dtype == jnp.bfloat16
     np.testing.assert_allclose(loss, loss_, atol=0.03)
-    for found, expected in ((dx, dx_), *((flat(dhead)[name], dhead_[name]) for name in dhead_)):
+    for found, expected in ((dx, dx_), *((dhead[name], dhead_[name]) for name in dhead_)):
         np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
 
 
