@@ -82,7 +82,6 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
     mesh, device = setting.mesh, setting.device
     _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
     state = None
-    peak_before = peak_bytes(mesh)
     for index in chosen(len(recipe.stages)):
         stage = recipe.stages[index]
         began = now()
@@ -91,6 +90,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
         if state is None:
             init = jax.jit(lambda seed: init_state(recipe, seed), out_shardings=shardings)
             state = init(jax.device_put(np.uint32(1), replicated(mesh)))
+        before = peak_bytes(mesh)
         state, times = run(step, state, recipe, stage, setting)
         most = peak_bytes(mesh)
         rate = recipe.tokens_per_step(stage) / times["in_a_row"]
@@ -114,13 +114,12 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             flops_per_token=flops,
             mfu=flops * rate / (mesh.size * peak(mesh)) if peak(mesh) else None,
             memory_needed=memory_needed(step),
-            # The allocator's peak is the process's: only a new one is known to be this stage's.
-            memory_peak=most if most and most > (peak_before or 0) else None,
+            # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
+            memory_peak=most if most and most > (before or 0) else None,
             data_wait_ms=1e3 * times["wait"] if setting.shards else None,
             loss=times["loss"],
             profile=times["profile"],
         )
-        peak_before = most
 
 
 def run(
