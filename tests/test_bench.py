@@ -140,3 +140,15 @@ def test_kernels_of_a_gpu_are_added_up(monkeypatch):
     assert profile.kernels == [Kernel("a", 2, 6.0, 0.6), Kernel("c", 1, 3.0, 0.3), Kernel("b", 1, 1.0, 0.1)]
     assert (profile.device, profile.distinct, profile.kernel_ms, profile.busy_ms) == ("/device:GPU:0", 3, 10.0, 8.0)
     assert "no kernels" in read(ProfileData.from_text_proto('planes { name: "/device:GPU:0" }'))
+
+
+def test_a_gpu_day_goes_on_after_a_part_that_fails(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *track3*) exit 4;; *fa4_jax*) exit 1;; esac\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "day")}
+    done = subprocess.run([SCRIPTS / "gpu_day.sh"], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 1, done.stdout
+    assert "passed: devices tests gpu-llmc gpu-r21 gpu-r29 attention-cudnn\n" in done.stdout.replace("nvidia-smi ", "")
+    assert "gpu-track3 (4)" in done.stdout and "training: no TOKEN_FOLDER given, skipped" in done.stdout
+    assert (tmp_path / "day" / "log.txt").read_text() == done.stdout

@@ -81,7 +81,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
     """Measure the stages of a recipe one after the other, on one training state."""
     mesh, device = setting.mesh, setting.device
     _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
-    state = None
+    state, best = None, peak(mesh)
     for index in chosen(len(recipe.stages)):
         stage = recipe.stages[index]
         began = now()
@@ -112,7 +112,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             tokens_per_second=rate,
             tokens_per_second_per_device=rate / mesh.size,
             flops_per_token=flops,
-            mfu=flops * rate / (mesh.size * peak(mesh)) if peak(mesh) else None,
+            mfu=flops * rate / (mesh.size * best) if best else None,
             memory_needed=memory_needed(step),
             # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
             memory_peak=most if most and most > (before or 0) else None,

@@ -134,6 +134,11 @@ def seconds_to(curve: Curve, loss: float) -> float | None:
     return None
 
 
+def median_seconds(curves: list[Curve], loss: float) -> float:
+    """Median over the curves that come down to ``loss``."""
+    return statistics.median(s for curve in curves if (s := seconds_to(curve, loss)) is not None)
+
+
 def compare(ours: list[Curve], theirs: list[Curve]) -> list[dict[str, float]]:
     """Median seconds of each to every loss that all runs come down to, and to the lowest such loss."""
     every = [[value for *_, value in curve if math.isfinite(value)] for curve in (*ours, *theirs)]
@@ -143,7 +148,7 @@ def compare(ours: list[Curve], theirs: list[Curve]) -> list[dict[str, float]]:
     lowest = max(min(values) for values in every)
     rows = []
     for loss in (*(level for level in LEVELS if lowest < level < start), lowest):
-        mine, other = (statistics.median(seconds_to(curve, loss) for curve in curves) for curves in (ours, theirs))
+        mine, other = (median_seconds(curves, loss) for curves in (ours, theirs))
         rows.append({"loss": loss, "ours": mine, "theirs": other, "ratio": other / mine if mine else math.nan})
     return rows
 
