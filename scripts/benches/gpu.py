@@ -78,7 +78,7 @@ def gpu(
         keep_freed_memory()
     shards = None if data is None else find_split(data, "train")
     setting = Setting(mesh, device_of(mesh, attention), micro_batch, steps, shards)
-    console = Console(highlight=False, width=150)
+    console = Console(highlight=False, width=170)
     for line in opening(setting):
         console.print(f"[dim]{escape(line)}[/]")
     rows: list[Row] = []
@@ -133,7 +133,7 @@ def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, fa
     table = Table(box=None, pad_edge=False)
     for name in (
         *("stage", "lanes x tokens", "window", "micro", "compile s", "median ms", "p99 ms", "in a row ms"),
-        *("tokens/s", "per device", "M FLOPs/token", "MFU", "GB needed", "GB peak", "wait ms"),
+        *("tokens/s", "per device", "MFLOP/token", "MFU", "GB needed", "GB peak", "wait ms"),
     ):
         table.add_column(name, justify="right")
     for row in rows:
