@@ -1,18 +1,154 @@
-"""The benchmark runs and says what it measured; whether a busy machine holds the gates is not a test's business."""
+"""The benchmarks run and say what they measured; whether a busy machine holds the gates is not a test's business."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "bench.py"
+import pytest
+from jax.profiler import ProfileData
+
+from jspeed.errors import BadInput
+
+from .data.on_disk import shard_bytes
+from .toys import TINY
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+STDLIB = SCRIPTS.parent / "python" / "jspeed" / "recipes" / "stdlib.py"
+# Two devices; what modded-nanogpt prints, and lines that are not for us.
+GPU_TOY = ["--set", *TINY, "LAYERS=1", "STEPS=4", "EVAL_EVERY=2"]
+THEIR_LOG = """echo "step:0/9 train_time:0ms step_avg:nanms"
+test -d "$JSPEED_DATA" -a "$DATA_PATH" = "$JSPEED_DATA" || exit 9
+echo "step:0/9 val_loss:9.5000 train_time:0ms step_avg:nanms"
+echo "step:5/9 val_loss:0.5000 train_time:9000ms step_avg:1800.00ms"
+echo "step:9/9 val_loss:nan train_time:10000ms step_avg:1111.11ms"
+"""
+
+
+def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, SCRIPTS / "bench.py", *arguments]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    return subprocess.run([str(a) for a in command], capture_output=True, text=True, timeout=120, env=environment)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for split in "train", "val":
+        (folder / f"toy_{split}_000000.bin").write_bytes(shard_bytes([256, *b"round and round " * 200]))
+    return folder
 
 
 def test_the_loader_is_measured(tmp_path):
-    command = [sys.executable, SCRIPT, "loader", "--quick", "--json", tmp_path / "rows.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = bench("loader", "--quick", "--json", tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     failed = [row for row in rows if row["passed"] is False]
     assert done.returncode == bool(failed), done.stderr
     assert len([row for row in rows if row["below"]]) == 11 and done.stdout.count("\n") == len(rows) + 1
     assert all(row["what"] in done.stdout for row in rows)
+
+
+def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
+    odd = tmp_path / "odd.py"
+    odd.write_text(STDLIB.read_text().replace("lanes=LANES", "lanes=LANES + 1").replace('name="stdlib"', 'name="odd"'))
+    file = tmp_path / "gpu.json"
+    done = bench("gpu", "--recipe", odd, "stdlib", "--steps", 3, "--data", shards, "--json", file, *GPU_TOY)
+    assert done.returncode == 1, done.stderr
+    content = json.loads(file.read_text())
+    assert list(content["failed"]) == ["odd"] and "cannot be divided over 2 devices" in content["failed"]["odd"]
+    assert content["failed"]["odd"][:60] in done.stdout
+    (row,) = content["rows"]
+    assert (row["recipe"], row["lanes"], row["lane_len"], row["steps"]) == ("stdlib", 8, 16, 3)
+    assert 0 < row["step_ms_median"] <= row["step_ms_p99"] and row["compile_seconds"] > 0
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms_in_a_row"] * 1e3)
+    assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+    assert 0 < row["data_wait_ms"] < row["step_ms_in_a_row"] and 0 < row["loss"] < 6 and row["memory_needed"] > 0
+    # A CPU has no peak in the table, an allocator that counts nothing, and no kernels: each is said or left out.
+    assert row["mfu"] is row["memory_peak"] is None and "no kernel table" in row["profile"]
+    assert "no MFU" in done.stdout and row["profile"] in done.stdout
+
+
+def test_two_programs_race_on_the_same_tokens(shards, tmp_path):
+    files = ["--json", tmp_path / "race.json", "--svg", tmp_path / "race.svg"]
+    done = bench("gpu", "--recipe", "stdlib", "--data", shards, "--versus", THEIR_LOG, *files, *GPU_TOY)
+    assert done.returncode == 0, done.stderr
+    content = json.loads((tmp_path / "race.json").read_text())
+    assert content["curves"]["theirs"][0][:2] == [[0, 0.0, 9.5], [5, 9.0, 0.5]]
+    ours = content["curves"]["ours"][0]
+    assert [step for step, *_ in ours] == [0, 2, 4]
+    lowest = content["needed"][-1]
+    assert lowest["loss"] == min(loss for *_, loss in ours) and lowest["theirs"] == pytest.approx(9.5 - lowest["loss"])
+    assert f"{lowest['loss']:.4f}" in done.stdout and "jspeed, round 1" in (tmp_path / "race.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"]),
+        (["--versus", "true"], ["--versus", "--data"]),
+        (["--recipe", "stdlib", "--micro-batch", "7", *GPU_TOY], ["--micro-batch 7", "give one of 16, 32, 64"]),
+    ],
+)
+def test_bad_input_is_a_sentence(arguments, words):
+    done = bench("gpu", *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and all(word in done.stderr for word in words)
+
+
+def test_a_log_that_cannot_be_read_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.versus import their_curve
+
+    with pytest.raises(BadInput, match="printed no validation that can be read; expected modded-nanogpt's log"):
+        their_curve("echo step 1, loss 2", tmp_path)
+    with pytest.raises(BadInput, match="ended with exit code 3"):
+        their_curve("exit 3", tmp_path)
+
+
+def test_seconds_to_a_loss_are_linear_between_validations(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.versus import compare, seconds_to
+
+    ours = [(0, 0.0, 8.0), (1, 10.0, 4.0), (2, 20.0, 5.0), (3, 30.0, 3.0)]
+    assert [seconds_to(ours, loss) for loss in (9.0, 6.0, 4.5, 3.5, 2.0)] == [0.0, 5.0, 8.75, 27.5, None]
+    theirs = [(0, 0.0, 7.5), (1, 30.0, 4.5), (2, 60.0, float("nan"))]
+    assert compare([ours, ours], [theirs, theirs])[:2] == [
+        {"loss": 7.0, "ours": 2.5, "theirs": 5.0, "ratio": 2.0},
+        {"loss": 6.0, "ours": 5.0, "theirs": 15.0, "ratio": 3.0},
+    ]
+    assert compare([ours], [theirs])[-1] == {"loss": 4.5, "ours": 8.75, "theirs": 30.0, "ratio": 30 / 8.75}
+
+
+def test_kernels_of_a_gpu_are_added_up(monkeypatch):
+    """A profile as CUPTI leaves it: streams whose kernels overlap, and a line that repeats them by module."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.kernels import Kernel, read
+
+    def line(name: str, *events: tuple[int, int, int]) -> str:
+        text = [
+            f"events {{ metadata_id: {i} offset_ps: {a}000000000 duration_ps: {b}000000000 }}" for i, a, b in events
+        ]
+        return f'lines {{ name: "{name}" timestamp_ns: 1000 {" ".join(text)} }}'
+
+    names = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for i, n in enumerate("abc", 1))
+    first = line("Stream #7(Compute)", (1, 0, 3), (2, 4, 1), (1, 6, 3)) + line("Stream #8(NCCL)", (3, 1, 3))
+    gpu = f'planes {{ name: "/device:GPU:0" {first} {line("XLA Modules", (2, 0, 90))} {names} }}'
+    other = f'planes {{ name: "/device:GPU:1" {line("Stream #7(Compute)", (1, 0, 50))} {names} }}'
+    profile = read(ProfileData.from_text_proto(f'planes {{ name: "/host:CPU" }} {other} {gpu}'))
+    assert profile.kernels == [Kernel("a", 2, 6.0, 0.6), Kernel("c", 1, 3.0, 0.3), Kernel("b", 1, 1.0, 0.1)]
+    assert (profile.device, profile.distinct, profile.kernel_ms, profile.busy_ms) == ("/device:GPU:0", 3, 10.0, 8.0)
+    assert "no kernels" in read(ProfileData.from_text_proto('planes { name: "/device:GPU:0" }'))
+
+
+def test_a_gpu_day_goes_on_after_a_part_that_fails(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *track3*) exit 4;; *fa4_jax*) exit 1;; esac\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "day")}
+    done = subprocess.run([SCRIPTS / "gpu_day.sh"], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 1, done.stdout
+    assert "passed: devices tests gpu-llmc gpu-r21 gpu-r29 attention-cudnn\n" in done.stdout.replace("nvidia-smi ", "")
+    assert "gpu-track3 (4)" in done.stdout and "training: no TOKEN_FOLDER given, skipped" in done.stdout
+    assert (tmp_path / "day" / "log.txt").read_text() == done.stdout

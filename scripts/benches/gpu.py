@@ -1,0 +1,182 @@
+"""One training step of each recipe on the devices at hand: compile, milliseconds, MFU, memory, kernels."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tyro.conf import UseAppendAction, arg
+
+from benches.steps import ALL_STAGES, Row, Setting, measured, peak
+from benches.versus import race
+from jspeed.data import find_split
+from jspeed.errors import BadInput
+from jspeed.files import write_whole
+from jspeed.parallel.mesh import DEFAULT_LAYOUT, make_mesh
+from jspeed.recipe import Recipe
+from jspeed.run import provenance
+from jspeed.run.cpu import keep_freed_memory
+from jspeed.run.device import device_of
+from jspeed.run.find import find
+
+RECIPES = ("llmc", "track3", "r21", "r29")
+MFU_FORMULA = "FLOPs/token x tokens/s / (devices x peak dense bf16 FLOP/s)"
+FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causal mask and the window leave x layers"
+
+
+def gpu(
+    recipe: Annotated[tuple[str, ...], arg(metavar="RECIPE ...")] = (),
+    steps: int = 30,
+    data: Path | None = None,
+    micro_batch: int | None = None,
+    attention: str | None = None,
+    set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
+    json_file: Annotated[Path | None, arg(name="json", metavar="FILE")] = None,
+    versus: Annotated[str | None, arg(metavar="CMD")] = None,
+    rounds: int = 1,
+    svg_file: Annotated[Path | None, arg(name="svg", metavar="FILE")] = None,
+) -> int:
+    """Measure one training step of recipes on the devices there are; or race a recipe against another program.
+
+    Steps are timed one by one (median, p99), and as many in a row without waiting for each, as a training run does.
+    Of a recipe with many stages the first, the middle and the last are measured. Compile seconds are without a cache.
+    Exit code: 1 when a recipe could not be measured.
+
+    Args:
+        recipe: Names or paths; default: llmc, track3, r21 and r29, with --versus r29.
+        steps: Steps timed one by one, and again in a row.
+        data: Folder of token shards; default: synthetic tokens that are on the devices already.
+        micro_batch: Tokens a device takes at once.
+        attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
+        set: Replace fields of the recipe files.
+        json_file: Write everything here.
+        versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and DATA_PATH) and prints
+            modded-nanogpt's log; whole training runs of both, in turn, and their losses against seconds.
+        rounds: With --versus, runs of each: ours theirs, theirs ours, ...
+        svg_file: With --versus, draw the curves here.
+    """
+    if steps < 1 or rounds < 1:
+        raise BadInput(f"--steps {steps} --rounds {rounds}: both must be at least 1")
+    sets = tuple(text for group in set for text in group)
+    if versus is not None:
+        if data is None or len(recipe) > 1:
+            raise BadInput("--versus needs --data DIR, the tokens both train on, and at most one --recipe")
+        flags = {"--micro-batch": micro_batch, "--attention": attention}
+        return race((recipe or ("r29",))[0], versus, data, rounds, flags, sets, json_file, svg_file)
+    if svg_file:
+        raise BadInput("--svg draws the curves of --versus CMD; give both or neither")
+    found = [find(name, sets) for name in recipe or RECIPES]
+    jax.config.update("jax_enable_compilation_cache", False)
+    mesh = make_mesh()
+    if mesh.devices.flat[0].platform == "cpu":
+        keep_freed_memory()
+    shards = None if data is None else find_split(data, "train")
+    setting = Setting(mesh, device_of(mesh, attention), micro_batch, steps, shards)
+    console = Console(highlight=False, width=170)
+    for line in opening(setting):
+        console.print(f"[dim]{escape(line)}[/]")
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    for each in found:
+        own: list[Row] = []
+        try:
+            own.extend(measured(each.recipe, each.hash, setting))
+        except BadInput as error:
+            if len(found) == 1:
+                raise
+            failed[each.recipe.name] = str(error)
+        except jax.errors.JaxRuntimeError as error:  # out of memory, or a kernel that XLA could not build
+            failed[each.recipe.name] = f"recipe {each.recipe.name} failed: {str(error).splitlines()[0]}"
+        show(console, each.recipe, own, setting, failed.get(each.recipe.name))
+        rows += own
+    if json_file:
+        content = {
+            "devices": provenance.devices(),
+            "versions": provenance.versions(),
+            "xla_flags": provenance.xla_flags(),
+            "git": provenance.git(Path(__file__).parent),
+            "kernels": {"attention": setting.device.attention, "fp8": setting.device.fp8},
+            "data": str(data) if data else None,
+            "peak_flops": peak(mesh),
+            "formulas": {"mfu": MFU_FORMULA, "flops_per_token": FLOPS_FORMULA},
+            "failed": failed,
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        write_whole(json_file, json.dumps(content, indent=1) + "\n")
+    return int(bool(failed))
+
+
+def opening(setting: Setting) -> Iterator[str]:
+    """Say what the figures are of."""
+    mesh, device = setting.mesh, setting.device
+    kind = mesh.devices.flat[0].device_kind
+    yield f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, attention {device.attention}, FP8 {device.fp8}"
+    tokens = "token shards, through the loader" if setting.shards else "synthetic tokens, on the devices already"
+    yield f"{setting.steps} steps one by one, then as many in a row; {tokens}; compiled without a cache"
+    if peak(mesh):
+        yield f"MFU = {MFU_FORMULA}; peak {peak(mesh) / 1e12:.1f} T; {FLOPS_FORMULA}"
+    else:
+        yield f"no MFU: the peak FLOP/s of '{kind}' are not in this script's table"
+
+
+def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, failure: str | None) -> None:
+    """Print the figures of one recipe and the kernels of each stage."""
+    console.rule(f"[bold]{escape(recipe.name)}[/]", align="left")
+    if len(recipe.stages) > ALL_STAGES:
+        console.print(f"[dim]{len(recipe.stages)} stages: only the first, the middle and the last are measured[/]")
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        *("stage", "lanes x tokens", "window", "micro", "compile s", "median ms", "p99 ms", "in a row ms"),
+        *("tokens/s", "per device", "MFLOP/token", "MFU", "GB needed", "GB peak", "wait ms"),
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.stage}/{row.stages}",
+            f"{row.lanes} x {row.lane_len}",
+            str(row.longest_window or "-"),
+            str(row.micro_batches),
+            f"{row.compile_seconds:.1f}",
+            f"{row.step_ms_median:.2f}",
+            f"{row.step_ms_p99:.2f}",
+            f"{row.step_ms_in_a_row:.2f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.tokens_per_second_per_device:,.0f}",
+            f"{row.flops_per_token / 1e6:.1f}",
+            f"{row.mfu:.1%}" if row.mfu is not None else "-",
+            f"{row.memory_needed / 1e9:.2f}",
+            f"{row.memory_peak / 1e9:.2f}" if row.memory_peak is not None else "-",
+            f"{row.data_wait_ms:.3f}" if row.data_wait_ms is not None else "-",
+        )
+    if rows:
+        console.print(table)
+    for row in rows:
+        if not math.isfinite(row.loss):
+            console.print(f"[bold red]stage {row.stage}: the loss after these steps is {row.loss}[/]")
+        for part in kernel_table(row):
+            console.print(part)
+    if failure:
+        console.print(f"[bold red]{escape(failure)}[/]")
+
+
+def kernel_table(row: Row) -> Iterator[Table | str]:
+    """The longest kernels of one step, or the sentence that says why there are none."""
+    seen = row.profile
+    if isinstance(seen, str):
+        yield f"[dim]stage {row.stage}: {escape(seen)}[/]"
+        return
+    device = escape(seen.device)
+    yield f"stage {row.stage}, one step on {device}: {seen.kernel_ms:.2f} ms in kernels, busy for {seen.busy_ms:.2f} ms"
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"longest of {seen.distinct} kernels", no_wrap=True, max_width=100)
+    for name in ("calls", "ms", "share"):
+        table.add_column(name, justify="right")
+    for kernel in seen.kernels:
+        table.add_row(escape(kernel.name), str(kernel.calls), f"{kernel.ms:.3f}", f"{kernel.share:.1%}")
+    yield table

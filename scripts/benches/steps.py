@@ -1,0 +1,199 @@
+"""Time the training step of a recipe on the devices at hand, stage by stage, and see what it needs and runs."""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from benches.kernels import Profile, profile
+from jspeed.data import Shards
+from jspeed.data.batches import to_global
+from jspeed.parallel.mesh import DEFAULT_LAYOUT, batch_rows, replicated
+from jspeed.recipe import Recipe, Stage, flops_per_token, leaves, replace
+from jspeed.run.clock import now
+from jspeed.run.device import Device
+from jspeed.run.prepare import open_loader
+from jspeed.run.program import fit, memory_needed, state_shardings
+from jspeed.run.step import State, init_state
+
+ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
+LONG_RUN = 1_000_000  # steps: more than are ever measured
+
+# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets of each part (half of the figure "with
+# sparsity"). By full name, because boards of one chip differ: an H100 PCIe has 0.76 of an H100 SXM.
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA B200": 2.25e15,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage of one recipe. Milliseconds are of a whole step, memory is bytes of one device."""
+
+    recipe: str
+    recipe_hash: str
+    stage: int
+    stages: int
+    lanes: int
+    lane_len: int
+    longest_window: int | None
+    micro_batches: int
+    compile_seconds: float
+    steps: int
+    step_ms_median: float
+    step_ms_p99: float
+    step_ms_in_a_row: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    flops_per_token: float
+    mfu: float | None
+    memory_needed: int
+    memory_peak: int | None
+    data_wait_ms: float | None
+    loss: float
+    profile: Profile | str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all measurements share."""
+
+    mesh: Mesh
+    device: Device
+    micro_batch: int | None
+    steps: int
+    shards: Shards | None
+
+
+def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row]:
+    """Measure the stages of a recipe one after the other, on one training state."""
+    mesh, device = setting.mesh, setting.device
+    _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
+    state, best = None, peak(mesh)
+    for index in chosen(len(recipe.stages)):
+        stage = recipe.stages[index]
+        began = now()
+        step, parts = fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
+        compile_seconds = now() - began
+        if state is None:
+            init = jax.jit(lambda seed: init_state(recipe, seed), out_shardings=shardings)
+            state = init(jax.device_put(np.uint32(1), replicated(mesh)))
+        before = peak_bytes(mesh)
+        state, times = run(step, state, recipe, stage, setting)
+        most = peak_bytes(mesh)
+        rate = recipe.tokens_per_step(stage) / times["in_a_row"]
+        flops = flops_per_token(recipe, stage)
+        yield Row(
+            recipe=recipe.name,
+            recipe_hash=recipe_hash,
+            stage=index + 1,
+            stages=len(recipe.stages),
+            lanes=recipe.lanes,
+            lane_len=stage.lane_len,
+            longest_window=max(stage.windows, default=None),
+            micro_batches=parts,
+            compile_seconds=compile_seconds,
+            steps=setting.steps,
+            step_ms_median=1e3 * statistics.median(times["alone"]),
+            step_ms_p99=1e3 * float(np.percentile(times["alone"], 99)),
+            step_ms_in_a_row=1e3 * times["in_a_row"],
+            tokens_per_second=rate,
+            tokens_per_second_per_device=rate / mesh.size,
+            flops_per_token=flops,
+            mfu=flops * rate / (mesh.size * best) if best else None,
+            memory_needed=memory_needed(step),
+            # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
+            memory_peak=most if most and most > (before or 0) else None,
+            data_wait_ms=1e3 * times["wait"] if setting.shards else None,
+            loss=times["loss"],
+            profile=times["profile"],
+        )
+
+
+def run(
+    step: Callable[[State, jax.Array], Any], state: State, recipe: Recipe, stage: Stage, setting: Setting
+) -> tuple[State, dict[str, Any]]:
+    """Run steps and return (state, seconds of each step ``alone``, of one ``in_a_row``, of a data ``wait``, ...)."""
+    rows = batch_rows(setting.mesh)
+    loader = None
+    feed: Iterator[Any] = itertools.repeat(None)
+    if setting.shards:
+        endless = replace(recipe, stages=(dataclasses.replace(stage, steps=LONG_RUN),))
+        loader = feed = open_loader(endless, setting.shards, seed=1)
+    else:
+        resident = jax.device_put(synthetic(recipe, stage), rows)
+
+    def placed(batch: Any) -> jax.Array:
+        return to_global(batch, rows).tokens if loader else resident
+
+    def one() -> dict[str, jax.Array]:
+        nonlocal state
+        state, metrics = step(state, placed(next(feed)))
+        jax.block_until_ready((state, metrics))
+        return metrics
+
+    alone, waits, unread = [], 0.0, None
+    with loader or nullcontext():
+        for _ in range(2):
+            one()
+        for _ in range(setting.steps):
+            began = now()
+            one()
+            alone.append(now() - began)
+        began = now()
+        for _ in range(setting.steps):
+            asked = now()
+            batch = next(feed)
+            waits += now() - asked
+            state, metrics = step(state, placed(batch))
+            if unread is not None:
+                jax.device_get(unread)  # as the training loop: one number a step, one step late
+            unread = metrics["loss"]
+        jax.block_until_ready(state)
+        in_a_row = (now() - began) / setting.steps
+        seen = profile(one)
+    loss = float(jax.device_get(metrics["loss"]))
+    return state, {"alone": alone, "in_a_row": in_a_row, "wait": waits / setting.steps, "loss": loss, "profile": seen}
+
+
+def synthetic(recipe: Recipe, stage: Stage) -> np.ndarray:
+    """Random tokens in documents as long as FineWeb's (log-normal, median 403, mean 690); one starts each lane."""
+    rng = np.random.default_rng(0)
+    tables = [(spec, axis) for _, spec in leaves(recipe.parameters) for axis in ("token", "vocab") if axis in spec.axes]
+    vocab = min([recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)])
+    tokens = rng.integers(0, vocab, (recipe.lanes, stage.lane_len + 1), dtype=np.uint16)
+    tokens[tokens == recipe.data.bos_id] = (recipe.data.bos_id + 1) % vocab
+    for lane in tokens:
+        lengths = rng.lognormal(math.log(403), math.sqrt(2 * math.log(690 / 403)), stage.lane_len // 32 + 1)
+        lengths = np.clip(lengths, 32, stage.max_doc_len).astype(int)
+        starts = np.append(0, np.cumsum(lengths))[: stage.max_docs]
+        lane[starts[starts < stage.lane_len]] = recipe.data.bos_id
+    return tokens
+
+
+def chosen(stages: int) -> list[int]:
+    """Indices of the stages to measure."""
+    return list(range(stages)) if stages <= ALL_STAGES else [0, stages // 2, stages - 1]
+
+
+def peak(mesh: Mesh) -> float | None:
+    """Peak FLOP/s of one device, or None for a kind that is not in the table."""
+    return PEAKS.get(mesh.devices.flat[0].device_kind)
+
+
+def peak_bytes(mesh: Mesh) -> int | None:
+    """The most bytes that were in use at once on a device since the process began, where the allocator counts them."""
+    stats = [device.memory_stats() for device in mesh.local_devices]
+    return max(s["peak_bytes_in_use"] for s in stats) if all(s and "peak_bytes_in_use" in s for s in stats) else None
