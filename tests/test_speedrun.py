@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from .toys import TOYS
+
 REPOSITORY = Path(__file__).parents[1]
 TOY = [
     "WIDTH=32",
@@ -101,6 +103,43 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert added.returncode == 0, added.stderr
     shown = speedrun("show", "--records", tmp_path / "records", script="leaderboard.py")
     assert run["recipe_hash"][:6] in shown.stdout
+
+
+def gpt2_like_shards(folder: Path) -> Path:
+    """Documents of 20 to 70 tokens, each a turn of one sentence, after a document start of 5."""
+    rng, text = np.random.default_rng(0), np.frombuffer(b"the quick brown fox jumps over the lazy dog. ", np.uint8)
+    documents = [np.concatenate([[5], np.resize(np.roll(text, n), rng.integers(20, 70))]) for n in range(1200)]
+    write_shard(folder / "toy_train_000001.bin", np.concatenate(documents))
+    write_shard(folder / "toy_val_000000.bin", np.concatenate(documents[:50]))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("recipe", "own"),
+    [
+        ("r21", ["WINDOW=8", "FP8=on"]),
+        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"]),
+    ],
+)
+def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
+    folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
+    sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "STEPS=24", "EVAL_EVERY=12"]
+    done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, "--mesh", "data=2", "--set", *sets)
+    assert done.returncode == 0, done.stderr
+    run = read(run_dir)
+    assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"
+    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=1e-3)
+    assert run["curve"][-1]["val_loss"] < run["curve"][0]["val_loss"] - 0.5
+    assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
+    assert "stage 2" in done.stdout and "xla, FP8 emulated" in done.stdout
+
+
+def test_more_documents_than_attention_has_room_for(speedrun, tmp_path):
+    folder = gpt2_like_shards(tmp_path / "shards")
+    sets = [*TOYS["r21"], "MAX_DOCS=1", "LANE_LEN=64", "EVAL_LEN=320"]
+    done = speedrun("r21", "--data", folder, "--run-dir", tmp_path / "run", "--set", *sets)
+    assert done.returncode == 2 and "a validation row of 320 tokens holds" in done.stderr
+    assert "room for 5" in done.stderr and not (tmp_path / "run").exists()
 
 
 def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):

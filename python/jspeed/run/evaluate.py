@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jspeed.data import Shards, TokenLoader
+from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Recipe
 
@@ -39,6 +40,16 @@ def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
     with loader:
         rows = [np.array(batch.tokens[0]) for batch, _ in zip(loader, range(wanted), strict=False)]
     return np.stack(rows)
+
+
+def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
+    """Raise :class:`BadInput` when a row holds more than ``most`` documents, which attention has no room for."""
+    found = 1 + int(np.max(np.sum(rows[:, 1:-1] == recipe.data.bos_id, axis=1)))
+    if most and found > most:
+        raise BadInput(
+            f"recipe {recipe.name}: a validation row of {recipe.eval_len} tokens holds {found} documents but attention "
+            f"has room for {most} (its share of MAX_DOCS); --set a larger MAX_DOCS or a shorter EVAL_LEN"
+        )
 
 
 def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:

@@ -24,7 +24,7 @@ from jspeed.run.clock import Clock, utc_now
 from jspeed.run.cpu import keep_freed_memory
 from jspeed.run.device import Device, device_of, micro_batches
 from jspeed.run.find import Found, find
-from jspeed.run.program import Program, compile_program, use_compile_cache, warm_up
+from jspeed.run.program import Program, compile_program, eval_context, use_compile_cache, warm_up
 from jspeed.run.step import State
 
 RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
@@ -90,6 +90,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         folder = data_folder(recipe, options.data, console)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
         rows = evaluate.read_rows(val_shards, recipe)
+        evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         loader = open_loader(recipe, shards, options.seed)
     run_dir, started = claim(options, recipe), utc_now()
     try:
