@@ -17,12 +17,12 @@ from jspeed.record import picture
 from jspeed.record.schema import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
-TOKENS_PER_STEP = 4096
+TOKENS_PER_STEP = 2048
 MICRO_BATCH = 2048  # tokens; the quickest of 512 to 4096 on two cores, where the head is most of the work
-SMALL = ["WIDTH=256", "LAYERS=6", "MLP_WIDTH=1024", "COMPUTE=float32", "EVAL_TOKENS=65536", "EVAL_CHUNK=256"]
-ROWS = ["LANES=16", "LANE_LEN=256", "EVAL_LEN=256"]
+SMALL = ["WIDTH=256", "LAYERS=6", "MLP_WIDTH=1024", "COMPUTE=float32", "EVAL_TOKENS=16384", "EVAL_CHUNK=256"]
+ROWS = ["LANES=8", "LANE_LEN=256", "EVAL_LEN=256"]
 PACKED = [
-    "LANES=4",
+    "LANES=2",
     "LANE_LEN=1024",
     "EVAL_LEN=1024",
     "MAX_DOCS=64",
@@ -41,7 +41,7 @@ SETS = {
 
 def quality(
     data: Path,
-    steps: int = 240,
+    steps: int = 180,
     fractions: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F ...")] = (1.0, 0.5, 1 / 3),
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
     svg_file: Annotated[Path | None, tyro.conf.arg(name="svg", metavar="FILE")] = None,
@@ -50,7 +50,7 @@ def quality(
 
     Args:
         data: Folder of GPT-2 token shards.
-        steps: Steps of 4,096 tokens for llmc, the baseline.
+        steps: Steps of 2,048 tokens for llmc, the baseline.
         fractions: Steps of llmc, track3 and r21, as parts of that; each runs its whole schedule.
         json_file: Write curves and tokens needed here.
         svg_file: Draw the validation curves against tokens here.
@@ -73,7 +73,7 @@ def quality(
 
 def _train(recipe: str, sets: list[str], steps: int, data: Path, run_dir: Path) -> list[tuple[float, float]]:
     """Run ``recipe`` and return its validation curve as (tokens, nats per token)."""
-    own = [f"STEPS={steps}", f"EVAL_EVERY={max(1, steps // 12)}"]
+    own = [f"STEPS={steps}", f"EVAL_EVERY={max(1, steps // 8)}"]
     command = [sys.executable, SPEEDRUN, recipe, "--data", data, "--run-dir", run_dir, "--no-progress"]
     done = subprocess.run(
         [*map(str, command), "--micro-batch", str(MICRO_BATCH), "--target-loss", "0.1", "--set", *sets, *own],
