@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jspeed.plan import hlo
-from jspeed.plan.cost import Kernel, attention_windows, kernels, with_windows
+from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
 from jspeed.recipe import Recipe, Stage
 from jspeed.run import program
@@ -96,17 +96,19 @@ def compile_stages(recipe: Recipe, rented: Rented, micro_batch: int | None = Non
             else:
                 jobs += [(n, lowered.get(n) or lower(recipe, recipe.stages[n], rented, micro_batch)) for n in members]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = list(pool.map(lambda job: build(job[1]), jobs))
+            programs = list(pool.map(lambda job: build(job[1], rented.device), jobs))
     for (number, _), built in zip(jobs, programs, strict=True):
         stage = recipe.stages[number]
         found[number] = read(stage, micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch), built)
     for number, last in copies.items():
-        stage = recipe.stages[number]
-        pairs = _windows(recipe.stages[last], stage) or ()
-        shown = attention_windows(found[last].kernels)
-        pairs = tuple(pair for pair in pairs if pair[0] in shown)
-        found[number] = replace(found[last], stage=stage, shared=True, windows=pairs)
+        found[number] = with_stage(found[last], recipe.stages[number])
     return [found[number] for number in range(len(recipe.stages))]
+
+
+def with_stage(step: Step, stage: Stage) -> Step:
+    """The step of a stage that differs in attention windows alone from the one that was compiled."""
+    pairs = _windows(step.stage, stage) or ()
+    return replace(step, stage=stage, shared=True, windows=pairs)
 
 
 def lower(recipe: Recipe, stage: Stage, rented: Rented, micro_batch: int | None) -> jax.stages.Lowered:
@@ -115,8 +117,10 @@ def lower(recipe: Recipe, stage: Stage, rented: Rented, micro_batch: int | None)
     return program.lower_step(recipe, stage, rented.mesh, rented.layout, rented.device, parts)
 
 
-def build(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile with the options of training, and matmuls as cuBLAS calls (nothing can be autotuned here)."""
+    if device.platform == "cpu":
+        return program.compiled(lowered, device)
     return lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
 
 
@@ -139,7 +143,7 @@ def largest_that_fits(recipe: Recipe, rented: Rented, stage: Stage, below: int |
         tokens = lanes * stage.lane_len
         if below is None or tokens < below:
             with pretend(rented.cluster.target):
-                need = program.memory_needed(build(lower(recipe, stage, rented, tokens)))
+                need = program.memory_needed(build(lower(recipe, stage, rented, tokens), rented.device))
             if need <= rented.limit:
                 return tokens, need
     return None

@@ -59,11 +59,6 @@ def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_le
     ]
 
 
-def attention_windows(steps: Iterable[Kernel]) -> set[int]:
-    """The windows of the attention kernels, in tokens; 0 where there is none."""
-    return {int(_fmha(step.instruction)["sliding_window_length"]) for step in steps if step.kind in PRODUCTS}
-
-
 def attention_flops(
     kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None
 ) -> float:

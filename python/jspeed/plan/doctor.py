@@ -108,7 +108,7 @@ def placement(shapes: Sequence[tuple[str, tuple[int, ...], Any]], mesh: Mapping[
 
     ``shapes`` are (name, shape, PartitionSpec); names that begin with ``batch`` are data.
     """
-    found = []
+    found, idle = [], []
     used: dict[str, set[str]] = {axis: set() for axis in mesh}
     for name, _, spec in shapes:
         for part in tuple(spec):
@@ -117,12 +117,19 @@ def placement(shapes: Sequence[tuple[str, tuple[int, ...], Any]], mesh: Mapping[
                     used[axis].add("batch" if name.startswith("batch") else name)
     for axis, size in mesh.items():
         if size > 1 and not used[axis]:
+            idle.append(axis)
             text = f"mesh axis '{axis}' of size {size} cuts no operand: {size} devices do the same work"
             found.append(Finding("idle-axis", "error", text, float(size), 1.0))
+    for axis, size in mesh.items():
         weights = sorted(used[axis] - {"batch"})
         if "batch" in used[axis] and weights and size > 1:
-            text = f"{', '.join(weights[:4])} lie on the batch's axis '{axis}': FSDP, gathered before use"
-            found.append(Finding("fsdp", "note", text, float(len(weights)), math.inf))
+            both = f"{', '.join(weights[:4])} {'lie' if len(weights) > 1 else 'lies'} on the batch's axis '{axis}'"
+            if idle:
+                text = f"{both} while '{idle[0]}' is idle: move one of them there"
+                found.append(Finding("axis-used-twice", "error", text, float(len(weights)), 0.0))
+            else:
+                text = f"{both}: FSDP, gathered before use"
+                found.append(Finding("fsdp", "note", text, float(len(weights)), math.inf))
     return found
 
 

@@ -44,7 +44,7 @@ def make_plan(
     """
     recipe, cluster = found.recipe, rented.cluster
     steps = compile_stages(recipe, rented, micro_batch)
-    ideal = ideal_flops(recipe, rented)
+    ideal = ideal_flops(recipe, rented, steps[-1].parts)
     stages = [describe_stage(recipe, rented, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
@@ -213,11 +213,12 @@ def examine(
     return findings, products
 
 
-def ideal_flops(recipe: Recipe, rented: Rented) -> dict[str, float]:
+def ideal_flops(recipe: Recipe, rented: Rented, parts: int) -> dict[str, float]:
     """FLOPs of a step's matrix products by source line, as one device that did it all would do them."""
+    parts *= rented.mesh.shape["data"]  # micro-batches as large as those of the plan
     one = make_mesh({"data": 1}, list(rented.mesh.devices.flat[:1]))
     with pretend(rented.cluster.target):
-        traced = program.trace_step(recipe, recipe.stages[-1], one, rented.layout, rented.device, 1)
+        traced = program.trace_step(recipe, recipe.stages[-1], one, rented.layout, rented.device, parts)
     return doctor.ideal_flops(traced.jaxpr)
 
 
