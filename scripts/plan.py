@@ -1,9 +1,11 @@
 """Say what a recipe will do on GPUs that are not here: memory, kernels, sends, milliseconds, and what is wrong."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
@@ -86,5 +88,12 @@ def plan(
     return 1 if strict and (errors or not made["fits"]) else 0
 
 
+def main() -> int:
+    """Read the command line; on this machine JAX has its CPU only, whatever is installed, and CUDA need not say so."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    jax.config.update("jax_platforms", "cpu")
+    return tyro.cli(plan)
+
+
 if __name__ == "__main__":
-    run_script(lambda: tyro.cli(plan))
+    run_script(main)

@@ -1,4 +1,4 @@
-"""Plans of the real recipes for H100s that are not here, against the compiler's own figures and independent formulas."""
+"""Plans of real recipes for H100s that are not here, against the compiler's own figures and independent formulas."""
 
 from collections import Counter
 from pathlib import Path

@@ -22,6 +22,7 @@ REDUNDANT = 1.5  # times the FLOPs that a product needs
 WORTH = 0.002  # of the step's FLOPs; smaller products are padded, and cost nothing
 EXPOSED = 0.05  # of the step's time, sends of one kind that nothing runs beside
 CONTENDED = 4096  # scalar updates of one scatter
+WHOLE = 2**23  # bytes of an array that is whole on every device, and of fp32; smaller ones are no burden
 
 
 class Finding(NamedTuple):
@@ -155,7 +156,8 @@ def whole_leaves(recipe: Recipe, layout: str, mesh: Any) -> list[Finding]:
             found.append(Finding("bank-cannot-shard", "error", text, float(length % devices), 0.0))
         else:
             text = f"{size} has no axis that divides by {devices}, so every device holds and updates all of it"
-            found.append(Finding("leaf-cannot-shard", "warning", text, 4.0 * spec.size, 4.0 * SMALL))
+            if 4 * spec.size > WHOLE:
+                found.append(Finding("leaf-cannot-shard", "warning", text, 4.0 * spec.size, float(WHOLE)))
     return found
 
 

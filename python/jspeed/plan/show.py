@@ -27,19 +27,19 @@ def plan(made: Plan, console: Console | None = None) -> None:
         f"{'s' if made['nodes'] > 1 else ''}), mesh {mesh}, layout {made['layout']}, {made['parameters']:,} parameters"
     )
     console.print(made["fit"], style=None if made["fits"] else "red")
-    console.print(stage_table(made))
+    _print(console, stage_table(made))
     console.print(
         f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, {low:.0f} to {high:.0f} s to the target, "
         f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} a GPU and hour"
     )
     last = made["stages"][-1]
-    console.print(parts_table(last))
+    _print(console, parts_table(last))
     if last["collectives"]:
-        console.print(sends_table(last))
-    console.print(buffers_table(last))
-    console.print(calibration_table(made))
+        _print(console, sends_table(last))
+    _print(console, buffers_table(last))
+    _print(console, calibration_table(made))
     if "search" in made:
-        console.print(search_table(made))
+        _print(console, search_table(made))
     for finding in made["doctor"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
     for warning in made["warnings"]:
@@ -176,7 +176,7 @@ def comparison(before: Plan, after: Plan, console: Console | None = None) -> Non
         ratio = f"{new / old - 1:+.1%}" if old else "new" if new else ""
         table.add_row(name, _number(old), _number(new), _number(new - old, "+") if new != old else "", ratio)
     table.caption = f"{after['recipe']} against {before['recipe']} on {after['target']}; means over all steps"
-    (console or make_console()).print(table)
+    _print(console or make_console(), table)
 
 
 def mean(made: Plan, get: Callable[[Plan], float]) -> float:
@@ -184,12 +184,21 @@ def mean(made: Plan, get: Callable[[Plan], float]) -> float:
     return sum(s["steps"] * get(s) for s in made["stages"]) / sum(s["steps"] for s in made["stages"])
 
 
+def _print(console: Console, table: Table) -> None:
+    """Print a table, its caption under it as wide as the terminal."""
+    caption, table.caption = table.caption, None
+    console.print(table)
+    if caption:
+        console.print(caption, style="dim")
+    console.print()
+
+
 def _number(value: float, sign: str = "") -> str:
     return f"{value:{sign},.0f}" if value == round(value) or abs(value) >= 1e4 else f"{value:{sign},.3f}"
 
 
 def _table(first: str, *columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, caption_justify="left")
+    table = Table(box=None, pad_edge=False)
     table.add_column(first)
     for column in columns:
         table.add_column(column, justify="right")
