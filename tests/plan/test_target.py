@@ -1,5 +1,8 @@
 """Targets by name, and what is said where no CUDA plugin is; compiling for them is tested in tests/aot."""
 
+import re
+from pathlib import Path
+
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -7,17 +10,62 @@ from jspeed.errors import BadInput
 from jspeed.plan import target
 
 
-def test_h100():
-    h100 = target.load_target("h100")
-    assert h100.capability == (9, 0)
-    assert h100.cudnn == 91002
-    first, *rest = h100.text.splitlines()
+@pytest.mark.parametrize(
+    ("name", "capability", "kind"),
+    [
+        ("a100", (8, 0), "NVIDIA A100-SXM4-80GB"),
+        ("b200", (10, 0), "NVIDIA B200"),
+        ("h100", (9, 0), "NVIDIA H100 80GB HBM3"),
+        ("h200", (9, 0), "NVIDIA H200 141GB HBM3e"),
+    ],
+)
+def test_targets(name: str, capability: tuple[int, int], kind: str):
+    found = target.load_target(name)
+    assert found.capability == capability
+    assert found.device_kind == kind
+    assert found.cudnn == 91002
+    first, *rest = found.text.splitlines()
     assert first.startswith("# ") and "openxla/xla" in first
     assert sum(line.count("{") - line.count("}") for line in rest if not line.lstrip().startswith("#")) == 0
 
 
+@pytest.mark.parametrize("path", sorted(target.TARGETS.glob("*.txtpb")), ids=lambda path: path.stem)
+def test_facts_agree_with_what_the_compiler_is_told(path: Path):
+    """Every fact has a source, and size and bandwidth are those of the text, to what vendors round."""
+    facts, text = target.load_facts(path.stem), path.read_text()
+    assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"}
+    [size] = re.findall(r"device_memory_size: (\d+)", text)
+    [bandwidth] = re.findall(r"memory_bandwidth: (\d+)", text)
+    assert facts.hbm_bytes == int(size)
+    assert facts.hbm_bytes_per_second == pytest.approx(int(bandwidth), rel=0.05)
+    assert facts.peak_flops["bf16"] == pytest.approx(2 * facts.peak_flops["tf32"], rel=0.03)
+    assert facts.peak_flops.get("f8", 2 * facts.peak_flops["bf16"]) == pytest.approx(
+        2 * facts.peak_flops["bf16"], rel=0.01
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node"),
+    [("h100x8", 1, 8), ("h200x1", 1, 1), ("h100x8x4", 4, 8), ("a100x4x2", 2, 4), ("h100x1024", 128, 8)],
+)
+def test_clusters(text: str, nodes: int, per_node: int):
+    cluster = target.parse_target(text)
+    assert (cluster.nodes, cluster.per_node, cluster.devices) == (nodes, per_node, nodes * per_node)
+
+
+@pytest.mark.parametrize("text", ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"])
+def test_bad_clusters_are_sentences(text: str):
+    with pytest.raises(BadInput, match="h100x8|known targets"):
+        target.parse_target(text)
+
+
+def test_more_than_a_node_holds_is_a_sentence():
+    with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x2"):
+        target.parse_target("h100x12")
+
+
 def test_unknown_target_is_a_sentence():
-    with pytest.raises(BadInput, match="did you mean 'h100'.*known targets: h100"):
+    with pytest.raises(BadInput, match="did you mean 'h100'.*known targets: a100, b200, h100, h200"):
         target.load_target("h10")
 
 
@@ -36,6 +84,6 @@ def test_pretend_answers_for_the_target_and_takes_it_back():
 
 def test_without_plugin_the_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(target, "PLUGINS", ("jax_plugins.none", "no_such_package.at_all"))
-    assert "make test-aot" in str(target.missing())
+    assert re.search(r"pip install 'jspeed\[aot\]'.*223 MB.*make test-aot", str(target.missing()))
     with pytest.raises(BadInput, match="no CUDA plugin"):
         target.target_mesh(target.load_target("h100"))

@@ -45,6 +45,7 @@ class Instruction(NamedTuple):
     computation: str
     attributes: str  # all of the text after the operands
     asynchronous: bool = False  # a start and a done, merged by :func:`paired`
+    number: int = -1  # of a parameter: which argument of its computation it is
 
     @property
     def bytes(self) -> int:
@@ -177,6 +178,7 @@ def _instruction(line: str, computation: str, frames: dict[str, str]) -> Instruc
         source=frames.get(_word(attributes, "stack_frame_id="), ""),
         computation=computation,
         attributes=attributes,
+        number=int(rest[len(opcode) + 1 : end - 1]) if opcode == "parameter" else -1,
     )
 
 

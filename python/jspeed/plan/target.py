@@ -2,10 +2,11 @@
 
 import importlib.util
 import re
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -31,6 +32,39 @@ class Target(NamedTuple):
     capability: tuple[int, int]  # compute capability: (9, 0)
     cudnn: int  # as cuDNN numbers its versions: 91002 is 9.10.2
 
+    @property
+    def device_kind(self) -> str:
+        """What JAX calls the device."""
+        return re.findall(r'device_description_str: "([^"]*)"', self.text)[0]
+
+
+class Facts(NamedTuple):
+    """What one GPU of a kind can do at most, each with the public place it comes from."""
+
+    per_node: int  # GPUs that NVLink joins
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    nvlink_bytes_per_second: float  # one direction
+    network_bytes_per_second: float  # one direction, a GPU
+    dollars_per_hour: float
+    peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
+    sources: dict[str, str]
+
+
+class Cluster(NamedTuple):
+    """So many nodes of so many GPUs of one kind, as ``h100x8x4`` says it: 4 nodes of 8."""
+
+    name: str
+    target: Target
+    facts: Facts
+    nodes: int
+    per_node: int
+
+    @property
+    def devices(self) -> int:
+        """GPUs of all nodes."""
+        return self.nodes * self.per_node
+
 
 def load_target(name: str) -> Target:
     """Return the target called ``name``. Raises :class:`BadInput` with the names there are."""
@@ -43,15 +77,54 @@ def load_target(name: str) -> Target:
     return Target(name, text, (major, minor), dnn[0] * 10000 + dnn[1] * 100 + dnn[2])
 
 
+def load_facts(name: str) -> Facts:
+    """Return the rates, sizes and bandwidths of the target called ``name``, from its ``.toml`` beside its text."""
+    with (TARGETS / f"{name}.toml").open("rb") as file:
+        facts: dict[str, Any] = tomllib.load(file)
+    return Facts(**facts)
+
+
+def parse_target(text: str) -> Cluster:
+    """Read ``h100x8`` (one node of 8) or ``h100x8x4`` (4 nodes of 8).
+
+    More GPUs than one node holds are spread over whole nodes: ``h100x1024`` is ``h100x8x128``. Raises
+    :class:`BadInput` for an unknown kind or a count that cannot be.
+    """
+    kind, *counts = text.split("x")
+    target = load_target(kind)
+    facts = load_facts(kind)
+    if not 1 <= len(counts) <= 2 or not all(count.isdecimal() and int(count) for count in counts):
+        raise BadInput(
+            f"--target {text} says no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
+        )
+    devices, nodes = int(counts[0]), int(counts[1]) if len(counts) == 2 else 1
+    if devices > facts.per_node:
+        if nodes > 1 or devices % facts.per_node:
+            whole = -(-devices // facts.per_node)
+            raise BadInput(
+                f"--target {text}: a node holds {facts.per_node} {kind} GPUs; write {kind}x{facts.per_node}x{whole}"
+            )
+        nodes, devices = devices // facts.per_node, facts.per_node
+    return Cluster(text, target, facts, nodes, devices)
+
+
 def missing() -> str | None:
     """Say in one sentence why nothing can be compiled for a GPU here, or return None."""
     if any(_installed(plugin) for plugin in PLUGINS):
         return None
-    return "no CUDA plugin of JAX is installed here, so nothing can be compiled for a GPU; run make test-aot"
+    return (
+        "no CUDA plugin of JAX is installed here, so nothing can be compiled for a GPU; "
+        "pip install 'jspeed[aot]' brings it (223 MB to download), and so does make test-aot"
+    )
 
 
-def target_mesh(target: Target, devices: int = 8) -> Mesh:
-    """Return a mesh of ``devices`` absent GPUs of one host on one ``data`` axis; arrays cannot be put on it.
+def cluster_mesh(cluster: Cluster, axes: Mapping[str, int] | None = None) -> Mesh:
+    """Return a mesh of a cluster's absent GPUs: one ``data`` axis, or ``axes``. See :func:`target_mesh`."""
+    return target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
+
+
+def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[str, int] | None = None) -> Mesh:
+    """Return a mesh of ``nodes`` hosts of ``devices`` absent GPUs on one ``data`` axis; arrays cannot be put on it.
 
     Set ``jax_platforms`` to ``cpu`` before anything asks JAX for devices: with the plugin and no GPU, JAX would fail
     to start CUDA and then not know it. Raises :class:`BadInput` when there is no plugin.
@@ -61,9 +134,9 @@ def target_mesh(target: Target, devices: int = 8) -> Mesh:
     topology = topologies.get_topology_desc(
         platform="cuda",
         target_config=target.text,
-        topology=f"1x1x{devices}",  # slices x hosts of each x devices of each
+        topology=f"1x{nodes}x{devices}",  # slices x hosts of each x devices of each
     )
-    return make_mesh({"data": devices}, topology.devices)
+    return make_mesh(dict(axes or {"data": nodes * devices}), topology.devices)
 
 
 @contextmanager

@@ -116,6 +116,11 @@ def memory_needed(step: jax.stages.Compiled) -> int:
 
 def lower_step(recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int) -> jax.stages.Lowered:
     """Lower the training step of ``stage`` for ``mesh``, over ``parts`` micro-batches."""
+    return trace_step(recipe, stage, mesh, layout, device, parts).lower()
+
+
+def trace_step(recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int) -> jax.stages.Traced:
+    """Trace the training step of ``stage``: its jaxpr, and what can be lowered."""
     ctx = Context(stage, training=True, attention=device.attention, fp8=device.fp8)
     state, shardings = state_shardings(recipe, layout, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
@@ -124,7 +129,7 @@ def lower_step(recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: De
         return train_step(recipe, ctx, layout, parts, mesh, state, tokens)
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, {"loss": replicated(mesh)}))
-    return jitted.lower(state, tokens)
+    return jitted.trace(state, tokens)
 
 
 def lower_evaluation(

@@ -1,0 +1,181 @@
+"""The real step of every stage, compiled for GPUs that are not here, and the micro-batch that fits in their memory."""
+
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jspeed.plan import hlo
+from jspeed.plan.cost import Kernel, kernels, with_windows
+from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
+from jspeed.recipe import Recipe, Stage
+from jspeed.run import program
+from jspeed.run.device import Device, device_of, lanes_at_once, micro_batches
+
+# What JAX lets its allocator take of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+MEMORY_FRACTION = 0.75
+WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
+
+
+@dataclass(frozen=True)
+class Step:
+    """The compiled step of one stage, as one device runs it."""
+
+    stage: Stage
+    parts: int  # micro-batches
+    text: str  # optimised HLO
+    memory: dict[str, int]  # bytes: arguments, outputs, aliased, temporaries, peak
+    shared: bool = False  # compiled for another stage that differs from this one in attention windows alone
+    windows: tuple[tuple[int, int], ...] = ()  # (window that was compiled, window of this stage)
+
+    @cached_property
+    def kernels(self) -> list[Kernel]:
+        """The kernels in order, with this stage's attention windows."""
+        found = kernels(self.text, self.stage.max_doc_len)
+        return with_windows(found, dict(self.windows), self.stage.max_doc_len) if self.windows else found
+
+
+@dataclass(frozen=True)
+class Rented:
+    """What a recipe is planned for: absent devices, how parameters lie on them, what they can do."""
+
+    cluster: Cluster
+    mesh: Mesh
+    layout: str
+    device: Device
+
+    @property
+    def limit(self) -> int:
+        """Bytes of one device that a step may take."""
+        return self.device.memory or self.cluster.facts.hbm_bytes
+
+
+def rent(
+    cluster: Cluster, layout: str, axes: dict[str, int] | None = None, fraction: float = MEMORY_FRACTION
+) -> Rented:
+    """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin, or for a layout that leaves
+    an axis of the mesh without work."""
+    jax.config.update("jax_platforms", "cpu")  # else JAX would try to start CUDA, and then not know it
+    mesh = cluster_mesh(cluster, axes)
+    program.check_layout(layout, mesh)
+    device = replace(device_of(mesh), memory=int(fraction * cluster.facts.hbm_bytes))
+    if device.attention == "fa4":  # asks the live backend; its kernels carry no shapes to read FLOPs from
+        device = replace(device, attention="cudnn")
+    return Rented(cluster, mesh, layout, device)
+
+
+def compile_stages(recipe: Recipe, rented: Rented, micro_batch: int | None = None) -> list[Step]:
+    """Compile the step of every stage, stages that differ in attention windows alone once.
+
+    Whether they do is seen, not assumed: their programs, as JAX hands them to the compiler, must be equal but for
+    the windows that the attention calls name.
+    """
+    groups: dict[tuple, list[int]] = {}
+    for number, stage in enumerate(recipe.stages):
+        groups.setdefault((stage.lane_len, stage.max_docs), []).append(number)
+    found: dict[int, Step] = {}
+    jobs: list[tuple[int, jax.stages.Lowered]] = []
+    copies: dict[int, int] = {}
+    with pretend(rented.cluster.target):
+        for members in groups.values():
+            last = members[-1]
+            lowered = {last: lower(recipe, recipe.stages[last], rented, micro_batch)}
+            first = members[0]
+            if first != last:
+                lowered[first] = lower(recipe, recipe.stages[first], rented, micro_batch)
+            alike = all(_windows(recipe.stages[last], recipe.stages[n]) is not None for n in members)
+            if alike and len({WINDOW.sub(r"\1", program_.as_text()) for program_ in lowered.values()}) == 1:
+                jobs.append((last, lowered[last]))
+                copies |= {n: last for n in members[:-1]}
+            else:
+                jobs += [(n, lowered.get(n) or lower(recipe, recipe.stages[n], rented, micro_batch)) for n in members]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            programs = list(pool.map(lambda job: build(job[1], rented.device), jobs))
+    for (number, _), built in zip(jobs, programs, strict=True):
+        stage = recipe.stages[number]
+        found[number] = read(stage, micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch), built)
+    for number, last in copies.items():
+        found[number] = with_stage(found[last], recipe.stages[number])
+    return [found[number] for number in range(len(recipe.stages))]
+
+
+def with_stage(step: Step, stage: Stage) -> Step:
+    """The step of a stage that differs in attention windows alone from the one that was compiled."""
+    pairs = _windows(step.stage, stage) or ()
+    return replace(step, stage=stage, shared=True, windows=pairs)
+
+
+def lower(recipe: Recipe, stage: Stage, rented: Rented, micro_batch: int | None) -> jax.stages.Lowered:
+    """Lower one stage's step through the code that training runs."""
+    parts = micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch)
+    return program.lower_step(recipe, stage, rented.mesh, rented.layout, rented.device, parts)
+
+
+def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
+    """Compile with the options of training, and matmuls as cuBLAS calls (nothing can be autotuned here)."""
+    if device.platform == "cpu":
+        return program.compiled(lowered, device)
+    return lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
+
+
+def read(stage: Stage, parts: int, built: jax.stages.Compiled) -> Step:
+    """Read a compiled step: its text, and what the compiler says of memory."""
+    sizes: Any = built.memory_analysis()
+    memory = {
+        "arguments": sizes.argument_size_in_bytes,
+        "outputs": sizes.output_size_in_bytes,
+        "aliased": sizes.alias_size_in_bytes,
+        "temporaries": sizes.temp_size_in_bytes,
+        "peak": program.memory_needed(built),
+    }
+    return Step(stage, parts, str(built.as_text()), memory)
+
+
+def largest_that_fits(recipe: Recipe, rented: Rented, stage: Stage, below: int | None = None) -> tuple[int, int] | None:
+    """Compile one stage with fewer and fewer lanes at once until it fits: (micro-batch in tokens, bytes), or None."""
+    for lanes in lanes_at_once(recipe, stage, rented.mesh):
+        tokens = lanes * stage.lane_len
+        if below is None or tokens < below:
+            with pretend(rented.cluster.target):
+                need = program.memory_needed(build(lower(recipe, stage, rented, tokens), rented.device))
+            if need <= rented.limit:
+                return tokens, need
+    return None
+
+
+def memory_by_kind(step: Step) -> dict[str, int]:
+    """Bytes of one device by what they are for; together they are the peak."""
+    kinds = {"parameters": 0, "optimizer": 0, "batch": 0}
+    entry = hlo.entry(step.text)
+    for argument in hlo.instructions(step.text):
+        if argument.opcode == "parameter" and argument.computation == entry:
+            kind = "batch"
+            if argument.op_name.startswith("state"):
+                kind = "parameters" if "'params'" in argument.op_name[:20].replace("\\", "") else "optimizer"
+            kinds[kind] += argument.bytes
+    sends = [kernel.collective for kernel in step.kernels if kernel.collective]
+    gathered = sum(send.bytes for send in sends if send.kind == "all-gather")
+    gathered = min(gathered, step.memory["temporaries"])
+    rest = step.memory["peak"] - sum(kinds.values()) - gathered
+    return kinds | {"gathered parameters": gathered, "activations, gradients and workspace": rest}
+
+
+def _windows(compiled: Stage, stage: Stage) -> tuple[tuple[int, int], ...] | None:
+    """How the windows of one stage follow from those of another, layer by layer; None if they do not."""
+    if len(compiled.windows) != len(stage.windows):
+        return None
+    pairs = dict(zip(compiled.windows, stage.windows, strict=True))
+    if any(pairs[there] != here for there, here in zip(compiled.windows, stage.windows, strict=True)):
+        return None
+    return tuple(pairs.items())
+
+
+def distinct(steps: Sequence[Step]) -> int:
+    """How many programs were compiled for these steps."""
+    return sum(not step.shared for step in steps)

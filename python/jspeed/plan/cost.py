@@ -1,0 +1,245 @@
+"""What one step costs on one device, kernel by kernel, from optimised HLO: FLOPs, bytes moved, sends, their order.
+
+FLOPs are those of matrix products; element-wise work is bytes. Of an attention kernel they are those of the keys that
+mask, window and longest document leave: 2 products forward, 5 backward (it computes the scores again).
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jspeed.plan import hlo
+from jspeed.plan.hlo import Collective, Instruction
+
+ATTENTION = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
+PRODUCTS = {"attention_forward": 2, "attention_backward": 5}
+# Names for memory, bookkeeping, or starts of what is counted elsewhere; none is a kernel.
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
+    "replica-id optimization-barrier add-dependency domain opt-barrier".split()
+)
+PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
+
+
+class Kernel(NamedTuple):
+    """One kernel, in the order in which it is scheduled."""
+
+    kind: str  # matmul, fp8_matmul, attention_forward, attention_backward, fusion, collective, other
+    flops: float  # once
+    bytes: float  # read and written, once
+    dtype: str  # of what is multiplied: bf16, f8, f32, ...; empty if nothing is
+    dims: tuple[int, ...]  # of a product: batch, rows, contracted, columns
+    times: int  # how often it runs in a step
+    instruction: Instruction
+    collective: Collective | None = None  # what it sends
+    until: int = 0  # of a send: index in the list of the kernel that waits for it
+
+
+def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
+    """Return the kernels of a step in order; those in a loop once, ``times`` saying how often they run.
+
+    ``max_doc_len`` bounds what a query of packed attention can see: documents are taken to be that long.
+    """
+    found: list[Kernel] = []
+    computations = _computations(text)
+    sends = {exchange.instruction.name: exchange for exchange in hlo.collectives(text)}
+    _walk(hlo.entry(text), 1, computations, sends, max_doc_len, found)
+    return found
+
+
+def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_len: int | None) -> list[Kernel]:
+    """Return ``steps`` with other attention windows: ``windows`` maps each one that was compiled to its value."""
+    return [
+        step._replace(flops=attention_flops(step.kind, step.instruction, max_doc_len, windows))
+        if step.kind in PRODUCTS
+        else step
+        for step in steps
+    ]
+
+
+def attention_flops(
+    kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None
+) -> float:
+    """FLOPs of one call of cuDNN attention."""
+    config = _fmha(step)
+    batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
+    width = step.arrays[0].dims[-1]
+    window = int(config["sliding_window_length"])
+    window = (windows or {}).get(window, window)
+    packed = int(config["max_seg_per_batch"]) > 1
+    seen = float(keys)
+    if "CAUSAL" in config["mask_type"]:
+        seen = mean_keys(queries, window or None, max_doc_len if packed else None)
+    return PRODUCTS[kind] * 2 * batch * heads * queries * seen * width
+
+
+def mean_keys(queries: int, window: int | None, document: int | None) -> float:
+    """Mean number of keys that a query of a causal row sees, itself included."""
+    length = min(queries, document or queries)
+    window = min(window or length, length)
+    return (window * (window + 1) / 2 + (length - window) * window) / length
+
+
+def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
+    """Name the part of the model that a product belongs to: attention, optimizer, or parameters of its shape.
+
+    ``matrices`` holds the (in, out) of each parameter by its path. Parameters of one shape are named together.
+    """
+    if step.kind in PRODUCTS:
+        return "attention scores"
+    if step.instruction.op_name and not re.search(r"shard_map|jvp|transpose\(", step.instruction.op_name):
+        return "optimizer"
+    _, *shape = step.dims
+    for sizes in (shape[:2], shape[1:], [shape[0], shape[2]]):
+        if names := [path for path, matrix in matrices.items() if sorted(matrix) == sorted(sizes)]:
+            return " + ".join(names)
+    return "other"
+
+
+def product(step: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
+    """Return (FLOPs, (batch, rows, contracted, columns)) of a dot or a cuBLAS call."""
+    numbers = _dot_numbers(step)
+    left, right = operands[0].arrays[0].dims, operands[1].arrays[0].dims
+    contracted = math.prod(left[dim] for dim in numbers["lhs_contracting"])
+    batch = math.prod(left[dim] for dim in numbers["lhs_batch"])
+    rows = math.prod(left) // max(1, contracted * batch)
+    columns = math.prod(right) // max(1, contracted * batch)
+    return 2.0 * batch * rows * contracted * columns, (batch, rows, contracted, columns)
+
+
+def _walk(
+    name: str,
+    times: int,
+    computations: dict[str, dict[str, Instruction]],
+    sends: dict[str, Collective],
+    max_doc_len: int | None,
+    found: list[Kernel],
+) -> None:
+    """Append the kernels of a computation and of the loops it runs, in order."""
+    inside = computations[name]
+    waiting: dict[str, int] = {}  # a send that has started -> its place in ``found``
+    for step in inside.values():
+        if step.opcode.endswith(("-done", "-update")):
+            for operand in step.operands:
+                if operand in waiting:
+                    place = waiting.pop(operand)
+                    if step.opcode.endswith("-update"):
+                        waiting[step.name] = place
+                    else:
+                        found[place] = found[place]._replace(until=len(found))
+        elif exchange := sends.get(step.name):
+            if step.opcode.endswith("-start"):
+                waiting[step.name] = len(found)
+            found.append(Kernel("collective", 0.0, 0.0, "", (), times, step, exchange, len(found) + 1))
+        elif step.opcode in ("while", "conditional", "call", "async", "async-start"):
+            again = times * (_trips(step) if step.opcode == "while" else 1)
+            for called in step.calls:
+                if called in computations:
+                    _walk(called, again, computations, sends, max_doc_len, found)
+        elif step.opcode not in FREE:
+            found.append(_kernel(step, inside, computations, times, max_doc_len))
+
+
+def _kernel(
+    step: Instruction,
+    inside: dict[str, Instruction],
+    computations: dict[str, dict[str, Instruction]],
+    times: int,
+    max_doc_len: int | None,
+) -> Kernel:
+    operands = [inside[name] for name in step.operands if name in inside]
+    moved = float(_bytes_moved(step, operands, computations))
+    if step.target in ATTENTION:
+        kind = ATTENTION[step.target]
+        flops = attention_flops(kind, step, max_doc_len)
+        return Kernel(kind, flops, moved, _dtype(step.arrays[0].dtype), (), times, step)
+    if step.opcode == "dot" or "matmul" in step.target:
+        flops, dims = product(step, operands)
+        dtype = _dtype(operands[0].arrays[0].dtype)
+        return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
+    if step.opcode == "fusion":
+        flops, dims, dtype = 0.0, (), ""
+        for called in step.calls:
+            body = computations.get(called, {})
+            for dot in body.values():
+                if dot.opcode == "dot":
+                    more, dims = product(dot, [body[name] for name in dot.operands])
+                    flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
+        kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
+        return Kernel(kind, flops, moved, dtype, dims, times, step)
+    return Kernel("other", 0.0, moved, "", (), times, step)
+
+
+def _bytes_moved(
+    step: Instruction, operands: list[Instruction], computations: dict[str, dict[str, Instruction]]
+) -> int:
+    """Bytes read and written; of what a fusion only looks parts up in, or updates in place, the parts."""
+    if step.opcode in PARTIAL_READS:
+        return 2 * step.bytes
+    written, read = step.bytes, [operand.bytes for operand in operands]
+    if step.opcode in ("dynamic-update-slice", "scatter"):
+        return 2 * sum(read[1:])
+    if step.opcode == "fusion" and step.calls and (body := computations.get(step.calls[0])):
+        users: dict[str, list[Instruction]] = {}
+        for inner in body.values():
+            for operand in inner.operands:
+                users.setdefault(operand, []).append(inner)
+        for inner in body.values():
+            if inner.opcode == "parameter" and 0 <= inner.number < len(read):
+                read[inner.number] = min(read[inner.number], _bytes_used(inner, users, body))
+        for inner in body.values():  # an update in place writes its update alone; a scatter reads and writes rows
+            if inner.opcode in ("dynamic-update-slice", "scatter"):
+                update = body[inner.operands[1 if inner.opcode == "dynamic-update-slice" else 2]]
+                written += update.bytes - inner.bytes
+    return max(written, 0) + sum(read)
+
+
+def _bytes_used(step: Instruction, users: dict[str, list[Instruction]], body: dict[str, Instruction]) -> int:
+    """Bytes that a fusion reads of one of its arguments."""
+    total = 0
+    for user in users.get(step.name, []):
+        if user.opcode in PARTIAL_READS and user.operands[0] == step.name:
+            total += user.bytes
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == step.name:
+            continue
+        elif user.opcode == "scatter" and user.operands[0] == step.name:
+            total += body[user.operands[2]].bytes
+        elif user.opcode == "bitcast":
+            total += _bytes_used(user, users, body)
+        else:
+            return step.bytes
+    return total
+
+
+def _computations(text: str) -> dict[str, dict[str, Instruction]]:
+    found: dict[str, dict[str, Instruction]] = {}
+    for step in hlo.instructions(text):
+        found.setdefault(step.computation, {})[step.name] = step
+    return found
+
+
+def _dot_numbers(step: Instruction) -> dict[str, list[int]]:
+    """Contracted and batch dimensions, as a dot writes them ({1}) or as a cuBLAS call does (["1"])."""
+    found = {}
+    for key in ("lhs_contracting", "lhs_batch"):
+        match = re.search(key + r'_dim(?:ension)?s"?[=:]\s*[{\[]([^}\]]*)[}\]]', step.attributes)
+        found[key] = [int(number) for number in re.findall(r"\d+", match[1])] if match else []
+    return found
+
+
+def _fmha(step: Instruction) -> dict:
+    """What XLA tells cuDNN about one attention call."""
+    config, _ = json.JSONDecoder().raw_decode(step.attributes.partition("backend_config=")[2])
+    return config["cudnn_fmha_backend_config"]
+
+
+def _trips(step: Instruction) -> int:
+    """How often a loop runs: what XLA found out, or 1."""
+    match = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', step.attributes)
+    return int(match[1]) if match else 1
+
+
+def _dtype(name: str) -> str:
+    return "f8" if name.startswith("f8") else name

@@ -1,0 +1,312 @@
+"""A plan: one recipe on one target as a dictionary of plain values, which tables, pictures and comparisons are made of.
+
+Its keys are those of ``--json``. Bytes, FLOPs and kernels are of one device and one step; so are times.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.plan import doctor, hlo, predict
+from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
+from jspeed.plan.cost import Kernel, part_of
+from jspeed.plan.target import pretend
+from jspeed.recipe import Recipe, flops_per_token, leaves, parameter_count, replace
+from jspeed.run import program
+from jspeed.run.device import lanes_at_once
+from jspeed.run.find import Found
+
+KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
+BOUNDS = [
+    "memory is what the compiler allots: exact for its program, without the allocator's own losses",
+    "FLOPs of matrix products are exact; those of attention are an upper bound, every document being as long as "
+    "the recipe cuts it",
+    "no kernel is faster than its FLOPs at the peak rate or its bytes at the bandwidth",
+]
+GUESSES = [
+    "which fraction of the peak a kernel reaches: " + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
+    "what a step loses besides: one factor, fitted on published times of other programs for the same schedules",
+    f"the range: {predict.SPREAD[0]} to {predict.SPREAD[1]} times the fitted time",
+    "bandwidth of an exchange by its bytes alone; between nodes also a latency for every node",
+    "the price",
+]
+
+
+def make_plan(
+    found: Found, rented: Rented, micro_batch: int | None = None, dollars_per_hour: float | None = None
+) -> dict[str, Any]:
+    """Compile every stage of a recipe for a target and return the plan.
+
+    Raises :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
+    """
+    recipe, cluster = found.recipe, rented.cluster
+    steps = compile_stages(recipe, rented, micro_batch)
+    ideal = ideal_flops(recipe, rented, steps[-1].parts)
+    stages = [describe_stage(recipe, rented, number, step) for number, step in enumerate(steps, 1)]
+    total = sum(stage["steps"] for stage in stages)
+    seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
+    findings, products = examine(recipe, rented, steps, stages, ideal)
+    price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
+    fits, sentence = fit(recipe, rented, steps)
+    return {
+        "schema": 1,
+        "recipe": recipe.name,
+        "recipe_hash": found.hash,
+        "sets": [f"{name}={value}" for name, value in found.overrides.items()],
+        "target": cluster.name,
+        "device_kind": cluster.target.device_kind,
+        "devices": cluster.devices,
+        "nodes": cluster.nodes,
+        "mesh": dict(rented.mesh.shape),
+        "layout": rented.layout,
+        "attention": rented.device.attention,
+        "compiled": True,
+        "programs": distinct(steps),
+        "parameters": parameter_count(recipe.parameters),
+        "device_memory_bytes": cluster.facts.hbm_bytes,
+        "memory_limit_bytes": rented.limit,
+        "fits": fits,
+        "fit": sentence,
+        "facts": {**cluster.facts._asdict(), "per_node": cluster.per_node},
+        "fractions": {**predict.FRACTIONS, "step": 1 / predict.slowdown()},
+        "calibration": predict.calibration(),
+        "stages": stages,
+        "predicted_step_ms": [1e3 * edge / total for edge in seconds],
+        "predicted_seconds": seconds,
+        "predicted_cost": {
+            "currency": "USD",
+            "per_device_hour": price,
+            "low": seconds[0] / 3600 * price * cluster.devices,
+            "high": seconds[1] / 3600 * price * cluster.devices,
+        },
+        "doctor": [finding._asdict() | {"threshold": _finite(finding.threshold)} for finding in findings],
+        "matmuls": products,
+        "warnings": warnings(rented, steps)
+        + ([] if fits else [sentence])
+        + [f"{f.name}: {f.text}" for f in findings if f.level != "note"],
+        "bounds": BOUNDS,
+        "guesses": GUESSES,
+    }
+
+
+def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> dict[str, Any]:
+    """One stage of the plan."""
+    cluster, stage, kernels = rented.cluster, step.stage, step.kernels
+    total, sends = predict.times(kernels, cluster)
+    computing = [kernel for kernel in kernels if not kernel.collective]
+    matrices = matrices_of(recipe)
+    by_part: dict[str, float] = {}
+    by_dtype: dict[str, float] = {}
+    for kernel in computing:
+        if kernel.flops:
+            part, flops = part_of(kernel, matrices), kernel.times * kernel.flops
+            by_part[part] = by_part.get(part, 0.0) + flops
+            by_dtype[kernel.dtype] = by_dtype.get(kernel.dtype, 0.0) + flops
+    largest = [
+        {
+            "bytes": buffer.array.bytes,
+            "dtype": buffer.array.dtype,
+            "dims": list(buffer.array.dims),
+            "source": _short(buffer.instruction.source),
+            "op": buffer.instruction.op_name.rsplit("/", 1)[-1] or buffer.instruction.opcode,
+        }
+        for buffer in hlo.buffers(step.text, 2**16)[:10]
+    ]
+    tokens = recipe.tokens_per_step(stage)
+    return {
+        "name": f"stage {number}",
+        "steps": stage.steps,
+        "tokens_per_step": tokens,
+        "micro_batches": step.parts,
+        "micro_batch_tokens": tokens // rented.mesh.shape["data"] // step.parts,
+        "compiled": not step.shared,
+        "memory_bytes": step.memory,
+        "memory_by_kind": memory_by_kind(step),
+        "largest_buffers": largest,
+        "flops": sum(kernel.times * kernel.flops for kernel in computing),
+        "flops_by_dtype": by_dtype,
+        "flops_by_part": dict(sorted(by_part.items(), key=lambda item: -item[1])),
+        "model_flops": flops_per_token(recipe, stage) * tokens / cluster.devices,
+        "bytes_moved": sum(kernel.times * kernel.bytes for kernel in computing),
+        "kernels": {kind: sum(k.times for k in computing if k.kind == kind) for kind in KINDS},
+        "collectives": describe_sends(kernels, sends, rented),
+        "time_ms": {
+            "compute": 1e3 * total.compute,
+            "memory": 1e3 * total.memory,
+            "communication": 1e3 * total.communication,
+            "exposed_communication": 1e3 * total.exposed,
+        },
+        "roofline_ms": 1e3 * total.total,
+        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.total)],
+    }
+
+
+def describe_sends(
+    kernels: Sequence[Kernel], sends: Mapping[int, tuple[float, float]], rented: Rented
+) -> list[dict[str, Any]]:
+    """Every exchange between devices, in order."""
+    found = []
+    for place, (takes, late) in sends.items():
+        kernel = kernels[place]
+        exchange = kernel.collective
+        assert exchange
+        beside = [k for k in kernels[place + 1 : kernel.until] if not k.collective]
+        found.append(
+            {
+                "kind": exchange.kind,
+                "bytes": exchange.bytes,
+                "axis": axis_of(exchange, dict(rented.mesh.shape)),
+                "group": exchange.group,
+                "async": exchange.overlaps,
+                "count": kernel.times,
+                "dtype": exchange.arrays[0].dtype,
+                "ms": 1e3 * takes / kernel.times,
+                "compute_ms_between": 1e3 * sum(max(predict.kernel_seconds(k, rented.cluster.facts)) for k in beside),
+                "exposed_ms": 1e3 * late / kernel.times,
+                "source": _short(exchange.instruction.source),
+            }
+        )
+    return found
+
+
+def axis_of(exchange: hlo.Collective, mesh: Mapping[str, int]) -> str:
+    """Name the mesh axis (or axes, with a comma) that an exchange goes along, by its size and its stride."""
+    if exchange.group == math.prod(mesh.values()):
+        return ",".join(axis for axis, size in mesh.items() if size > 1) or next(iter(mesh))
+    named = [axis for axis, size in mesh.items() if size == exchange.group]
+    members = re.search(r"\{\{(\d+),(\d+)", exchange.instruction.attributes)
+    if len(named) > 1 and members:
+        stride, axes = int(members[2]) - int(members[1]), list(mesh)
+        named = [axis for axis in named if math.prod(list(mesh.values())[axes.index(axis) + 1 :]) == stride] or named
+    return named[0] if named else "unknown"
+
+
+def examine(
+    recipe: Recipe, rented: Rented, steps: Sequence[Step], stages: Sequence[dict], ideal: Mapping[str, float]
+) -> tuple[list[doctor.Finding], list[dict]]:
+    """Have the doctor look at the last stage, and at the exchanges of the worst: (findings, matrix products)."""
+    step, devices = steps[-1], rented.cluster.devices
+    products = doctor.matmuls(step.kernels, ideal, devices)
+    micro = stages[-1]["micro_batch_tokens"]
+    vocabulary = max(
+        (s.shape[s.axes.index("vocab")] for _, s in leaves(recipe.parameters) if "vocab" in s.axes), default=0
+    )
+    vocabulary = vocabulary or recipe.data.vocab_size
+    _, shardings = program.state_shardings(recipe, rented.layout, rented.mesh)
+    shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(rented.mesh).spec)]
+    cuts = doctor.by_path(program.partitions(recipe.parameters, rented.layout, rented.mesh))
+    shapes += [(path, (), cut) for path, cut in cuts]
+    worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
+    findings = [
+        *doctor.redundant(products, step.kernels),
+        *doctor.placement(shapes, dict(rented.mesh.shape)),
+        *doctor.whole_leaves(recipe, rented.layout, rented.mesh),
+        *doctor.wide_logits(step.text, micro, vocabulary),
+        *doctor.exposed(worst["collectives"], worst["roofline_ms"]),
+        *doctor.slow_scatters(step.text),
+    ]
+    for row in products:
+        row["source"] = _short(row["source"])
+    return findings, products
+
+
+def ideal_flops(recipe: Recipe, rented: Rented, parts: int) -> dict[str, float]:
+    """FLOPs of a step's matrix products by source line, as one device that did it all would do them."""
+    parts *= rented.mesh.shape["data"]  # micro-batches as large as those of the plan
+    one = make_mesh({"data": 1}, list(rented.mesh.devices.flat[:1]))
+    with pretend(rented.cluster.target):
+        traced = program.trace_step(recipe, recipe.stages[-1], one, rented.layout, rented.device, parts)
+    return doctor.ideal_flops(traced.jaxpr)
+
+
+def fit(recipe: Recipe, rented: Rented, steps: Sequence[Step]) -> tuple[bool, str]:
+    """Whether every stage fits, as a sentence: what it needs, or what would fit, found by compiling."""
+    worst = max(steps, key=lambda step: step.memory["peak"])
+    need, limit = worst.memory["peak"], rented.limit
+    tokens = recipe.tokens_per_step(worst.stage) // rented.mesh.shape["data"] // worst.parts
+    whole = rented.cluster.facts.hbm_bytes
+    have = f"{limit / 1e9:.1f} GB ({limit / whole:.0%} of {whole / 1e9:.1f})"
+    if need <= limit:
+        return True, f"fits: {need / 1e9:.1f} of {have} a device with a micro-batch of {tokens:,} tokens"
+    start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
+    if smaller := largest_that_fits(recipe, rented, worst.stage, tokens):
+        return False, f"{start}; --micro-batch {smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
+    if need <= 0.95 * whole:
+        return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
+    return (
+        False,
+        f"{start}; one lane of {worst.stage.lane_len:,} tokens is the least there is: shorten it with --set, or use "
+        "more devices or larger ones",
+    )
+
+
+def search(
+    found: Found, rented: Rented, layouts: Sequence[str], rent_again: Callable[[str], Rented]
+) -> list[dict[str, Any]]:
+    """Compile the last stage with every layout and micro-batch; best first, what does not fit last."""
+    recipe, rows = found.recipe, []
+    last = recipe.stages[-1]
+    only = replace(recipe, stages=(last,))
+    for layout in layouts:
+        place = rent_again(layout)
+        for lanes in lanes_at_once(recipe, last, rented.mesh):
+            [step] = compile_stages(only, place, lanes * last.lane_len)
+            seconds = predict.times(step.kernels, place.cluster)[0].total
+            rows.append(
+                {
+                    "layout": layout,
+                    "micro_batch_tokens": lanes * last.lane_len,
+                    "peak_bytes": step.memory["peak"],
+                    "fits": step.memory["peak"] <= place.limit,
+                    "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
+                }
+            )
+    return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
+
+
+def matrices_of(recipe: Recipe) -> dict[str, tuple[int, int]]:
+    """(in, out) of every parameter that multiplies."""
+    return {
+        path: (spec.shape[-2], spec.shape[-1])
+        for path, spec in leaves(recipe.parameters)
+        if len(spec.shape) >= 2 and spec.size >= 2**12 and ("token" not in spec.axes or "head" not in recipe.parameters)
+    }
+
+
+def warnings(rented: Rented, steps: Sequence[Step]) -> list[str]:
+    """What this plan cannot know."""
+    found = []
+    if any(step.shared for step in steps):
+        found.append(
+            f"{len(steps)} stages, {distinct(steps)} compiled: the others differ in attention windows alone (checked "
+            "on the first and the last program), so their kernels, bytes and memory are those of the compiled one"
+        )
+    if rented.device.attention == "cudnn":
+        found.append(
+            "attention is planned as cuDNN's, whose plans are only built on a GPU: what it refuses there is not seen "
+            "here; where fa4_jax is installed training uses that on H100 and H200"
+        )
+    elif rented.device.attention == "xla":
+        found.append("this GPU gets XLA's own attention, which holds all scores in memory")
+    found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
+    return found
+
+
+def require_devices(recipe: Recipe, devices: int) -> None:
+    """Raise :class:`BadInput` when the lanes of ``recipe`` cannot be divided over ``devices``."""
+    if recipe.lanes % devices:
+        raise BadInput(
+            f"recipe {recipe.name} has {recipe.lanes} lanes, which {devices} devices cannot share equally; "
+            f"--set LANES={-(-recipe.lanes // devices) * devices} gives each a whole number (the global batch grows)"
+        )
+
+
+def _short(source: str) -> str:
+    return source.rsplit("/", 1)[-1]
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,99 @@
+"""Say what a recipe will do on GPUs that are not here: memory, kernels, sends, milliseconds, and what is wrong."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from tyro.conf import Positional, UseAppendAction, arg
+
+from jspeed.errors import run_script
+from jspeed.files import write_whole
+from jspeed.parallel.mesh import DEFAULT_LAYOUT, LAYOUTS, parse_mesh
+from jspeed.plan import show
+from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
+from jspeed.plan.plan import make_plan, require_devices, search
+from jspeed.plan.target import parse_target
+from jspeed.run.find import find
+
+
+def plan(
+    recipe: Positional[str],
+    target: str = "h100x8",
+    layout: str = DEFAULT_LAYOUT,
+    mesh: str | None = None,
+    micro_batch: int | None = None,
+    against: str | None = None,
+    search_: Annotated[bool, arg(name="search")] = False,
+    strict: bool = False,
+    json_: Annotated[Path | None, arg(name="json", metavar="FILE")] = None,
+    svg: Annotated[Path | None, arg(metavar="FILE")] = None,
+    html: Annotated[Path | None, arg(metavar="FILE")] = None,
+    dollars_per_hour: float | None = None,
+    memory_fraction: float = MEMORY_FRACTION,
+    set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
+) -> int:
+    """Say what a recipe will do on GPUs that are not here.
+
+    Exit code: 0; 1 with --strict when the doctor finds an error or the recipe does not fit; 2 bad input.
+
+    Args:
+        recipe: Name of a recipe, or path of a recipe file (FILE.py).
+        target: GPUs to plan for: h100x8, h200x1, a100x8, b200x8, or h100x8x4 for 4 nodes of 8.
+        layout: How parameters lie on the mesh: zero1 or dp.
+        mesh: Mesh axes and sizes, for example data=8.
+        micro_batch: Tokens a device takes at once.
+        against: Another recipe to plan for the same target, and to compare with.
+        search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
+        strict: Exit with 1 when the doctor finds an error, or the recipe does not fit.
+        json_: Write the plan as JSON.
+        svg: Write a picture of the plan.
+        html: Write a report that opens from disk.
+        dollars_per_hour: Price of one GPU, instead of the guess in the target's file.
+        memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION).
+        set: Replace fields of the recipe file.
+    """
+    cluster = parse_target(target)
+    sets = tuple(text for group in set for text in group)
+    found = find(recipe, sets)
+    other = find(against) if against else None
+    axes = parse_mesh(mesh) if mesh else None
+
+    def rent_with(layout: str) -> Rented:
+        return rent(cluster, layout, axes, memory_fraction)
+
+    rented = rent_with(layout)
+    for one in (found, other):
+        if one:
+            require_devices(one.recipe, rented.mesh.shape["data"])
+    made = make_plan(found, rented, micro_batch, dollars_per_hour)
+    if search_:
+        made["search"] = search(found, rented, tuple(LAYOUTS), rent_with)
+    show.plan(made)
+    if other:
+        made["against"] = make_plan(other, rented, None, dollars_per_hour)
+        show.comparison(made["against"], made)
+    if json_:
+        write_whole(json_, json.dumps(made, indent=2) + "\n")
+    if svg or html:
+        from jspeed.plan.report import plan_html, plan_svg
+
+        if svg:
+            plan_svg(svg, made)
+        if html:
+            plan_html(html, made)
+    errors = [finding for finding in made["doctor"] if finding["level"] == "error"]
+    return 1 if strict and (errors or not made["fits"]) else 0
+
+
+def main() -> int:
+    """Read the command line; on this machine JAX has its CPU only, whatever is installed, and CUDA need not say so."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    jax.config.update("jax_platforms", "cpu")
+    return tyro.cli(plan)
+
+
+if __name__ == "__main__":
+    run_script(main)

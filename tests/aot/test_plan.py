@@ -1,0 +1,99 @@
+"""Plans of real recipes for H100s that are not here, against the compiler's own figures and independent formulas."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jspeed.plan import predict
+from jspeed.plan.compile import Step, compile_stages, memory_by_kind, rent, with_stage
+from jspeed.plan.plan import describe_stage, make_plan
+from jspeed.plan.target import parse_target
+from jspeed.run.find import find
+
+from .test_recipes import compiled
+
+BAD = str(Path(__file__).parents[1] / "plan" / "bad.py")
+EIGHT = parse_target("h100x8")
+MEMORY = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 2**35}
+
+
+def steps_of(mesh, name: str) -> list[Step]:
+    """A step for every stage of a recipe on eight devices, from the compile that test_recipes shares."""
+    recipe, text, needed = compiled(mesh(8), name)
+    last = Step(recipe.stages[-1], 1, text, MEMORY | {"peak": needed})
+    return [with_stage(last, stage) for stage in recipe.stages[:-1]] + [last]
+
+
+def test_flops_of_r29(mesh):
+    """6 for each weight of a matrix and each token, Newton-Schulz on a device's share, attention by keys seen."""
+    recipe, _, _ = compiled(mesh(8), "r29")
+    rented = rent(EIGHT, "zero1")
+    tokens, width, up, vocabulary = 49152, 768, 3072, 50304
+    products = 6 * tokens * (44 * width * width + 24 * width * up + vocabulary * width)
+    newton_schulz = 5 * (6 * 3 * 2 * width**3 + 3 * (2 * 2 * width**2 * up + 2 * width**3))
+    for step, stage in zip(steps_of(mesh, "r29"), recipe.stages, strict=True):
+        keys = [sum(min(t + 1, window) for t in range(2048)) / 2048 for window in stage.windows]
+        del keys[7]  # the layer without attention
+        attention = 2 * 7 * tokens * width * sum(keys)  # two products forward and five backward
+        described = describe_stage(recipe, rented, 1, step)
+        assert described["flops"] == pytest.approx(products + newton_schulz + attention, rel=0.01)
+        assert described["flops_by_part"]["attention scores"] == pytest.approx(attention, rel=1e-6)
+        assert described["flops_by_part"]["optimizer"] == pytest.approx(newton_schulz, rel=1e-6)
+        assert described["flops_by_dtype"]["f8"] == 6 * tokens * vocabulary * width
+        assert described["kernels"]["fp8_matmul"] == 3
+        assert described["kernels"]["attention_forward"] == described["kernels"]["attention_backward"] == 11
+        assert Counter(send["kind"] for send in described["collectives"]) == {
+            "all-gather": 5,
+            "reduce-scatter": 5,
+            "all-reduce": 2,
+        }
+
+
+@pytest.mark.parametrize("name", [published.recipe for published in predict.PUBLISHED])
+def test_rooflines_of_published_programs(mesh, name):
+    """The numbers that the calibration stands on follow from the compiled programs, within what a compiler changes."""
+    steps = steps_of(mesh, name)
+    [published] = [p for p in predict.PUBLISHED if p.recipe == name]
+    seconds = sum(step.stage.steps * predict.times(step.kernels, EIGHT)[0].total for step in steps)
+    assert 1e3 * seconds / sum(step.stage.steps for step in steps) == pytest.approx(published.roofline, rel=0.03)
+
+
+def test_memory_is_the_compilers(mesh):
+    """bad.py: arguments and peak as memory_analysis has them; parameters, optimizer and batch counted by hand."""
+    rented = rent(EIGHT, "zero1")
+    found = find(BAD)
+    [step] = compile_stages(found.recipe, rented)
+    state = 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8
+    kinds = memory_by_kind(step)
+    assert kinds["parameters"] == 4 * state
+    assert kinds["optimizer"] == pytest.approx(4 * (2 * 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8), abs=64)
+    assert kinds["batch"] == 2 * 513
+    assert sum(kinds.values()) == step.memory["peak"]
+    needed = sum(kinds[kind] for kind in ("parameters", "optimizer", "batch"))
+    assert needed == pytest.approx(step.memory["arguments"], abs=4096)  # alignment
+
+
+@pytest.mark.parametrize(
+    ("sets", "names"),
+    [
+        ([], set()),
+        (["WIDE_LOGITS=True"], {"fp32-logits"}),
+        (["MATRICES=9"], {"bank-cannot-shard", "replicated-muon"}),
+    ],
+)
+def test_sick_recipes_are_caught_by_name(h100, sets, names):
+    plan = make_plan(find(BAD, sets), rent(EIGHT, "zero1"))
+    found = {finding["name"] for finding in plan["doctor"] if finding["level"] == "error"}
+    assert found - {"exposed-collective"} == names  # so small a step has nothing to hide its sends behind
+
+
+def test_several_nodes_and_other_gpus(h100):
+    found = find(BAD, ["LANES=32", "MATRICES=32"])
+    plan = make_plan(found, rent(parse_target("h100x8x4"), "zero1"))
+    assert (plan["devices"], plan["nodes"], plan["mesh"]) == (32, 4, {"data": 32})
+    assert {send["group"] for send in plan["stages"][0]["collectives"]} == {32}
+    for kind in ("a100", "b200", "h200"):
+        rented = rent(parse_target(f"{kind}x1"), "zero1")
+        [step] = compile_stages(found.recipe, rented)
+        assert sum(kernel.flops for kernel in step.kernels) > 0

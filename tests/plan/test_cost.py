@@ -1,0 +1,110 @@
+"""Kernels and their costs: lines that XLA wrote for an H100, and arithmetic done by hand."""
+
+import pytest
+
+from jspeed.plan import cost, hlo, predict
+from jspeed.plan.target import parse_target
+
+# Shortened from the program of r29 for 8 H100s: names, shapes and configurations are XLA's.
+TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%fused_slice (param_0.1: bf16[48,768,768]) -> bf16[768,768] {
+  %param_0.1 = bf16[48,768,768]{2,1,0} parameter(0)
+  %cut = bf16[1,768,768]{2,1,0} slice(%param_0.1), slice={[0:1], [0:768], [0:768]}
+  ROOT %flat = bf16[768,768]{1,0} bitcast(%cut)
+}
+
+ENTRY %main (x: bf16[49152,768], part: bf16[6,768,768]) -> bf16[49152,768] {
+  %x = bf16[49152,768]{1,0} parameter(0)
+  %part = bf16[6,768,768]{2,1,0} parameter(1)
+  %all-gather-start = (bf16[6,768,768]{2,1,0}, bf16[48,768,768]{2,1,0}) all-gather-start(%part), channel_id=1, \
+replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}, use_global_device_ids=true, \
+metadata={op_name="jit(step)/shard_map/all_gather"}, backend_config={"collective_backend_config":{"is_sync":false}}
+  %xt = bf16[768,49152]{0,1} transpose(%x), dimensions={1,0}
+  %all-gather-done = bf16[48,768,768]{2,1,0} all-gather-done(%all-gather-start)
+  %w = bf16[768,768]{1,0} fusion(%all-gather-done), kind=kLoop, calls=%fused_slice
+  %product = (bf16[49152,768]{1,0}, s8[4194304]{0}) custom-call(%x, %w), custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="jit(step)/shard_map/jvp()/dot_general"}, backend_config={"gemm_backend_config":{"alpha_real":1,\
+"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"],\
+"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}
+  %q = bf16[1,49152,6,128]{3,2,1,0} bitcast(%x)
+  %attention = (bf16[1,6,49152,128]{3,1,2,0}, f32[192,6,49152]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
+custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(step)/shard_map/jvp()/dot_product_attention_fwd"}, \
+backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.12, "intermediate_tensor_shape": {\
+"element_type": "BF16", "dimensions": ["1", "6", "49152", "49152"]}, "mask_type": "PADDING_CAUSAL", "sliding_window_length": 1409, \
+"max_seg_per_batch": 192}}
+  ROOT %out = bf16[49152,768]{1,0} get-tuple-element(%product), index=0
+}
+"""
+H100 = parse_target("h100x8")
+MEGA = 10**6
+
+
+@pytest.fixture
+def kernels():
+    return cost.kernels(TEXT, max_doc_len=2048)
+
+
+def test_kernels_in_order(kernels):
+    assert [kernel.kind for kernel in kernels] == ["collective", "other", "fusion", "matmul", "attention_forward"]
+    assert kernels[0].until == 2  # one kernel runs beside it
+
+
+def test_flops(kernels):
+    product, attention = kernels[-2:]
+    assert product.flops == 2 * 49152 * 768 * 768
+    assert product.dims == (1, 49152, 768, 768)
+    # Documents of 2,048 tokens: token t of one sees min(t + 1, 1409) keys.
+    keys = sum(min(t + 1, 1409) for t in range(2048)) / 2048
+    assert attention.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
+    [_, wider] = cost.with_windows(kernels, {1409: 4096}, None)[-2:]
+    keys = sum(min(t + 1, 4096) for t in range(49152)) / 49152
+    assert wider.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
+
+
+def test_bytes(kernels):
+    _, transpose, fusion, product, _ = kernels
+    assert transpose.bytes == 2 * 2 * 49152 * 768
+    assert fusion.bytes == 2 * 2 * 768 * 768  # the slice that it reads, not the 48 matrices
+    assert product.bytes == 2 * (2 * 49152 * 768 + 768 * 768) + 4194304
+
+
+def test_parts(kernels):
+    matrices = {"attention": (768, 768), "mlp": (768, 3072)}
+    assert [cost.part_of(kernel, matrices) for kernel in kernels[-2:]] == ["attention", "attention scores"]
+    outside = kernels[3].instruction._replace(op_name="jit(step)/dot_general")
+    assert cost.part_of(kernels[3]._replace(instruction=outside), matrices) == "optimizer"
+
+
+def test_times_by_hand(kernels):
+    facts, fractions = H100.facts, predict.FRACTIONS
+    total, sends = predict.times(kernels, H100)
+    copy = 2 * 2 * 49152 * 768 / (facts.hbm_bytes_per_second * fractions["memory"])
+    sent = 48 * 768 * 768 * 2 * 7 / 8 / (450e9 * fractions["communication"]) + predict.LATENCY
+    assert total.communication == pytest.approx(sent)
+    assert total.exposed == pytest.approx(sent - copy)
+    assert sends[0] == pytest.approx((sent, sent - copy))
+    assert total.compute + total.memory + total.exposed == pytest.approx(total.total)
+    by_flops, _ = predict.kernel_seconds(kernels[3], facts)
+    assert by_flops == pytest.approx(2 * 49152 * 768 * 768 / (989.4e12 * fractions["matmul"]))
+
+
+def test_nodes_slow_a_ring_down():
+    [exchange] = hlo.collectives(TEXT)
+    inside = predict.collective_seconds(exchange, H100)
+    across = predict.collective_seconds(exchange._replace(group=64), parse_target("h100x8x8"))
+    by_network = exchange.bytes * 63 / 64 / (8 * 50e9 * predict.FRACTIONS["communication"])
+    assert across == pytest.approx(by_network + predict.LATENCY + 7 * predict.HOP)
+    assert across > inside
+    twice = predict.collective_seconds(exchange._replace(kind="all-reduce"), H100)
+    assert twice - predict.LATENCY == pytest.approx(2 * (inside - predict.LATENCY))
+
+
+def test_published_times_lie_in_the_range_and_one_is_held_out():
+    rows = predict.calibration()
+    assert {row["recipe"] for row in rows if not row["used_to_fit"]} == {"track3"}
+    for row in rows:
+        low, high = row["predicted_ms"]
+        assert low < row["measured_ms"] < high
+    fitted = [row["error"] for row in rows if row["used_to_fit"]]
+    assert max(map(abs, fitted)) < 0.1

@@ -1,0 +1,106 @@
+"""A plan's dictionary, its tables, its comparison and search, on a small recipe compiled for this CPU."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import jspeed.plan.plan
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import make_mesh
+from jspeed.plan import predict, show
+from jspeed.plan.compile import Rented, compile_stages
+from jspeed.plan.plan import fit, make_plan, require_devices, search
+from jspeed.plan.target import parse_target
+from jspeed.recipe import parameter_count
+from jspeed.run.device import Device
+from jspeed.run.find import find
+
+SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
+FOUND = find(str(Path(__file__).with_name("bad.py")), SMALL)
+
+
+def rent(layout: str = "zero1", memory: int = 10**10) -> Rented:
+    return Rented(parse_target("h100x8"), make_mesh({"data": 8}), layout, Device("cpu", "xla", "emulated", 64, memory))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """The plan and, as "step", the compiled step that it is made of."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = compile_stages(FOUND.recipe, rent())
+        patch.setattr(jspeed.plan.plan, "compile_stages", lambda *_: steps)
+        return make_plan(FOUND, rent(), dollars_per_hour=3600.0) | {"step": steps[0]}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return search(FOUND, rent(), ("zero1",), rent)
+
+
+def test_keys(plan):
+    plan = json.loads(json.dumps({key: plan[key] for key in plan if key != "step"}))  # all of it is plain
+    assert (plan["target"], plan["devices"], plan["recipe"]) == ("h100x8", 8, "bad")
+    [stage] = plan["stages"]
+    assert {"name", "steps", "tokens_per_step", "memory_bytes", "flops", "kernels", "collectives"} <= set(stage)
+    assert {"arguments", "temporaries", "peak"} <= set(stage["memory_bytes"])
+    assert {"fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion"} <= set(stage["kernels"])
+    assert all({"kind", "bytes", "axis", "async"} <= set(send) for send in stage["collectives"])
+    assert stage["predicted_ms"][0] < stage["predicted_ms"][1]
+    assert plan["predicted_seconds"][0] < plan["predicted_seconds"][1]
+    assert isinstance(plan["warnings"], list)
+
+
+def test_numbers(plan):
+    [stage] = plan["stages"]
+    assert (stage["steps"], stage["tokens_per_step"], stage["micro_batches"]) == (10, 16 * 512, 2)
+    # 6 x (one 128 x 128 matrix and the head) for each of a device's 1,024 tokens; Muon: 5 x 3 products on one matrix,
+    # too small a bank to be cut, so on every device.
+    assert stage["flops"] == 6 * 1024 * (128 * 128 + 1024 * 128) + 15 * 2 * 128**3
+    assert plan["parameters"] == parameter_count(FOUND.recipe.parameters) == 2 * 1024 * 128 + 128 * 128
+    assert sum(stage["memory_by_kind"].values()) == stage["memory_bytes"]["peak"]
+    # Two tables in eighths, the matrix whole; Adam twice that of the tables, Muon once the matrix, three counters.
+    assert stage["memory_by_kind"]["parameters"] == 4 * (2 * 1024 * 128 // 8 + 128 * 128)
+    assert {send["axis"] for send in stage["collectives"]} == {"data"}
+    times = stage["time_ms"]
+    roofline = times["compute"] + times["memory"] + times["exposed_communication"]
+    assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline)[0])
+    assert plan["predicted_seconds"][0] == pytest.approx(10 * stage["predicted_ms"][0] / 1e3)
+    assert plan["predicted_cost"]["low"] == pytest.approx(8 * plan["predicted_seconds"][0])
+
+
+def test_out_of_memory_is_a_sentence_with_what_fits(plan, rows):
+    """Found by compiling with fewer lanes; the steps of the test are real, so is what they need."""
+    small = plan["stages"][0]["memory_bytes"]["peak"]
+    large = next(row["peak_bytes"] for row in rows if row["micro_batch_tokens"] == 1024)
+    rented = rent(memory=(small + large) // 2)
+    step = replace(plan["step"], parts=1, memory=plan["step"].memory | {"peak": large})
+    fits, sentence = fit(FOUND.recipe, rented, [step])
+    assert not fits
+    assert "micro-batch of 1,024 tokens" in sentence and "--micro-batch 512 needs" in sentence
+    fits, sentence = fit(FOUND.recipe, rent(memory=small), [plan["step"]])
+    assert fits and sentence.startswith("fits: ")
+
+
+def test_search_is_sorted(rows):
+    assert {row["micro_batch_tokens"] for row in rows} == {512, 1024}
+    assert [row["fits"] for row in rows] == [True, True]
+    assert [row["predicted_ms"][0] for row in rows] == sorted(row["predicted_ms"][0] for row in rows)
+
+
+def test_tables_and_comparison(plan, rows):
+    console = Console(file=io.StringIO(), width=140)
+    show.plan(plan | {"search": rows}, console)
+    show.comparison(plan, plan, console)
+    text = console.file.getvalue()
+    for word in ("predicted ms", "held out", "all-gather", "micro-batch", "bounds:", "guesses:", "bad against bad"):
+        assert word in text
+    assert all(before == after for _, before, after in show.changes(plan, plan))
+
+
+def test_lanes_that_do_not_divide_are_a_sentence():
+    with pytest.raises(BadInput, match="--set LANES=64"):
+        require_devices(FOUND.recipe, 64)
