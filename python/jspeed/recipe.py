@@ -25,7 +25,8 @@ class ParamSpec:
     ``axes`` names each dimension; layouts go by these names. Three carry meaning of their own: ``matrix`` stacks
     matrices of one shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks
     whatever belongs to layers; and an array with a ``token`` or ``position`` axis is a table whose rows are looked
-    up, so it costs no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used as ``x @ w``.
+    up, so it costs no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used
+    as ``x @ w``.
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
     once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
