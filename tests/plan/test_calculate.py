@@ -11,7 +11,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import cut_dim, make_mesh, partition
 from jspeed.plan import calculate, chinchilla
-from jspeed.plan.show import show, tables
+from jspeed.plan.tables import print_tables, tables
 from jspeed.recipe import Context, init_parameters, leaves, matmul_parameters, parameter_count
 from jspeed.run import program
 from jspeed.run.device import device_of
@@ -168,7 +168,7 @@ def test_every_number_is_printed_with_a_formula(r21):
     for table in tables(r21, "zero1", 8, memory=80_000_000_000):
         assert all(name and value and formula for name, value, formula in table.rows), table.title
     console = Console(width=200, file=io.StringIO())
-    show(console, r21, "zero1", 8)
+    print_tables(console, r21, "zero1", 8)
     text = console.file.getvalue()
     assert "275,742,774" in text and "48 x in 768 x out 768, of which 4 are padding" in text
     assert f"{matmul_parameters(r21.parameters):,}" in text and "20 x N" in text

@@ -48,7 +48,7 @@ def tables(
     ]
 
 
-def show(
+def print_tables(
     console: Console,
     recipe: Recipe,
     layout: str = DEFAULT_LAYOUT,
