@@ -38,9 +38,13 @@ PLAN = {
     "layout": "zero1",
     "parameters": 275_742_048,
     "device_memory_bytes": 84_942_979_072,
+    "memory_limit_bytes": 78_150_000_000,
     "fits": True,
     "fit": "fits: 21.5 of 79.0 GB a device",
-    "facts": {"hbm_bytes_per_second": 3.35e12, "sources": {"hbm_bytes_per_second": "https://example.org/h100?a=1&b=2"}},
+    "facts": {
+        "hbm_bytes_per_second": 3.35e12,
+        "sources": {"hbm_bytes_per_second": "https://example.org/h100?a=1&b=2 (dense)"},
+    },
     "fractions": {"low_ms": {"matmul": 0.75}, "high_ms": {"matmul": 0.55}},
     "calibration": [
         {"recipe": "track3", "measured_ms": 155.0, "predicted_ms": [120.0, 170.0], "used_to_fit": False, "error": -0.06}
@@ -116,8 +120,8 @@ def test_the_picture_has_every_number_that_matters(tmp_path: Path) -> None:
     plan_svg(tmp_path / "plan.svg", PLAN)
     texts = drawn(tmp_path / "plan.svg")
     for expected in ("r29 on h100x8", "stage 1", "stage 2", "68 to 97 ms", "71 to 101 ms", "compute", "memory",
-                     "communication", "exposed communication", "peak 21.50 GB", "device 84.94 GB",
-                     "activations and workspace, 20.80 GB", "parameters, 0.14 GB"):  # fmt: skip
+                     "exposed communication", "all communication", "JAX may take 78.15 GB", "peak 21.50 GB",
+                     "device 84.94 GB", "activations and workspace, 20.80 GB", "parameters, 0.14 GB"):  # fmt: skip
         assert expected in texts
     assert (tmp_path / "plan.svg").stat().st_size < 100_000
 
@@ -158,6 +162,21 @@ def test_markup_in_any_text_is_shown_as_text(tmp_path: Path) -> None:
         text.startswith("r29<script>alert") and "$x$" in text and len(text) == 50
         for text in drawn(tmp_path / "plan.svg")
     )
+
+
+def test_stages_that_exchange_the_same_are_listed_once() -> None:
+    other = STAGE | {"name": "stage 3", "collectives": [STAGE["collectives"][0] | {"bytes": 5}], "compiled": False}
+    text = Reader(page(PLAN | {"stages": [*PLAN["stages"], other], "compiled": True})).text
+    assert text.count("all-gather") == 2 and "another stage's program" in text
+
+
+def test_a_plan_beside_another() -> None:
+    before = PLAN | {"recipe": "r21", "stages": [STAGE | {"steps": 10, "flops": 1e12}], "predicted_step_ms": [80, 90]}
+    found = Reader(page(PLAN | {"against": before}))
+    for expected in ("against another recipe", "r21", "80 to 90 ms", "exposed communication ms"):
+        assert expected in found.text
+    lacking = Reader(page(PLAN | {"against": {"recipe": "r21", "stages": [{"name": "stage 1", "steps": 2}]}}))
+    assert "r21" in lacking.text
 
 
 def test_a_link_is_only_ever_a_web_page() -> None:

@@ -19,17 +19,17 @@ Plan = Mapping[str, Any]
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 INK, PALE, EDGE = "#333333", "#dddddd", "#999999"
-TIMES = ("compute", "memory", "communication", "exposed communication")
-HEIGHT = 0.19  # of a bar of time, where the bars of a stage have 1 together
+TIMES = {"compute": 0, "memory": 1, "exposed communication": 3}  # end to end, each with its colour
+ALL_SENT = 2  # the colour of communication, hidden or not
 MIB = 2**20  # bytes; the legend leaves out what is smaller
 
 
 def plan_svg(path: Path, plan: Plan) -> None:
     """Draw the dict that ``plan.py --json`` writes to ``path``, on white. Raises OSError when that cannot be written.
 
-    Above, for every stage: milliseconds of a step that compute, memory and communication would take alone, the
-    communication that nothing hides, and the predicted step as a range. Below: memory of the stage that needs most,
-    by kind, and the size of a device. What a plan does not have is left out.
+    Above, for every stage, milliseconds of one step: kernels that compute holds up, kernels that memory holds up and
+    communication that nothing hides, end to end; under them all communication, and the predicted step as a range.
+    Below: memory of the stage that needs most, by kind, and the size of a device. What a plan lacks is left out.
     """
     write_whole(path, drawing(plan, "white").encode())
 
@@ -42,7 +42,7 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
 
     stages = list(plan.get("stages") or [])
     kinds = memory_by_kind(plan)
-    heights = [0.8 + 0.64 * max(1, len(stages)), 1.2 + 0.19 * len(kinds)]
+    heights = [1.1 + 0.52 * max(1, len(stages)), 1.4 + 0.19 * len(kinds)]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # the user's own style would make other bytes
         matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
@@ -85,25 +85,29 @@ def memory_by_kind(plan: Plan) -> dict[str, float]:
 
 
 def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
-    """Draw four bars for every stage, first stage on top, and the predicted range below them."""
+    """Draw the bars of every stage, first stage on top, and under them the predicted range."""
     axes.set_title("milliseconds of one step", loc="left", fontsize=10, color=INK)
     right = 0.0
     for place, stage in enumerate(stages):
         times = stage.get("time_ms") or {}
-        for row, name in enumerate(TIMES):
+        left = 0.0
+        for name, colour in TIMES.items():
             value = number(times.get(name.replace(" ", "_"))) or 0.0
-            axes.barh(place + (row - 2) * HEIGHT, value, 0.9 * HEIGHT, color=COLOURS[row], zorder=2)
-            right = max(right, value)
+            axes.barh(place - 0.18, value, 0.32, left=left, color=COLOURS[colour], zorder=2)
+            left += value
+        sent = number(times.get("communication")) or 0.0
+        axes.barh(place + 0.08, sent, 0.14, color=COLOURS[ALL_SENT], zorder=2)
+        right = max(right, left, sent)
         if bounds := span(stage.get("predicted_ms")):
             low, high = bounds
-            height = place + 2 * HEIGHT
+            height = place + 0.3
             axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
             label = between([low, high], "ms")
             axes.annotate(label, (high, height), (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
             right = max(right, high)
     names = [printable(stage.get("name", f"stage {n}"), 16) for n, stage in enumerate(stages, 1)]
     axes.set_yticks(range(len(stages)), names, parse_math=False)
-    axes.set_ylim(max(1, len(stages)) - 0.42, -0.6)
+    axes.set_ylim(max(1, len(stages)) - 0.5, -0.5)
     axes.set_xlim(0, 1.34 * right or 1.0)  # room for the words after a range
     if not stages:
         axes.text(0.5, 0.5, "no stage in this plan", transform=axes.transAxes, ha="center", color=INK)
@@ -111,9 +115,10 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=COLOURS[row], label=name) for row, name in enumerate(TIMES)]
+    handles: list[Any] = [Patch(color=COLOURS[colour], label=name) for name, colour in TIMES.items()]
+    handles.append(Patch(color=COLOURS[ALL_SENT], label="all communication"))
     handles.append(Line2D([], [], color=INK, linewidth=1.4, marker="|", markersize=6, label="predicted step"))
-    _legend(axes, handles, 3)
+    _legend(axes, handles, 2)
 
 
 def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
@@ -124,7 +129,8 @@ def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
     peak = number((stage.get("memory_bytes") or {}).get("peak"))
     title = f"GB of one device in {stage.get('name', 'a step')}, the fullest"
     axes.set_title(printable(title, 50), loc="left", fontsize=10, color=INK, parse_math=False)
-    left, handles = 0.0, []
+    left = 0.0
+    handles: list[Any] = []
     for place, (kind, held) in enumerate(kinds.items()):
         colour = COLOURS[place % len(COLOURS)]
         axes.barh(0, held / 1e9, 0.6, left=left / 1e9, color=colour, zorder=2)
@@ -148,6 +154,10 @@ def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
             fontsize=9,
             color=INK,
         )
+    if limit := number(plan.get("memory_limit_bytes")):
+        [line] = axes.plot([limit / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        line.set_label(f"JAX may take {size(limit)}")
+        handles.append(line)
     axes.set_yticks([])
     axes.set_ylim(0.85, -0.85)
     axes.set_xlim(0, 1.04 * max(left, peak or 0.0, device or 0.0) / 1e9 or 1.0)

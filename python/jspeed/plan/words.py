@@ -44,6 +44,20 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
+def mean(plan: Mapping[str, Any], *keys: str) -> float | None:
+    """Return the mean over a plan's steps of what its stages have under ``keys``; None where one has nothing."""
+    total, steps = 0.0, 0.0
+    for stage in mappings(plan.get("stages")):
+        value: Any = stage
+        for key in keys:
+            value = mapping(value).get(key)
+        found, times = number(value), number(stage.get("steps"))
+        if found is None or times is None:
+            return None
+        total, steps = total + times * found, steps + times
+    return total / steps if steps else None
+
+
 def stage_name(stage: Mapping[str, Any]) -> str:
     """Return what a stage is called."""
     return str(stage.get("name", "a step"))
