@@ -62,6 +62,12 @@ PLAN = {
 }
 
 
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the picture, which takes longest, out of pages."""
+    monkeypatch.setattr("jspeed.plan.report.drawing", lambda plan, **_: "<svg></svg>")
+
+
 class Reader(HTMLParser):
     """Collects the tags, the attributes and the text of a page."""
 
@@ -164,13 +170,13 @@ def test_markup_in_any_text_is_shown_as_text(tmp_path: Path) -> None:
     )
 
 
-def test_stages_that_exchange_the_same_are_listed_once() -> None:
+def test_stages_that_exchange_the_same_are_listed_once(no_picture: None) -> None:
     other = STAGE | {"name": "stage 3", "collectives": [STAGE["collectives"][0] | {"bytes": 5}], "compiled": False}
     text = Reader(page(PLAN | {"stages": [*PLAN["stages"], other], "compiled": True})).text
     assert text.count("all-gather") == 2 and "another stage's program" in text
 
 
-def test_a_plan_beside_another() -> None:
+def test_a_plan_beside_another(no_picture: None) -> None:
     before = PLAN | {"recipe": "r21", "stages": [STAGE | {"steps": 10, "flops": 1e12}], "predicted_step_ms": [80, 90]}
     found = Reader(page(PLAN | {"against": before}))
     for expected in ("against another recipe", "r21", "80 to 90 ms", "exposed communication ms"):
@@ -179,7 +185,7 @@ def test_a_plan_beside_another() -> None:
     assert "r21" in lacking.text
 
 
-def test_a_link_is_only_ever_a_web_page() -> None:
+def test_a_link_is_only_ever_a_web_page(no_picture: None) -> None:
     facts = {"a": 1.0, "b": 2.0, "sources": {"a": "javascript:alert(1)", "b": "http://x.org"}}
     found = Reader(page(PLAN | {"facts": facts}))
     assert not [value for name, value in found.attributes if name == "href" and not str(value).startswith("#")]
@@ -199,28 +205,29 @@ def test_the_same_plan_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mon
     assert before == PLAN and matplotlib.rcParams["font.size"] == 23
 
 
-def test_what_a_plan_lacks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_plan(tmp_path: Path) -> None:
     assert not Reader(page({})).open
-    assert not Reader(page({"stages": [{}], "predicted_ms": "soon"})).open
-    plan_svg(tmp_path / "empty.svg", {})
+    plan_svg(tmp_path / "empty.svg", {"stages": []})
     assert {"no stage in this plan", "no memory in this plan"} <= set(drawn(tmp_path / "empty.svg"))
-    # A picture takes a tenth of a second, so the pages of the other plans are written without.
-    monkeypatch.setattr("jspeed.plan.report.drawing", lambda plan, **_: "<svg></svg>")
+
+
+def test_what_a_plan_lacks_is_left_out(no_picture: None) -> None:
+    assert not Reader(page({"stages": [{}], "predicted_ms": "soon"})).open
     for plan in without_each(PLAN):
         assert not Reader(page(plan)).open
 
 
 @pytest.mark.parametrize("gone", ["time_ms", "predicted_ms", "memory_bytes", "memory_by_kind", "name"])
 def test_a_picture_of_what_is_left(tmp_path: Path, gone: str) -> None:
-    plan_svg(tmp_path / "a.svg", PLAN | {"stages": [STAGE | {gone: None}]})
-    plan_svg(tmp_path / "b.svg", PLAN | {"stages": [{k: v for k, v in STAGE.items() if k != gone}]})
-    assert drawn(tmp_path / "a.svg") and drawn(tmp_path / "b.svg")
+    lacking = {key: value for key, value in STAGE.items() if key != gone}
+    plan_svg(tmp_path / "plan.svg", PLAN | {"stages": [STAGE | {gone: None}, lacking]})
+    assert drawn(tmp_path / "plan.svg")
 
 
 def test_numbers_as_text() -> None:
     assert words.duration([90_000, 200_000]) == "1.04 to 2.31 days"
     assert words.duration([115, 165]) == "1.92 to 2.75 min" and words.duration([1, 2]) == "1 to 2 s"
-    assert words.size(21.5e9) == "21.50 GB" and words.size(98_306) == "0.0983 MB" and words.size(None) == "-"
+    assert words.size(21.5e9) == "21.50 GB" and words.size(98_306) == "98.3 kB" and words.size(None) == "-"
     assert words.figures(float("nan")) == words.figures(True) == words.whole("1") == words.between([1], "ms") == "-"
     assert words.figures(12_345) == "12,345" and words.figures(3.35e12) == "3.35e+12"
     assert words.percent(1, 0) == "-" and words.percent(0, 5) == "0 %" and words.percent(1, 1e6) == "under 0.1 %"

@@ -34,7 +34,7 @@ th, td { text-align: left; padding: .25rem .9rem .25rem 0; border-bottom: 1px so
 th { color: var(--dim); font-weight: 500; vertical-align: bottom; }
 .n { text-align: right; }
 td.n, td.t { white-space: nowrap; }
-.l { min-width: 14rem; }
+.l { min-width: 12rem; }
 figure { margin: 1rem 0; }
 svg { display: block; width: 100%; max-width: 38rem; height: auto; color: var(--ink); }
 """
@@ -84,7 +84,7 @@ def _kind(column: Sequence[str]) -> str:
     """The class of a column: n for numbers, l for long words, t for others."""
     if all(cell in (NONE, "") or DIGITS.fullmatch(cell) for cell in column):
         return "n"
-    return "l" if any(len(cell) > 30 for cell in column) else "t"
+    return "l" if any(len(cell) > 40 for cell in column) else "t"
 
 
 def _cell(words: str) -> str:

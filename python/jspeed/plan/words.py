@@ -89,11 +89,13 @@ def figures(value: Any, unit: float = 1.0) -> str:
 
 
 def size(value: Any) -> str:
-    """Return bytes as ``21.50 GB``, or in MB where that would show nothing."""
+    """Return bytes as ``21.50 GB``, or in MB or kB where that would show nothing."""
     found = number(value)
     if found is None:
         return NONE
-    return f"{found / 1e9:.2f} GB" if found >= 1e8 else f"{found / 1e6:.3g} MB"
+    if found >= 1e8:
+        return f"{found / 1e9:.2f} GB"
+    return f"{found / 1e6:.3g} MB" if found >= 1e5 else f"{found / 1e3:.3g} kB"
 
 
 def percent(value: Any, whole: float) -> str:
