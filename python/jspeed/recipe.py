@@ -24,8 +24,9 @@ class ParamSpec:
 
     ``axes`` names each dimension; layouts go by these names. Three carry meaning of their own: ``matrix`` stacks
     matrices of one shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks
-    whatever belongs to layers; and an array with a ``token`` axis is a table whose rows are looked up, so it costs
-    no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used as ``x @ w``.
+    whatever belongs to layers; and an array with a ``token`` or ``position`` axis is a table whose rows are looked
+    up, so it costs no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used
+    as ``x @ w``.
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
     once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
@@ -205,9 +206,14 @@ def parameter_count(parameters: Mapping[str, Any]) -> int:
     return sum(spec.size for _, spec in leaves(parameters))
 
 
+def is_matrix(spec: ParamSpec) -> bool:
+    """Whether tokens are multiplied by it: at least two axes besides those that stack, and no table of rows to add."""
+    return len(set(spec.axes) - {"layer", "matrix", "table"}) >= 2 and not {"token", "position"} & set(spec.axes)
+
+
 def matmul_parameters(parameters: Mapping[str, Any]) -> int:
-    """Number of parameters that multiply every token: all matrices but the looked-up tables."""
-    return sum(s.size for _, s in leaves(parameters) if len(s.shape) >= 2 and "token" not in s.axes)
+    """Number of parameters that multiply every token: matrices, not looked-up tables, positions or stacked vectors."""
+    return sum(spec.size for _, spec in leaves(parameters) if is_matrix(spec))
 
 
 def mean_context(stage: Stage, window: int | None) -> float:

@@ -1,0 +1,233 @@
+"""The report and its picture: whole files, the same bytes for the same plan, whatever the plan lacks or is called."""
+
+import copy
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from jspeed.plan import words
+from jspeed.plan.report import page, plan_html, plan_svg
+
+MARKUP = """<script>alert("1")</script> & 'r29' $x$ <b>\x00"""
+STAGE = {
+    "name": "stage 1",
+    "steps": 557,
+    "tokens_per_step": 393_216,
+    "micro_batches": 2,
+    "micro_batch_tokens": 24_576,
+    "memory_bytes": {"arguments": 400_000_000, "temporaries": 21_000_000_000, "peak": 21_500_000_000},
+    "memory_by_kind": {"parameters": 137_000_000, "batch": 100_000, "activations and workspace": 20_800_000_000},
+    "largest_buffers": [{"bytes": 4_945_084_416, "dtype": "bf16", "dims": [49_152, 50_304], "source": "losses.py:88"}],
+    "flops": 9.1e13,
+    "flops_by_dtype": {"f8": 3.4e13, "bf16": 5.7e13},
+    "flops_by_part": {"mlp": 2.1e13, "head": 3.4e13},
+    "bytes_moved": 1.4e11,
+    "kernels": {"fp8_matmul": 3, "matmul": 260, "attention_forward": 11},
+    "collectives": [{"kind": "all-gather", "bytes": 77_266_944, "axis": "data", "async": True, "exposed_ms": 0.25}],
+    "time_ms": {"compute": 52.0, "memory": 24.0, "communication": 6.1, "exposed_communication": 1.9},
+    "predicted_ms": [68.0, 97.0],
+}
+PLAN = {
+    "recipe": "r29",
+    "target": "h100x8",
+    "devices": 8,
+    "mesh": {"data": 8},
+    "layout": "zero1",
+    "parameters": 275_742_048,
+    "device_memory_bytes": 84_942_979_072,
+    "memory_limit_bytes": 78_150_000_000,
+    "fits": True,
+    "fit": "fits: 21.5 of 79.0 GB a device",
+    "facts": {
+        "hbm_bytes_per_second": 3.35e12,
+        "sources": {"hbm_bytes_per_second": "https://example.org/h100?a=1&b=2 (dense)"},
+    },
+    "fractions": {"low_ms": {"matmul": 0.75}, "high_ms": {"matmul": 0.55}},
+    "calibration": [
+        {"recipe": "track3", "measured_ms": 155.0, "predicted_ms": [120.0, 170.0], "used_to_fit": False, "error": -0.06}
+    ],
+    "stages": [STAGE, STAGE | {"name": "stage 2", "predicted_ms": [71.0, 101.0]}],
+    "predicted_step_ms": [69.0, 99.0],
+    "predicted_seconds": [115.0, 165.0],
+    "predicted_cost": {"currency": "USD", "per_device_hour": 3.0, "low": 0.77, "high": 1.1},
+    "doctor": [{"name": "redundant-matmul", "level": "error", "text": "8.00 times the FLOPs", "value": 8.0}],
+    "matmuls": [{"source": "r29.py:140", "name": "dot", "dtype": "bf16", "shape": [8, 4, 2], "count": 66}],
+    "search": [{"layout": "zero1", "micro_batch_tokens": 49_152, "peak_bytes": 1e9, "fits": False}],
+    "warnings": ["no plan was built"],
+    "bounds": ["memory"],
+    "guesses": ["fractions"],
+}
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the picture, which takes longest, out of pages."""
+    monkeypatch.setattr("jspeed.plan.report.drawing", lambda plan, **_: "<svg></svg>")
+
+
+class Reader(HTMLParser):
+    """Collects the tags, the attributes and the text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def drawn(path: Path) -> list[str]:
+    """Return every text in the SVG; raises when it is not XML."""
+    root = ElementTree.parse(path).getroot()
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    return ["".join(element.itertext()).strip() for element in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def marked_up(value):
+    """``value`` with every text in it, keys of the plan's own left alone, followed by markup."""
+    if isinstance(value, dict):
+        return {key: marked_up(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [marked_up(inner) for inner in value]
+    return value + MARKUP if isinstance(value, str) else value
+
+
+def without_each(plan):
+    """Yield plans that each lack, or have nothing under, one key of the plan or of its stages."""
+    for key in plan:
+        yield {k: v for k, v in plan.items() if k != key}
+        yield plan | {key: None}
+    for key in STAGE:
+        yield plan | {"stages": [{k: v for k, v in STAGE.items() if k != key}]}
+        yield plan | {"stages": [STAGE | {key: None}]}
+
+
+def test_the_picture_has_every_number_that_matters(tmp_path: Path) -> None:
+    plan_svg(tmp_path / "plan.svg", PLAN)
+    texts = drawn(tmp_path / "plan.svg")
+    for expected in ("r29 on h100x8", "stage 1", "stage 2", "68 to 97 ms", "71 to 101 ms", "compute", "memory",
+                     "exposed communication", "all communication", "JAX may take 78.15 GB", "peak 21.50 GB",
+                     "device 84.94 GB", "activations and workspace, 20.80 GB", "parameters, 0.14 GB"):  # fmt: skip
+        assert expected in texts
+    assert (tmp_path / "plan.svg").stat().st_size < 100_000
+
+
+def test_the_page_has_the_tables_and_the_picture() -> None:
+    found = Reader(page(PLAN))
+    assert not found.open
+    for expected in ("r29 on h100x8", "69 to 99 ms", "0.77 to 1.1 USD", "24,576 x 2", "bf16[49152 x 50304]",
+                     "losses.py:88", "all-gather", "8.00 times the FLOPs", "-6 %", "r29.py:140", "no plan was built",
+                     "275,742,048", "under 0.1 %", "68 to 97 ms", "device 84.94 GB"):  # fmt: skip
+        assert expected in found.text
+    assert found.tags.count("svg") == 1 and found.tags.count("h1") == 1
+    assert ("href", "https://example.org/h100?a=1&b=2") in found.attributes
+
+
+def test_the_page_runs_and_loads_nothing() -> None:
+    found = Reader(page(PLAN))
+    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
+    loaded = [value for name, value in found.attributes if name in ("src", "srcset", "data", "xlink:href", "onload")]
+    assert all(value and value.startswith("#") for value in loaded)
+    assert not re.search(r"@import|url\((?!#)", page(PLAN))
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
+
+
+def test_markup_in_any_text_is_shown_as_text(tmp_path: Path) -> None:
+    plan = marked_up(PLAN)
+    plan["stages"][0]["kernels"] = {"<i>kernel": 1}
+    plan["stages"][0]["memory_by_kind"] = {"<i>kind": 2e9}
+    plan["facts"] = {"<i>fact": {"<i>rate": 1.0}, "sources": {"<i>fact": 'https://x.org/"onclick="alert(1)'}}
+    plan["mesh"] = {"<i>axis": 8}
+    plain, found = Reader(page(PLAN)), Reader(page(plan))
+    assert set(found.tags) == set(plain.tags)
+    assert {name for name, _ in found.attributes} <= {name for name, _ in plain.attributes}
+    for expected in ("r29<script>", "stage 1<script>", "<i>kernel", "<i>kind", "<i>fact", "<i>axis", "<b> "):
+        assert expected in found.text
+    plan_svg(tmp_path / "plan.svg", plan)
+    assert any(
+        text.startswith("r29<script>alert") and "$x$" in text and len(text) == 50
+        for text in drawn(tmp_path / "plan.svg")
+    )
+
+
+def test_stages_that_exchange_the_same_are_listed_once(no_picture: None) -> None:
+    other = STAGE | {"name": "stage 3", "collectives": [STAGE["collectives"][0] | {"bytes": 5}], "compiled": False}
+    text = Reader(page(PLAN | {"stages": [*PLAN["stages"], other], "compiled": True})).text
+    assert text.count("all-gather") == 2 and "another stage's program" in text
+
+
+def test_a_plan_beside_another(no_picture: None) -> None:
+    before = PLAN | {"recipe": "r21", "stages": [STAGE | {"steps": 10, "flops": 1e12}], "predicted_step_ms": [80, 90]}
+    found = Reader(page(PLAN | {"against": before}))
+    for expected in ("against another recipe", "r21", "80 to 90 ms", "exposed communication ms"):
+        assert expected in found.text
+    lacking = Reader(page(PLAN | {"against": {"recipe": "r21", "stages": [{"name": "stage 1", "steps": 2}]}}))
+    assert "r21" in lacking.text
+
+
+def test_a_link_is_only_ever_a_web_page(no_picture: None) -> None:
+    facts = {"a": 1.0, "b": 2.0, "sources": {"a": "javascript:alert(1)", "b": "http://x.org"}}
+    found = Reader(page(PLAN | {"facts": facts}))
+    assert not [value for name, value in found.attributes if name == "href" and not str(value).startswith("#")]
+    assert "javascript:alert(1)" in found.text
+
+
+def test_the_same_plan_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib
+
+    before = copy.deepcopy(PLAN)
+    for name, setting in (("a", 10), ("b", 23)):
+        monkeypatch.setitem(matplotlib.rcParams, "font.size", setting)  # the user's own style
+        plan_svg(tmp_path / f"{name}.svg", PLAN)
+        plan_html(tmp_path / f"{name}.html", PLAN)
+    for kind in ("svg", "html"):
+        assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
+    assert before == PLAN and matplotlib.rcParams["font.size"] == 23
+
+
+def test_an_empty_plan(tmp_path: Path) -> None:
+    assert not Reader(page({})).open
+    plan_svg(tmp_path / "empty.svg", {"stages": []})
+    assert {"no stage in this plan", "no memory in this plan"} <= set(drawn(tmp_path / "empty.svg"))
+
+
+def test_what_a_plan_lacks_is_left_out(no_picture: None) -> None:
+    assert not Reader(page({"stages": [{}], "predicted_ms": "soon"})).open
+    for plan in without_each(PLAN):
+        assert not Reader(page(plan)).open
+
+
+@pytest.mark.parametrize("gone", ["time_ms", "predicted_ms", "memory_bytes", "memory_by_kind", "name"])
+def test_a_picture_of_what_is_left(tmp_path: Path, gone: str) -> None:
+    lacking = {key: value for key, value in STAGE.items() if key != gone}
+    plan_svg(tmp_path / "plan.svg", PLAN | {"stages": [STAGE | {gone: None}, lacking]})
+    assert drawn(tmp_path / "plan.svg")
+
+
+def test_numbers_as_text() -> None:
+    assert words.duration([90_000, 200_000]) == "1.04 to 2.31 days"
+    assert words.duration([115, 165]) == "1.92 to 2.75 min" and words.duration([1, 2]) == "1 to 2 s"
+    assert words.size(21.5e9) == "21.50 GB" and words.size(98_306) == "98.3 kB" and words.size(None) == "-"
+    assert words.figures(float("nan")) == words.figures(True) == words.whole("1") == words.between([1], "ms") == "-"
+    assert words.figures(12_345) == "12,345" and words.figures(3.35e12) == "3.35e+12"
+    assert words.percent(1, 0) == "-" and words.percent(0, 5) == "0 %" and words.percent(1, 1e6) == "under 0.1 %"
