@@ -31,8 +31,8 @@ metadata={op_name="jit(step)/shard_map/jvp()/dot_general"}, backend_config={"gem
   %attention = (bf16[1,6,49152,128]{3,1,2,0}, f32[192,6,49152]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), \
 custom_call_target="__cudnn$fmhaSoftmax", metadata={op_name="jit(step)/shard_map/jvp()/dot_product_attention_fwd"}, \
 backend_config={"cudnn_fmha_backend_config": {"fmha_scale": 0.12, "intermediate_tensor_shape": {\
-"element_type": "BF16", "dimensions": ["1", "6", "49152", "49152"]}, "mask_type": "PADDING_CAUSAL", "sliding_window_length": 1409, \
-"max_seg_per_batch": 192}}
+"element_type": "BF16", "dimensions": ["1", "6", "49152", "49152"]}, \
+"mask_type": "PADDING_CAUSAL", "sliding_window_length": 1409, "max_seg_per_batch": 192}}
   ROOT %out = bf16[49152,768]{1,0} get-tuple-element(%product), index=0
 }
 """

@@ -1,5 +1,6 @@
 """A plan as tables for the terminal; a comparison of two plans; the table of a search."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -173,8 +174,9 @@ def comparison(before: Plan, after: Plan, console: Console | None = None) -> Non
     """Print what changed from one plan to another."""
     table = _table("a device", before["recipe"], after["recipe"], "change", "%")
     for name, old, new in changes(before, after):
-        ratio = f"{new / old - 1:+.1%}" if old else "new" if new else ""
-        table.add_row(name, _number(old), _number(new), _number(new - old, "+") if new != old else "", ratio)
+        same = math.isclose(old, new, rel_tol=1e-4, abs_tol=1e-6)
+        ratio = "" if same else f"{new / old - 1:+.1%}" if old else "new"
+        table.add_row(name, _number(old), _number(new), "" if same else _number(new - old, "+"), ratio)
     table.caption = f"{after['recipe']} against {before['recipe']} on {after['target']}; means over all steps"
     _print(console or make_console(), table)
 
