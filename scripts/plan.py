@@ -9,23 +9,30 @@ import jax
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jspeed.errors import run_script
+from jspeed.errors import BadInput, run_script
 from jspeed.files import write_whole
 from jspeed.parallel.mesh import DEFAULT_LAYOUT, LAYOUTS, parse_mesh
 from jspeed.plan import show
+from jspeed.plan.calculate import PRESETS, preset
 from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
+from jspeed.plan.picture import plan_svg
 from jspeed.plan.plan import make_plan, require_devices, search
-from jspeed.plan.target import parse_target
-from jspeed.run.find import find
+from jspeed.plan.report import plan_html
+from jspeed.plan.tables import print_tables
+from jspeed.plan.target import Cluster, missing, parse_target
+from jspeed.recipe import Recipe
+from jspeed.run.find import find, known_recipes
 
 
 def plan(
-    recipe: Positional[str],
+    recipe: Positional[str | None] = None,
     target: str = "h100x8",
     layout: str = DEFAULT_LAYOUT,
     mesh: str | None = None,
     micro_batch: int | None = None,
     against: str | None = None,
+    gpt3: bool = False,
+    compile: bool = True,
     search_: Annotated[bool, arg(name="search")] = False,
     strict: bool = False,
     json_: Annotated[Path | None, arg(name="json", metavar="FILE")] = None,
@@ -40,12 +47,14 @@ def plan(
     Exit code: 0; 1 with --strict when the doctor finds an error or the recipe does not fit; 2 bad input.
 
     Args:
-        recipe: Name of a recipe, or path of a recipe file (FILE.py).
+        recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without recipe, such as gpt2-xl.
         target: GPUs to plan for: h100x8, h200x1, a100x8, b200x8, or h100x8x4 for 4 nodes of 8.
         layout: How parameters lie on the mesh: zero1 or dp.
         mesh: Mesh axes and sizes, for example data=8.
         micro_batch: Tokens a device takes at once.
         against: Another recipe to plan for the same target, and to compare with.
+        gpt3: The numbers of GPT-3 that need no compiler.
+        compile: Compile; without, only what needs no compiler: parameters, memory, FLOPs, compute-optimal tokens.
         search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
         strict: Exit with 1 when the doctor finds an error, or the recipe does not fit.
         json_: Write the plan as JSON.
@@ -57,7 +66,16 @@ def plan(
     """
     cluster = parse_target(target)
     sets = tuple(text for group in set for text in group)
+    if gpt3 or recipe in PRESETS:
+        return without_compiler(preset("gpt3" if gpt3 else str(recipe)), layout, cluster, micro_batch)
+    if recipe is None:
+        raise BadInput(f"no recipe given; give one of {', '.join(known_recipes())}, a path, or --gpt3")
     found = find(recipe, sets)
+    if not compile or missing():
+        without_compiler(found.recipe, layout, cluster, micro_batch)
+        if compile:
+            raise BadInput(str(missing()))
+        return 0
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh else None
 
@@ -77,15 +95,19 @@ def plan(
         show.comparison(made["against"], made)
     if json_:
         write_whole(json_, json.dumps(made, indent=2) + "\n")
-    if svg or html:
-        from jspeed.plan.report import plan_html, plan_svg
-
-        if svg:
-            plan_svg(svg, made)
-        if html:
-            plan_html(html, made)
+    if svg:
+        plan_svg(svg, made)
+    if html:
+        plan_html(html, made)
     errors = [finding for finding in made["doctor"] if finding["level"] == "error"]
     return 1 if strict and (errors or not made["fits"]) else 0
+
+
+def without_compiler(recipe: Recipe, layout: str, cluster: Cluster, micro_batch: int | None) -> int:
+    """Print what needs no compiler."""
+    memory = cluster.facts.hbm_bytes
+    print_tables(show.make_console(), recipe, layout, cluster.devices, micro_batch=micro_batch, memory=memory)
+    return 0
 
 
 def main() -> int:
