@@ -48,7 +48,7 @@ def start(cwd: Path, variables: dict[str, str], *arguments: object, script: str 
     return subprocess.Popen(command, cwd=cwd, env=variables, text=True, stdout=pipe, stderr=pipe)
 
 
-def ended(processes: list[subprocess.Popen], seconds: float = 120) -> list[tuple[int, str, str]]:
+def ended(processes: list[subprocess.Popen], seconds: float = 300) -> list[tuple[int, str, str]]:
     """Exit code, stdout and stderr of each; none is left running."""
     results = []
     try:
@@ -58,7 +58,7 @@ def ended(processes: list[subprocess.Popen], seconds: float = 120) -> list[tuple
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     return results
 
 

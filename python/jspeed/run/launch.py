@@ -97,7 +97,11 @@ def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[s
     Every attempt has a port of its own, so that no process meets one of the attempt before.
     """
     count = launch.nproc_per_node
-    told = {"RANK": node * count + local, "WORLD_SIZE": launch.nnodes * count, "LOCAL_RANK": local}
+    told: dict[str, int | str] = {
+        "RANK": node * count + local,
+        "WORLD_SIZE": launch.nnodes * count,
+        "LOCAL_RANK": local,
+    }
     told |= {"LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "MASTER_ADDR": launch.master_addr}
     told |= {"MASTER_PORT": launch.master_port + attempt, "TORCHELASTIC_RESTART_COUNT": attempt}
     return {name: str(value) for name, value in told.items()}
