@@ -36,10 +36,16 @@ def speedrun(
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
     progress: bool = True,
+    checkpoint_every: int = 0,
+    resume: bool = False,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
 ) -> int:
     """Train a recipe to its target loss under the clock.
 
-    Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input, 130 Ctrl-C.
+    Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input, 130 Ctrl-C,
+    143 SIGTERM.
 
     Args:
         recipe: Name of a recipe, or path of a recipe file (FILE.py); default: r29 with a GPU and FineWeb, else stdlib.
@@ -56,6 +62,11 @@ def speedrun(
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
         progress: Show a progress bar on a terminal; otherwise plain lines.
+        checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
+        resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
+        coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
+        processes: How many processes there are.
+        process_id: Which of them this one is, from 0.
     """
     sets = tuple(text for group in set for text in group)
     return train(
@@ -73,6 +84,11 @@ def speedrun(
             max_minutes=max_minutes,
             sets=sets,
             progress=progress,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            coordinator=coordinator,
+            processes=processes,
+            process_id=process_id,
         )
     )
 

@@ -28,6 +28,8 @@ def to_global(batch: Batch, sharding: NamedSharding) -> GlobalBatch:
     """
 
     def spread(local):
-        return None if local is None else jax.make_array_from_process_local_data(sharding, local)
+        # With several processes JAX does not see that this copy is meant, and a loop's transfer guard would refuse it.
+        with jax.transfer_guard_host_to_device("allow"):
+            return None if local is None else jax.make_array_from_process_local_data(sharding, local)
 
     return GlobalBatch(spread(batch.tokens), spread(batch.doc_offsets), spread(batch.loss_mask))

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput, nearest
+from jspeed.parallel.distributed import process_count
 from jspeed.recipe import ParamSpec, map_specs
 
 # Layout -> logical axes that may be cut over the data axis. An array is cut along the first of them that it has, if
@@ -39,11 +41,11 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def request_cpu_devices(axes: Mapping[str, int]) -> None:
-    """Let the CPU appear as as many devices as ``axes`` need; call before anything asks JAX for devices.
+    """Let the CPU appear as as many devices as ``axes`` need of each process; call before anything asks for devices.
 
     Without effect on GPUs, and where XLA_FLAGS or JAX_NUM_CPU_DEVICES already say how many there are.
     """
-    count = math.prod(axes.values())
+    count = math.prod(axes.values()) // process_count()
     told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count > 1 and not told and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", count)
@@ -68,6 +70,11 @@ def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Devic
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that is whole on every device."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put an array that every process holds whole on the devices."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def batch_rows(mesh: Mesh) -> NamedSharding:

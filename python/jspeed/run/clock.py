@@ -2,7 +2,8 @@
 
 The rule. Everything up to the clock's start is untimed: imports, data preparation, compilation, warm-up on dummy
 tokens, and the rebuilding of the initial state. The clock starts when that state is ready on the devices. From
-then on every second is timed, data loading and host work included, except pauses that carry a name (evaluation).
+then on every second is timed, data loading and host work included, except pauses that carry a name (evaluation,
+checkpoint). A resumed run continues the ledger that its checkpoint holds; steps lost after it are not in there.
 Before a pause, and before the clock stops after the last step, the host waits until the training state is ready,
 so that no queued step escapes. The final evaluation and the probes come after the stop. The ledger lists every
 section in order with its name, its seconds and whether it was timed; its entries add up to the wall time.
@@ -35,6 +36,12 @@ class Clock:
     def __init__(self) -> None:
         self._done: list[dict[str, Any]] = []
         self._name, self._timed, self._since = "start-up", False, _PROCESS_START
+        self._earlier = 0.0
+
+    def resume(self, ledger: list[dict[str, Any]]) -> None:
+        """Put ``ledger``, of the process that this one goes on from, before everything here."""
+        self._done[:0] = ledger
+        self._earlier += sum(section["seconds"] for section in ledger)
 
     def _enter(self, name: str, timed: bool) -> None:
         moment = now()
@@ -81,5 +88,5 @@ class Clock:
 
     @property
     def wall_seconds(self) -> float:
-        """Seconds since this process first read the clock."""
-        return now() - _PROCESS_START
+        """Seconds since this process first read the clock, and all of the run's before it was resumed."""
+        return self._earlier + now() - _PROCESS_START

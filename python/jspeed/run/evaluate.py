@@ -11,14 +11,19 @@ from jax.sharding import Mesh
 from jspeed.data import Shards, TokenLoader
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
+from jspeed.parallel.mesh import place as spread
 from jspeed.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The first ``tokens`` validation tokens as rows on the devices: uint16 ``[padded rows, eval_len + 1]``."""
+    """The first ``tokens`` validation tokens as rows on the devices: uint16 ``[padded rows, eval_len + 1]``.
+
+    ``first`` is the first of them on the host.
+    """
 
     rows: jax.Array
+    first: np.ndarray
     count: int
     tokens: int
 
@@ -56,9 +61,8 @@ def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Validati
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
     full = np.zeros((padded, rows.shape[1]), np.uint16)
     full[: len(rows)] = rows
-    sharding = batch_rows(mesh)
-    array = jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
-    return ValidationSet(array, len(rows), len(rows) * recipe.eval_len)
+    array = spread(full, batch_rows(mesh))
+    return ValidationSet(array, full[0], len(rows), len(rows) * recipe.eval_len)
 
 
 def validation_loss(evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:

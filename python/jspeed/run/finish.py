@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from jspeed.parallel.distributed import process_index
 from jspeed.recipe import flops_per_token, parameter_count
 from jspeed.record import picture, schema
 from jspeed.run import console as say
@@ -32,6 +33,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         val_loss = progress.curve[-1]["val_loss"]
     valid = all(verdict["passed"] for verdict in verdicts.values())
     reached = val_loss is not None and val_loss <= recipe.target_loss and valid
+    if process_index():
+        return exit_code(setup, progress, reached)
     with clock.section("picture"):
         points = [(point["timed_seconds"], point["val_loss"]) for point in progress.curve]
         title = f"{recipe.name}, seed {setup.options.seed}, {provenance.devices()['kind']}"
@@ -83,6 +86,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             "dispatch_seconds": progress.dispatch_seconds,
         },
         "ledger": clock.ledger,
+        "resumed": progress.resumed,
         "curve": progress.curve,
         "probes": verdicts,
         "versions": provenance.versions(),
@@ -92,7 +96,12 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     schema.write_run(setup.run_dir, run)
     for line in say.closing(run, setup.run_dir):
         console.print(line, soft_wrap=True)
+    return exit_code(setup, progress, reached)
+
+
+def exit_code(setup: Setup, progress: Progress, reached: bool) -> int:
+    """0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C, 143 SIGTERM."""
     if progress.status == "interrupted":
-        return 130
+        return progress.interrupted_by
     asked_for_less = progress.status == "stopped" and setup.options.steps == progress.steps
     return 0 if reached or asked_for_less else 1

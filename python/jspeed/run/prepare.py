@@ -16,15 +16,33 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.tokenise import complete_manifest, prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, check_layout, make_mesh, parse_mesh, replicated, request_cpu_devices
+from jspeed.parallel.distributed import at_failure, process_index, same_everywhere, share
+from jspeed.parallel.mesh import (
+    DEFAULT_LAYOUT,
+    check_layout,
+    make_mesh,
+    parse_mesh,
+    place,
+    replicated,
+    request_cpu_devices,
+)
 from jspeed.recipe import Recipe, describe, replace
+from jspeed.record.schema import read_run
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
+from jspeed.run.checkpoint import check_same, newest, read_record, restore
 from jspeed.run.clock import Clock, utc_now
 from jspeed.run.cpu import keep_freed_memory
 from jspeed.run.device import Device, device_of, micro_batches
 from jspeed.run.find import Found, find
-from jspeed.run.program import Program, compile_program, eval_context, use_compile_cache, warm_up
+from jspeed.run.program import (
+    Program,
+    compile_program,
+    eval_context,
+    state_shardings,
+    use_compile_cache,
+    warm_up,
+)
 from jspeed.run.step import State
 
 RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
@@ -46,6 +64,11 @@ class Options:
     target_loss: float | None = None
     max_minutes: float | None = None
     sets: tuple[str, ...] = ()
+    checkpoint_every: int = 0
+    resume: bool = False
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
     progress: bool = True
 
 
@@ -67,6 +90,8 @@ class Setup:
     program: Program
     validation: evaluate.ValidationSet
     state: State
+    identity: dict[str, Any]
+    record: dict[str, Any] | None
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
@@ -92,11 +117,16 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         loader = open_loader(recipe, shards, options.seed)
-    run_dir, started = claim(options, recipe), utc_now()
+    same = identity(options, found, shards, val_shards)
+    same_everywhere(same | {"mesh": dict(mesh.shape), "jax": jax.__version__})
+    run_dir, started, step = claim_for_all(options, recipe, same, console)
+    undo = (lambda: None) if step is not None else lambda: abandon(run_dir)
+    forget = at_failure(undo)
     try:
         config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
         config |= {"options": dataclasses.asdict(options)}
-        write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+        if process_index() == 0 and step is None:
+            write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         facts = [
@@ -118,11 +148,17 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
-            state = program.init(jax.device_put(np.uint32(options.seed), replicated(mesh)))
+            record: dict[str, Any] | None = None
+            if step is not None:
+                state, record = restore(run_dir / "checkpoints", step, state_shardings(recipe, options.layout, mesh)[0])
+                loader.load_state_dict(record["loader"])
+            else:
+                state = program.init(place(np.asarray(options.seed, np.uint32), replicated(mesh)))
             jax.block_until_ready(state)
     except BaseException:
-        abandon(run_dir)
+        undo()
         raise
+    forget()
     return Setup(
         options=options,
         found=found,
@@ -138,7 +174,16 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         program=program,
         validation=validation,
         state=state,
+        identity=same,
+        record=record,
     )
+
+
+def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
+    """What must be equal for two processes to make one run."""
+    named = {"recipe hash": found.hash, "seed": options.seed, "training data": shards.fingerprint}
+    named |= {"validation data": val_shards.fingerprint, "--layout": options.layout, "--steps": options.steps}
+    return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
 
 
 def check_numbers(options: Options) -> None:
@@ -147,6 +192,8 @@ def check_numbers(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be more than 0")
+    if options.checkpoint_every < 0:
+        raise BadInput(f"--checkpoint-every {options.checkpoint_every}: must be 0 (none) or more")
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
 
@@ -183,12 +230,42 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
     )
 
 
+def claim_for_all(
+    options: Options, recipe: Recipe, same: dict[str, Any], console: Console
+) -> tuple[Path, str, int | None]:
+    """Have process 0 claim the run directory; returns it, the start time and the step to resume from, the same on all.
+
+    That step is that of the newest whole checkpoint with --resume, None without, or where there is none yet.
+    """
+    claimed: tuple[str, str, int | None] | None = None
+    if process_index() == 0:
+        run_dir, step = claim(options, recipe), None
+        if options.resume:
+            folder = run_dir / "checkpoints"
+            step, said = newest(folder)
+            if step is not None:
+                check_same(read_record(folder, step), same, run_dir)
+                said.append(f"resuming {run_dir} after step {step}")
+            else:
+                said.append(f"{run_dir} has no checkpoint to resume from; starting at step 0")
+            for line in said:
+                console.print(line, markup=False, soft_wrap=True)
+        claimed = str(run_dir), utc_now(), step
+    run, started, step = json.loads(share("run", json.dumps(claimed)))
+    return Path(run), started, step
+
+
 def claim(options: Options, recipe: Recipe) -> Path:
     """Create the run directory. Raises :class:`BadInput` if it cannot be written or already holds a run."""
     name = f"{recipe.name}-{utc_now().replace(':', '').replace('-', '')}-seed{options.seed}"
     run_dir = options.run_dir or Path("runs") / name
-    held = [file for file in RUN_FILES if (run_dir / file).exists()]
-    if held:
+    if options.resume:
+        if options.run_dir is None:
+            raise BadInput("--resume needs --run-dir, the folder of the run to go on with")
+        if (run_dir / "run.json").exists() and read_run(run_dir)["status"] in ("finished", "diverged"):
+            raise BadInput(f"--resume: {run_dir} holds a run that has ended; choose another --run-dir, or leave it")
+    held = [name for name in (*RUN_FILES, "checkpoints") if (run_dir / name).exists()]
+    if held and not options.resume:
         raise BadInput(f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away")
     writable_folder(run_dir, "run directory")
     return run_dir
@@ -196,6 +273,8 @@ def claim(options: Options, recipe: Recipe) -> Path:
 
 def abandon(run_dir: Path) -> None:
     """Take back what this run has put into its directory, and the directory when nothing else is in it."""
+    if process_index():
+        return
     for name in RUN_FILES:
         (run_dir / name).unlink(missing_ok=True)
     if not any(run_dir.iterdir()):

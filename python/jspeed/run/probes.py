@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.parallel.mesh import replicated
+from jspeed.parallel.mesh import place, replicated
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.prepare import Setup
 from jspeed.run.program import eval_context
@@ -19,7 +19,7 @@ Verdict = dict[str, Any]
 def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state`` with ``loss``."""
     params = state["params"]
-    row = np.asarray(jax.device_get(setup.validation.rows[0]))
+    row = setup.validation.first
     before = fingerprint(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
     return {
@@ -31,10 +31,11 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
 
 
 def fingerprint(state: Any) -> str:
-    """Return the SHA-256 over the bytes of every array in ``state``, in pytree order."""
+    """Return the SHA-256 over the bytes of what this process holds of every array in ``state``, in pytree order."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(jax.device_get(state)):
-        digest.update(np.ascontiguousarray(leaf).tobytes())
+    for leaf in jax.tree.leaves(state):
+        for shard in leaf.addressable_shards:
+            digest.update(np.ascontiguousarray(jax.device_get(shard.data)).tobytes())
     return digest.hexdigest()
 
 
@@ -52,7 +53,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     changed = tokens.copy()
     changed[:, cut + 1 :] = (changed[:, cut + 1 :] + 1) % recipe.data.vocab_size
     whole = replicated(setup.mesh)
-    before, after = (jax.device_get(probe(params, jax.device_put(t, whole))) for t in (tokens, changed))
+    before, after = (jax.device_get(probe(params, place(t, whole))) for t in (tokens, changed))
     leak = float(np.max(np.abs(before - after)[:, :cut]))
     moved = float(np.max(np.abs(before - after)[:, cut:]))
     return {"passed": leak <= 1e-6 and moved > 0, "leak": leak, "moved": moved}
@@ -74,7 +75,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         return jnp.mean(found), jnp.mean(expected)
 
     probe = on_one_row(recipe, setup.options.layout, setup.mesh, both)
-    tokens = jax.device_put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
+    tokens = place(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
     found, expected = jax.device_get(probe(params, tokens))
     error = abs(float(found - expected))
     return {"passed": error <= 1e-3, "error": error}

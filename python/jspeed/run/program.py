@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
-from jspeed.parallel.mesh import batch_rows, check_layout, partitions, replicated
+from jspeed.parallel.mesh import batch_rows, check_layout, partitions, place, replicated
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.device import Device, device_of, lanes_at_once, micro_batches
 from jspeed.run.step import State, evaluate, init_state, train_step
@@ -194,10 +194,10 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
     """Run every executable on dummy tokens and a state that is thrown away, so that nothing is first at the start."""
-    state = program.init(jax.device_put(np.uint32(0), replicated(mesh)))
+    state = program.init(place(np.zeros((), np.uint32), replicated(mesh)))
     for stage, step in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
         for _ in range(2):
-            state, metrics = step(state, jax.device_put(dummy, batch_rows(mesh)))
+            state, metrics = step(state, place(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     jax.block_until_ready(program.evaluate(state["params"], rows))

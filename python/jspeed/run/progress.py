@@ -19,15 +19,19 @@ class Progress:
     steps: int = 0
     tokens: int = 0
     status: str = "finished"
+    interrupted_by: int = 130
     data_wait_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     train: list[tuple[float, float]] = field(default_factory=list)
     curve: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
 
-    def stop(self) -> None:
-        """End the run early because that was asked for, unless it is ending for another reason."""
+    def end(self, why: str) -> None:
+        """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
         if self.status == "finished":
-            self.status = "stopped"
+            self.status = "interrupted" if why == "terminated" else why
+            self.interrupted_by = 143 if why == "terminated" else 130
 
     def trained(self, step: int, tokens: int, loss: float) -> None:
         """Note the training loss of ``step``; a loss that is not a number ends the run."""
@@ -50,4 +54,23 @@ class Progress:
         self.display.validation(self.steps, loss, seconds)
 
     def _write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
         self.metrics.write(json.dumps(line) + "\n")
+
+    def record(self) -> dict[str, Any]:
+        """All of this that a checkpoint keeps; :meth:`resume` takes it."""
+        names = ("steps", "tokens", "data_wait_seconds", "dispatch_seconds", "lines", "resumed")
+        return {name: getattr(self, name) for name in names} | {"ledger": self.clock.ledger}
+
+    def resume(self, record: dict[str, Any]) -> None:
+        """Go on from what :meth:`record` returned, metrics written again up to there."""
+        self.clock.resume(record["ledger"])
+        self.steps, self.tokens = record["steps"], record["tokens"]
+        self.data_wait_seconds, self.dispatch_seconds = record["data_wait_seconds"], record["dispatch_seconds"]
+        self.resumed = [*record["resumed"], self.steps]
+        for line in record["lines"]:
+            self._write(line)
+            if "val_loss" in line:
+                self.curve.append({name: line[name] for name in ("step", "timed_seconds", "val_loss")})
+            else:
+                self.train.append((line["timed_seconds"], line["train_loss"]))

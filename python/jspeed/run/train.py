@@ -1,10 +1,12 @@
 """The training loop: batch, dispatch, read the previous step's loss; now and then a pause to evaluate."""
 
 import math
+import os
 import signal
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Any
 
 import jax
@@ -12,8 +14,11 @@ from rich.console import Console
 
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
+from jspeed.parallel import distributed
+from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
+from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
@@ -25,16 +30,30 @@ from jspeed.run.step import State
 
 
 def train(options: Options) -> int:
-    """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C."""
-    console, clock = Console(highlight=False), Clock()
+    """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C,
+    143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all."""
+    with distributed.ends_all(), sigterm_is(lambda: sys.exit(143)):
+        distributed.initialise(options.coordinator, options.processes, options.process_id)
+        return run(options)
+
+
+def run(options: Options) -> int:
+    """Make one run in this process, which knows the others."""
+    first = distributed.process_index() == 0
+    console, clock = Console(highlight=False, quiet=not first), Clock()
     setup = prepare(options, clock, console)
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
-    with open(setup.run_dir / "metrics.jsonl", "w", buffering=1) as metrics, setup.loader:
+    path = setup.run_dir / "metrics.jsonl" if first else os.devnull
+    agreement = Agreement()
+    with open(path, "w", buffering=1) as metrics, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
         with Display(console, asked, options.progress) as display:
             progress = Progress(clock, metrics, display)
+            if setup.record:
+                progress.resume(setup.record)
             try:
-                with ctrl_c_ends(progress), jax.transfer_guard("disallow"):
-                    state = loop(setup, progress, asked)
+                with ctrl_c_ends(agreement), jax.transfer_guard("disallow"):
+                    with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
+                        state = loop(setup, progress, agreement, checkpoints, asked)
             except BadInput:  # a shard that went bad: before the first step nothing is worth keeping
                 if not progress.steps:
                     abandon(setup.run_dir)
@@ -45,7 +64,7 @@ def train(options: Options) -> int:
         return finish(setup, progress, state, console)
 
 
-def loop(setup: Setup, progress: Progress, asked: int) -> State:
+def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Checkpoints, asked: int) -> State:
     """Run up to ``asked`` steps under the clock and return the last state.
 
     The host reads one number a step, the loss of the step before, while the device works on the current one; so
@@ -63,12 +82,28 @@ def loop(setup: Setup, progress: Progress, asked: int) -> State:
             progress.trained(step, tokens, float(jax.device_get(loss)))
             unread = None
 
+    saved = progress.steps
+    every = setup.options.checkpoint_every
+
+    def save() -> None:
+        nonlocal saved
+        read()
+        with clock.section("checkpoint", wait_for=state):
+            record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
+            checkpoints.save(progress.steps, state, record)
+        saved = progress.steps
+
     clock.start(state)
-    for stage, execute in every_step(recipe.stages, program.steps):
-        if progress.steps % recipe.eval_every == 0:
+    if progress.steps >= asked < recipe.steps:
+        progress.end("stopped")
+    for stage, execute in islice(every_step(recipe.stages, program.steps), progress.steps, max(asked, progress.steps)):
+        evaluated = bool(progress.curve) and progress.curve[-1]["step"] == progress.steps
+        if progress.steps % recipe.eval_every == 0 and not evaluated:
             read()
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
+        if every and progress.steps % every == 0 and progress.steps > saved:
+            save()
         before = now()
         batch = next(setup.loader)
         loaded = now()
@@ -79,12 +114,18 @@ def loop(setup: Setup, progress: Progress, asked: int) -> State:
         progress.steps += 1
         progress.tokens += recipe.tokens_per_step(stage)
         unread = progress.steps, progress.tokens, metrics["loss"]
-        if progress.steps == asked < recipe.steps or clock.timed_seconds > limit:
-            progress.stop()
+        if progress.steps == asked < recipe.steps:
+            progress.end("stopped")
+        if clock.timed_seconds > limit:
+            agreement.wish("stopped")
+        if why := agreement.reached(progress.steps):
+            progress.end(why)
         if progress.status != "finished":
             break
     read()
     clock.stop(state)
+    if (every or progress.interrupted_by == 143) and progress.steps > saved and progress.status != "diverged":
+        save()
     return state
 
 
@@ -95,11 +136,11 @@ def every_step(stages: Iterable[Stage], executables: Iterable[StepProgram]) -> I
 
 
 @contextmanager
-def ctrl_c_ends(progress: Progress) -> Iterator[None]:
+def ctrl_c_ends(agreement: Agreement) -> Iterator[None]:
     """Let the first Ctrl-C end the run after the current step, with its record; a second one ends it at once."""
 
     def handler(signum: int, frame: Any) -> None:
-        progress.status = "interrupted"
+        agreement.wish("interrupted")
         signal.signal(signal.SIGINT, previous)
 
     previous = signal.signal(signal.SIGINT, handler)
@@ -107,3 +148,13 @@ def ctrl_c_ends(progress: Progress) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def sigterm_is(call: Callable[[], object]) -> Iterator[None]:
+    """Let SIGTERM ``call`` instead of killing."""
+    previous = signal.signal(signal.SIGTERM, lambda signum, frame: call())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,165 @@
+"""Checkpoints: the whole state of a run on disk, written by Orbax while training goes on, and found again.
+
+A run directory's ``checkpoints/STEP/`` holds the arrays, sharded as they lie, and ``record``, a JSON object with all
+that is not on the devices. Orbax makes it under another name and renames it when it is whole. ``STEP.json`` beside it
+has the hash of every file; only with it does a checkpoint count, because Orbax itself reads flipped bits as numbers.
+"""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jspeed.errors import BadInput
+from jspeed.files import sha256_of, write_whole
+from jspeed.parallel import distributed
+from jspeed.run.step import State
+
+KEEP = 2  # the newest, and one before it should the newest be damaged
+MUST_AGREE = ("recipe hash", "seed", "training data", "validation data")
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder.absolute()
+        self._manager: Any = None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._manager and kind is None:
+            self._guarded(self._manager.wait_until_finished)
+            self._manager.close()
+            self._guarded(self._seal)  # the background thread may have ended before the last name was in place
+
+    def save(self, step: int, state: State, record: Mapping[str, Any]) -> None:
+        """Copy ``state`` to the host and write it in the background, with ``record``; waits for the save before.
+
+        Raises :class:`BadInput` if that one, or this one's beginning, could not be written.
+        """
+        import orbax.checkpoint as ocp  # half a second that only runs with checkpoints spend
+
+        if self._manager is None:
+            _quieten()
+            told = ocp.AsyncOptions(post_finalization_callback=self._seal)
+            options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, async_options=told)
+            self._guarded(lambda: setattr(self, "_manager", ocp.CheckpointManager(self._folder, options=options)))
+        frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), record=ocp.args.JsonSave(frozen))
+        with jax.transfer_guard("allow"):
+            self._guarded(lambda: self._manager.save(step, args=args, force=True))
+
+    def _guarded(self, call: Any) -> None:
+        try:
+            call()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            raise BadInput(
+                f"a checkpoint could not be written to {self._folder} ({reason}); make room or choose another "
+                "--run-dir, then go on from the one before with --resume"
+            ) from error
+
+    def _seal(self) -> None:
+        if distributed.process_index() == 0:
+            for step in steps_in(self._folder):
+                if not _seal_of(self._folder, step).exists():
+                    hashes = {name: sha256_of(path) for name, path in _files(self._folder / str(step)).items()}
+                    write_whole(_seal_of(self._folder, step), json.dumps(hashes, indent=1) + "\n")
+            for seal in self._folder.glob("*.json"):
+                if not (self._folder / seal.stem).is_dir():
+                    seal.unlink(missing_ok=True)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps of the checkpoints in ``folder`` that Orbax calls whole, ascending."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit() and path.is_dir())
+
+
+def _seal_of(folder: Path, step: int) -> Path:
+    return folder / f"{step}.json"
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def damage(folder: Path, step: int) -> str | None:
+    """Return what is wrong with the checkpoint of ``step``, or None."""
+    try:
+        hashes = json.loads(_seal_of(folder, step).read_text())
+    except FileNotFoundError:
+        return "it was not finished"
+    except (OSError, ValueError):
+        return f"{step}.json cannot be read"
+    for name, digest in hashes.items():
+        path = folder / str(step) / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if sha256_of(path) != digest:
+            return f"{name} is not what was written"
+    return None
+
+
+def newest(folder: Path) -> tuple[int | None, list[str]]:
+    """Return the step of the newest undamaged checkpoint, or None, and a sentence for each newer one.
+
+    Newer ones are removed, so that the run can write them again. For process 0.
+    """
+    said: list[str] = []
+    for step in reversed(steps_in(folder)):
+        wrong = damage(folder, step)
+        if wrong is None:
+            return step, said
+        said.append(f"the checkpoint of step {step} in {folder} is damaged ({wrong}); taking the one before")
+        shutil.rmtree(folder / str(step))
+        _seal_of(folder, step).unlink(missing_ok=True)
+    return None, said
+
+
+def restore(folder: Path, step: int, shapes: State) -> tuple[State, dict[str, Any]]:
+    """Read the checkpoint of ``step`` into arrays like ``shapes``, on whatever mesh those lie; and its record."""
+    import orbax.checkpoint as ocp
+
+    _quieten()
+    names = _named(shapes)
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(names), record=ocp.args.JsonRestore())
+    with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        found = manager.restore(step, args=args)
+    leaves = [found["state"][name] for name in names]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), found["record"]
+
+
+def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
+    """Raise :class:`BadInput` when the checkpoint with ``record`` belongs to another run."""
+    for name in MUST_AGREE:
+        if record["identity"][name] != identity[name]:
+            raise BadInput(
+                f"--resume: {folder} was made with {name} {record['identity'][name]} but this run has "
+                f"{identity[name]}; give the same recipe, --set, --seed and --data, or another --run-dir"
+            )
+
+
+def read_record(folder: Path, step: int) -> dict[str, Any]:
+    """Read only the record of the checkpoint of ``step``."""
+    return json.loads((folder / str(step) / "record" / "metadata").read_text())
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The leaves of ``tree`` by plain names, in order."""
+    paths, _ = jax.tree.flatten_with_path(tree)
+    named = {re.sub(r"\W+", "-", jax.tree_util.keystr(path)).strip("-"): leaf for path, leaf in paths}
+    assert len(named) == len(paths), "two arrays of the state have one name"
+    return named
+
+
+def _quieten() -> None:
+    """Keep Orbax from warning of what is meant: read-only folders, and waits that the ledger has by name."""
+    logging.getLogger("absl").setLevel(logging.ERROR)

@@ -1,0 +1,61 @@
+"""Two real processes make the run of one; what is wrong on one of them ends both, with one sentence."""
+
+import json
+import socket
+
+import numpy as np
+import pytest
+
+from ..several import ended, environment, free_port, metrics, places, shards, start, toy
+
+
+@pytest.fixture
+def data(tmp_path):
+    return shards(tmp_path / "shards")
+
+
+def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
+    arguments = ["--data", data, "--steps", 10, *toy("EVAL_EVERY=5")]
+    two = [start(tmp_path, place, "--run-dir", "two", "--mesh", "data=8", *arguments) for place in places(2)]
+    results = ended(two)
+    assert [code for code, _, _ in results] == [0, 0], results
+    assert "10/10" in results[0][1] and "nats/" in results[0][1] and not results[1][2]
+    assert not [line for line in results[1][1].splitlines() if not line.startswith("[Gloo]")]
+    ((code, _, err),) = ended([start(tmp_path, environment(), "--run-dir", "one", *arguments)])
+    assert code == 0, err
+    for kind in ("train_loss", "val_loss"):
+        one, several = metrics(tmp_path / "one", kind), metrics(tmp_path / "two", kind)
+        assert one.keys() == several.keys()
+        np.testing.assert_allclose(list(several.values()), list(one.values()), atol=1e-5)
+    run = json.loads((tmp_path / "two" / "run.json").read_text())
+    assert run["devices"]["processes"] == 2 and run["devices"]["count"] == 8
+    assert all(probe["passed"] for probe in run["probes"].values())
+
+
+def test_an_error_on_one_process_ends_both_with_its_sentence(tmp_path, data):
+    """Another seed on process 1; and the data folder missing on process 1 only. Nothing is left behind."""
+    for lines, word in [(["--seed", "2", "--data", data], "seed is 2 here but 1 on"), (["--data", "lost"], "lost")]:
+        first, second = places(2)
+        pair = [
+            start(tmp_path, first, "--run-dir", "run", "--data", data, *toy()),
+            start(tmp_path, second, "--run-dir", "run", *lines, *toy()),
+        ]
+        results = ended(pair, 60)
+        assert [code for code, _, _ in results] == [2, 2], results
+        errors = results[0][2] + results[1][2]
+        assert errors.startswith("error: process 1: ") and errors.count("\n") == 1 and word in errors
+        assert not (tmp_path / "run").exists()
+
+
+def test_nobody_at_the_coordinator_is_a_sentence_after_a_bounded_wait(tmp_path):
+    port = free_port()
+    flags = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--process-id"]
+    for index in (0, 1):
+        ((code, _, err),) = ended([start(tmp_path, environment(JSPEED_WAIT_SECONDS=2), *flags, index)], 60)
+        assert code == 2 and "waited 2 s" in err and err.startswith("error: ") and err.count("\n") == 1, err
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("", port))
+        other.listen()
+        ((code, _, err),) = ended([start(tmp_path, environment(), *flags, 0)], 60)
+    assert code == 2 and str(port) in err and err.startswith("error: ") and err.count("\n") == 1, err

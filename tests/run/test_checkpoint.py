@@ -1,0 +1,103 @@
+"""Checkpoints of whole runs: what is resumed is bit for bit what was not interrupted, and damage is noticed."""
+
+import json
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from ..several import ended, environment, metrics, shards, start, toy
+
+FEW = ["STEPS=50", "EVAL_EVERY=25"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of a run of 50 steps, ``whole``, and of one that ended after 25, ``half``."""
+    folder = tmp_path_factory.mktemp("runs")
+    shards(folder / "shards")
+    for name, more in [("whole", []), ("half", ["--steps", 25, "--checkpoint-every", 10])]:
+        code, _, err = speedrun(folder, name, *more)
+        assert code in (0, 1), err
+    return folder
+
+
+def speedrun(folder, name, *arguments, fields=FEW):
+    words = ["--run-dir", name, "--data", "shards", *arguments, *toy(*fields)]
+    return ended([start(folder, environment(), *words)])[0]
+
+
+def copy(runs, tmp_path, name="half"):
+    import shutil
+
+    shutil.copytree(runs / name, tmp_path / name)
+    shutil.copytree(runs / "shards", tmp_path / "shards")
+    return tmp_path / name
+
+
+def damage(folder, step):
+    largest = max(
+        (folder / "checkpoints" / str(step)).rglob("*"), key=lambda path: path.stat().st_size * path.is_file()
+    )
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+
+
+def test_25_steps_and_25_resumed_are_50_bit_for_bit(runs, tmp_path):
+    folder = copy(runs, tmp_path)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "20.json", "25", "25.json"]
+    code, out, err = speedrun(tmp_path, "half", "--resume")
+    assert code == 1 and "after step 25" in out, err
+    for kind in ("train_loss", "val_loss"):
+        assert metrics(folder, kind) == metrics(runs / "whole", kind)
+    run = json.loads((folder / "run.json").read_text())
+    assert run["resumed"] == [25] and run["status"] == "finished" and run["steps"] == 50
+    saves = [section for section in run["ledger"] if section["name"] == "checkpoint"]
+    assert len(saves) == 3 and not any(section["timed"] for section in saves)
+    assert all(probe["passed"] for probe in run["probes"].values())
+    code, _, err = speedrun(tmp_path, "half", "--resume")
+    assert code == 2 and "has ended" in err
+
+
+def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
+    folder = copy(runs, tmp_path)
+    damage(folder, 25)
+    code, out, err = speedrun(tmp_path, "half", "--resume", "--mesh", "data=4", "--checkpoint-every", "30")
+    assert code == 1 and "step 25" in out and "damaged" in out and "after step 20" in out, (out, err)
+    for kind in ("train_loss", "val_loss"):
+        one, other = metrics(runs / "whole", kind), metrics(folder, kind)
+        assert one.keys() == other.keys()
+        np.testing.assert_allclose(list(other.values()), list(one.values()), atol=1e-5)
+
+
+def test_another_run_is_refused(runs, tmp_path):
+    folder = copy(runs, tmp_path)
+    for word, arguments, fields in [
+        ("seed", ["--seed", "2"], FEW),
+        ("recipe hash", [], [*FEW, "MUON_LR=0.5"]),
+        ("--run-dir", ["--run-dir", "half"], FEW),
+    ]:
+        resume = [] if word == "--run-dir" else ["--resume"]
+        code, _, err = speedrun(tmp_path, "half", *resume, *arguments, fields=fields)
+        assert code == 2 and word in err and err.startswith("error: ") and err.count("\n") == 1, err
+    assert (folder / "run.json").exists() and (folder / "checkpoints" / "25").exists()
+
+
+def test_sigterm_saves_and_exits_143(runs, tmp_path):
+    copy(runs, tmp_path)
+    many = ["STEPS=100000", "EVAL_EVERY=100000"]
+    process = start(tmp_path, environment(), "--run-dir", "run", "--data", "shards", *toy(*many))
+    for _ in range(1200):
+        if (tmp_path / "run" / "metrics.jsonl").exists() and len(metrics(tmp_path / "run")) > 5:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    ((code, out, err),) = ended([process])
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert code == 143 and run["status"] == "interrupted" and not err
+    assert (tmp_path / "run" / "checkpoints" / f"{run['steps']}.json").exists()
+    more = run["steps"] + 3
+    code, out, err = speedrun(tmp_path, "run", "--resume", "--steps", more, fields=many)
+    assert code == 0 and list(metrics(tmp_path / "run")) == list(range(1, more + 1)), err

@@ -1,0 +1,71 @@
+"""Several real processes of speedrun.py on this machine, as a launcher would start them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).parents[1]
+TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
+TOLD = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def shards(folder: Path) -> Path:
+    """A folder of bytes that repeat, so that a toy learns something in a few steps."""
+    tokens = np.concatenate([[256], np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8)])
+    folder.mkdir(parents=True)
+    for name, part in [("toy_train_000001.bin", tokens), ("toy_val_000000.bin", tokens[:2000])]:
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(part)
+        (folder / name).write_bytes(header.tobytes() + part.astype("<u2").tobytes())
+    return folder
+
+
+def environment(**more: object) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in TOLD}
+    return kept | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"} | {name: str(value) for name, value in more.items()}
+
+
+def places(count: int, **more: object) -> list[dict[str, str]]:
+    """The environments of ``count`` processes, as torchrun would set them."""
+    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    return [environment(RANK=index, LOCAL_RANK=index, **shared, **more) for index in range(count)]
+
+
+def start(cwd: Path, variables: dict[str, str], *arguments: object, script: str = "speedrun.py") -> subprocess.Popen:
+    command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=cwd, env=variables, text=True, stdout=pipe, stderr=pipe)
+
+
+def ended(processes: list[subprocess.Popen], seconds: float = 300) -> list[tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each; none is left running."""
+    results = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=seconds)
+            results.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return results
+
+
+def toy(*more: str) -> list[str]:
+    return ["--set", *TOY, *more]
+
+
+def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[kind] for line in lines if kind in line}
