@@ -11,7 +11,7 @@ speedrun: .venv/built
 
 test: check
 	cargo test --quiet --release --workspace
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot
