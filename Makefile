@@ -16,6 +16,9 @@ test: check
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot
 
+test-faults: .venv/dev
+	JSPEED_TEST_FAULTS=1 $(BIN)/python -m pytest tests/faults
+
 check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -52,4 +55,4 @@ clean:
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
-.PHONY: speedrun test test-aot check clean
+.PHONY: speedrun test test-aot test-faults check clean

@@ -43,7 +43,7 @@ def run(options: Options) -> int:
     setup = prepare(options, clock, console)
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     agreement = Agreement()
-    with setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
+    with setup.claim, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
         with Display(console, asked, options.progress) as display:
             progress = Progress(clock, setup.claim.metrics, display)
             try:
