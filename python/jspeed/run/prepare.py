@@ -16,7 +16,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.tokenise import complete_manifest, prepare_stdlib
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.distributed import process_index, same_everywhere
+from jspeed.parallel.distributed import barrier, process_index, same_everywhere
 from jspeed.parallel.failure import at_failure
 from jspeed.parallel.mesh import (
     DEFAULT_LAYOUT,
@@ -146,6 +146,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         say.opening(console, facts)
         with clock.section("compile"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
+            barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
         with clock.section("warm-up"):
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
