@@ -19,6 +19,9 @@ test-aot: .venv/aot/installed
 test-faults: .venv/dev
 	JSPEED_TEST_FAULTS=1 $(BIN)/python -m pytest tests/faults
 
+test-launchers: .venv/dev
+	JSPEED_TEST_LAUNCHERS=1 $(BIN)/python -m pytest tests/launchers -rs
+
 check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -55,4 +58,4 @@ clean:
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
-.PHONY: speedrun test test-aot test-faults check clean
+.PHONY: speedrun test test-aot test-faults test-launchers check clean

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from ..several import free_port, metrics
+from ..several import REPOSITORY, free_port, metrics
 from .conftest import SMALL, needs
 from .slurm import slurm
 
@@ -141,7 +141,6 @@ def test_two_machines(place, expected, two_nodes):
 
 
 VARIABLES = {
-    "PyTorchJob": {"RANK": "{}", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "{port}"},
     "Trainer": {"JAX_PROCESS_ID": "{}", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "127.0.0.1:{port}"},
     "JAXJob": {
         "PROCESS_ID": "{}",
@@ -172,4 +171,21 @@ def test_skypilot_run_lines(place, expected):
     (place.folder / ".venv" / "bin" / "activate").touch()
     told = {"SKYPILOT_NUM_NODES": 1, "SKYPILOT_NODE_RANK": 0, "SKYPILOT_NUM_GPUS_PER_NODE": 2}
     place.run(textwrap.dedent(run), SKYPILOT_NODE_IPS="127.0.0.1\n", **told)
+    same(place, expected)
+
+
+def test_skyward_function(place, expected):
+    """The file's own function on two nodes, with what Skyward would tell it."""
+    (place.folder / "cloud.py").write_text(place.line("Skyward"))
+    (place.folder / "skyward.py").write_text(
+        "import sys, types\n"
+        "function = lambda **_: lambda train: train\n"
+        "Image = lambda **_: None\n"
+        "instance_info = lambda: types.SimpleNamespace(rank=int(sys.argv[1]), peers=['127.0.0.1', '127.0.0.1'])\n"
+    )
+    words = f"--run-dir {place.folder / 'run'} {SMALL}".split()
+    (place.folder / "node.py").write_text(
+        f"import sys\nimport cloud\nsys.path.append({str(REPOSITORY)!r})\nsys.exit(cloud.train(*{words!r}))\n"
+    )
+    place.run("python node.py 0", beside="python node.py 1")
     same(place, expected)

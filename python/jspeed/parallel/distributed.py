@@ -47,6 +47,9 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     address = f"127.0.0.1:{relay(host, port)}" if place.index else f"{host}:{port}"
     # With the service on, SIGTERM would be noted by JAX and then ignored.
     jax.config.update("jax_enable_preemption_service", False)
+    # gRPC would send what is for another node to a site's HTTP proxy; JAX only warns of that.
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
+    jax.config.update("jax_check_proxy_envs", False)
 
     def join() -> None:
         # JAX ends the process, with a stack trace, when one of its own waits is over: they are longer than ours.
