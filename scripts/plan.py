@@ -11,13 +11,13 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from jspeed.errors import BadInput, run_script
 from jspeed.files import write_whole
-from jspeed.parallel.layout import DEFAULT_LAYOUT, LAYOUTS
+from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.plan import show
 from jspeed.plan.calculate import PRESETS, preset
 from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
 from jspeed.plan.picture import plan_svg
-from jspeed.plan.plan import make_plan, require_devices, search
+from jspeed.plan.plan import make_plan, places, require_devices, search
 from jspeed.plan.report import plan_html
 from jspeed.plan.tables import print_tables
 from jspeed.plan.target import Cluster, missing, parse_target
@@ -80,16 +80,16 @@ def plan(
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh else None
 
-    def rent_with(layout: str) -> Rented:
+    def rent_as(layout: str, axes: dict[str, int] | None) -> Rented:
         return rent(cluster, layout, axes, memory_fraction)
 
-    rented = rent_with(layout)
+    rented = rent_as(layout, axes)
     for one in (found, other):
         if one:
             require_devices(one.recipe, rented)
     made = make_plan(found, rented, micro_batch, dollars_per_hour)
     if search_:
-        made["search"] = search(found, rented, tuple(LAYOUTS), rent_with)
+        made["search"] = search(found, places(found.recipe, cluster.devices, rent_as))
     show.plan(made)
     if other:
         made["against"] = make_plan(other, rented, None, dollars_per_hour)

@@ -38,7 +38,7 @@ def plan():
 
 @pytest.fixture(scope="module")
 def rows():
-    return search(FOUND, rent(), ("zero1",), rent)
+    return search(FOUND, [rent()])
 
 
 def test_keys(plan):
