@@ -20,7 +20,7 @@ from rich.text import Text
 
 from jspeed.errors import BadInput, nearest, writable_folder
 from jspeed.files import write_whole
-from jspeed.record.schema import parse_run, read_content
+from jspeed.record.runfile import parse_run, read_content
 
 # What may become a folder's name: never hidden, never "..", the same on every file system.
 FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
