@@ -1,56 +1,84 @@
-"""Add finished runs to the records folder, and show the leaderboard made of them."""
+"""The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
+from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
-from jspeed.record import board
+from jspeed.record import judge, show, store, verify
 
-RECORDS = Path(__file__).resolve().parent.parent / "records"
+REPOSITORY = Path(__file__).resolve().parent.parent
+RECORDS = REPOSITORY / "records"
+Folder = Annotated[Path, arg(metavar="DIR")]
 
 
-def add(
-    run_dir: Annotated[
-        tuple[Path, ...],
-        tyro.conf.arg(metavar="RUN_DIR...", help_behavior_hint="(one or more)"),
-        tyro.conf.Positional,
-    ],
+def add_(
+    run_dir: Annotated[tuple[Path, ...], arg(metavar="RUN_DIR...", help_behavior_hint="(one or more)"), Positional],
     /,
-    records: Annotated[Path, tyro.conf.arg(metavar="DIR")] = RECORDS,
+    records: Folder = RECORDS,
 ) -> None:
-    """Copy the run.json of each run directory into the records folder; all of them, or none.
+    """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
     Args:
-        run_dir: directories of runs that finished and reached their target
+        run_dir: directories of runs, or of a whole plan with its runs
         records: the records folder
     """
     if not run_dir:
-        raise BadInput("no run directory given; give one or more directories that hold a run.json")
-    # All are checked before the first is copied; a run that is named twice is added once.
-    folders = {board.admit(folder, records)[0]: folder for folder in run_dir}
-    for folder in folders.values():
-        print(f"added {board.add(folder, records)}")
+        raise BadInput("no run directory given; give one or more directories that hold a run.json or a plan.json")
+    for path in store.add(run_dir, records):
+        print(f"added {path}")
+    for problem in verify.verify(store.read(records), now()):
+        print(f"to be mended before `leaderboard.py verify` passes: {problem}")
 
 
-def show(
-    track: Annotated[str | None, tyro.conf.arg(metavar="T")] = None,
-    records: Annotated[Path, tyro.conf.arg(metavar="DIR")] = RECORDS,
-) -> None:
+def verify_(
+    record: Annotated[Path | None, arg(metavar="RECORD"), Positional] = None, /, records: Folder = RECORDS
+) -> int:
+    """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
+
+    Args:
+        record: only what concerns this file, or the files under this folder; default: everything
+        records: the records folder
+    """
+    if record is not None and not record.exists():
+        raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
+    found = store.read(records)
+    problems = verify.verify(found, now())
+    if record is not None:
+        problems = [problem for problem in problems if str(record.resolve()) in problem or str(record) in problem]
+    for problem in problems:
+        print(problem)
+    count = (
+        f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes, {len(found.tracks)} tracks"
+    )
+    print(f"{records}: {count}; " + (f"{len(problems)} problems" if problems else "every number follows from its file"))
+    return 1 if problems else 0
+
+
+def show_(track: Annotated[str | None, arg(metavar="T")] = None, records: Folder = RECORDS) -> None:
     """Print the leaderboard.
 
     Args:
         track: only this track, such as stdlib/cpu
         records: the records folder
     """
-    rows = board.load(records)
-    Console().print(board.table(rows if track is None else board.of_track(rows, track)))
+    tracks = judge.board(store.load(records))
+    console = Console(highlight=False)
+    console.print(show.board(tracks if track is None else show.of_track(tracks, track)), soft_wrap=True)
 
 
-def main() -> None:
-    tyro.extras.subcommand_cli_from_dict({"add": add, "show": show}, description=__doc__)
+def now() -> datetime:
+    """The present, which is no business of the package: there only run/clock.py reads the time."""
+    return datetime.now(UTC)
+
+
+def main() -> int | None:
+    commands = {"add": add_, "verify": verify_, "show": show_}
+    return tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """scripts/speedrun.py as a user runs it: whole runs at toy size, their files, and every bad input."""
 
+import hashlib
 import json
 import os
 import signal
@@ -88,6 +89,13 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert timed == pytest.approx(run["timed_seconds"], rel=1e-3)
     assert sum(s["name"] == "evaluation" for s in run["ledger"]) == 3
     assert run["data"]["val_tokens"] == 256 and run["seed"] == 1
+    validation = next(shards.glob("*_val_*")).read_bytes()[1024:][: 2 * 257]
+    assert run["data"]["val_sha256"] == hashlib.sha256(validation).hexdigest()
+    (trained,) = run["data"]["train_shards"]
+    assert trained["sha256"] == hashlib.sha256((shards / trained["name"]).read_bytes()).hexdigest()
+    recipe = (run_dir / "recipe.py").read_bytes()
+    assert run["recipe_sha256"] == hashlib.sha256(recipe).hexdigest() and b"RECIPE = " in recipe
+    assert run["plan"] is None and run["resumed"] == [] and len(run["initial_state"]) == 16
 
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all({"step", "tokens", "timed_seconds"} <= line.keys() for line in lines)

@@ -80,7 +80,7 @@ def read_track(path: Path, name: str) -> Track:
         tree = tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} cannot be read as TOML ({error}); {remedy}") from None
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
         values |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
     for key, kind in KEYS.items():
@@ -100,7 +100,12 @@ def read_track(path: Path, name: str) -> Track:
 
 def unruled(name: str, run: Mapping[str, Any]) -> Track:
     """Return the track of ``run`` where there is no file called ``name/track.toml``: its own target, and no rules."""
-    values = {"title": name, "rank": "timed_seconds", "target_loss": run["target_loss"], "data.name": run["data"]["name"]}
+    values = {
+        "title": name,
+        "rank": "timed_seconds",
+        "target_loss": run["target_loss"],
+        "data.name": run["data"]["name"],
+    }
     return Track(name, values, ruled=False)
 
 
@@ -117,7 +122,11 @@ def track_of(run: Mapping[str, Any], tracks: Mapping[str, Track]) -> str:
     family = declared.rpartition("/")[0]
     for name in sorted(tracks):
         track = tracks[name]
-        same = name.rpartition("/")[0] == family and track["rank"] == own["rank"] and track["data.name"] == own["data.name"]
+        same = (
+            name.rpartition("/")[0] == family
+            and track["rank"] == own["rank"]
+            and track["data.name"] == own["data.name"]
+        )
         if same and track.fits(run["devices"]):
             return name
     return declared
