@@ -41,7 +41,12 @@ def rules(track: Mapping[str, Any]) -> str:
     surely = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
     sigma = f"; sigma {track['sigma']:.4f}" if track["sigma"] else ""
     text = f"mean loss <= {track['target_loss']:g} nats{on}{surely}{sigma}; {track['hardware']}"
-    return "\n".join(textwrap.wrap(text, WIDTH))
+    return "\n".join(wrapped(text, WIDTH))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return ``text`` as lines of at most ``width`` characters; a word is cut only where it is longer than that."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 # name, width, whether to the right; with one space between they fill 80 columns.
@@ -66,7 +71,7 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     found, lines = entry["seconds"], []
     name = f"{entry['recipe']} {entry['recipe_hash'][:6]}"
     if len(name) > COLUMNS[1][1]:
-        lines = [Text(f"   {part}", "bold") for part in textwrap.wrap(entry["recipe"], WIDTH - 3)]
+        lines = [Text(f"   {part}", "bold") for part in wrapped(entry["recipe"], WIDTH - 3)]
         name = entry["recipe_hash"][:6]
     better = entry["better"] and entry["better"]["verdict"]
     cells = [
@@ -82,7 +87,7 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     ]
     lines.append(row(cells))
     for note in notes(entry):
-        lines += [Text(f"   {part}", "dim") for part in textwrap.wrap(note, WIDTH - 3)]
+        lines += [Text(f"   {part}", "dim") for part in wrapped(note, WIDTH - 3)]
     return lines
 
 
