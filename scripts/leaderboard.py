@@ -71,13 +71,40 @@ def show_(track: Annotated[str | None, arg(metavar="T")] = None, records: Folder
     console.print(show.board(tracks if track is None else show.of_track(tracks, track)), soft_wrap=True)
 
 
+def race_(
+    a: Annotated[str, arg(metavar="A"), Positional],
+    b: Annotated[str, arg(metavar="B"), Positional],
+    /,
+    rounds: int = 2,
+    run_dir: Path | None = None,
+    steps: int | None = None,
+    flags: str = "",
+) -> int:
+    """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
+
+    What drifts evenly through a round falls out of the ratio, so that B's time anywhere can be stated as A's official
+    time x the ratio. Add the folder to the records to do so.
+
+    Args:
+        a: the recipe to compare with, by name or path
+        b: the recipe in question
+        rounds: rounds of four runs; two or more give an interval
+        run_dir: folder to write; the same command goes on with it
+        steps: stop every run after this many steps
+        flags: more flags for each speedrun.py, in one string, such as "--data DIR --no-progress"
+    """
+    from jspeed.run.series import race
+
+    return race(a, b, rounds, run_dir, steps, flags)
+
+
 def now() -> datetime:
     """The present, which is no business of the package: there only run/clock.py reads the time."""
     return datetime.now(UTC)
 
 
 def main() -> int | None:
-    commands = {"add": add_, "verify": verify_, "show": show_}
+    commands = {"add": add_, "verify": verify_, "show": show_, "race": race_}
     return tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
 
 

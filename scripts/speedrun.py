@@ -10,6 +10,7 @@ from jspeed.errors import run_script
 from jspeed.files import cache_folder
 from jspeed.parallel.mesh import DEFAULT_LAYOUT
 from jspeed.run.prepare import Options
+from jspeed.run.series import run_series
 from jspeed.run.train import train
 
 BEST_ON_FINEWEB = "r29"
@@ -38,6 +39,7 @@ def speedrun(
     progress: bool = True,
     checkpoint_every: int = 0,
     resume: bool = False,
+    plan: str | None = None,
     coordinator: str | None = None,
     processes: int | None = None,
     process_id: int | None = None,
@@ -64,33 +66,33 @@ def speedrun(
         progress: Show a progress bar on a terminal; otherwise plain lines.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
         resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
+        plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
     """
     sets = tuple(text for group in set for text in group)
-    return train(
-        Options(
-            recipe=recipe or default_recipe(data),
-            data=data,
-            seed=seed,
-            steps=steps,
-            run_dir=run_dir,
-            layout=layout,
-            mesh=mesh,
-            micro_batch=micro_batch,
-            attention=attention,
-            target_loss=target_loss,
-            max_minutes=max_minutes,
-            sets=sets,
-            progress=progress,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            coordinator=coordinator,
-            processes=processes,
-            process_id=process_id,
-        )
+    options = Options(
+        recipe=recipe or default_recipe(data),
+        data=data,
+        seed=seed,
+        steps=steps,
+        run_dir=run_dir,
+        layout=layout,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        attention=attention,
+        target_loss=target_loss,
+        max_minutes=max_minutes,
+        sets=sets,
+        progress=progress,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        coordinator=coordinator,
+        processes=processes,
+        process_id=process_id,
     )
+    return run_series(options, plan) if plan else train(options)
 
 
 if __name__ == "__main__":
