@@ -1,18 +1,21 @@
 """The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page."""
 
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 from rich.console import Console
+from rich.text import Text
 from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
-from jspeed.record import judge, show, store, verify
+from jspeed.record import compare, judge, series, show, store, verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
+RECIPES = REPOSITORY / "python" / "jspeed" / "recipes"
 Folder = Annotated[Path, arg(metavar="DIR")]
 
 
@@ -71,6 +74,35 @@ def show_(track: Annotated[str | None, arg(metavar="T")] = None, records: Folder
     console.print(show.board(tracks if track is None else show.of_track(tracks, track)), soft_wrap=True)
 
 
+def compare_(
+    a: Annotated[str, arg(metavar="A"), Positional],
+    b: Annotated[str, arg(metavar="B"), Positional],
+    /,
+    diff: bool = True,
+    records: Folder = RECORDS,
+) -> None:
+    """Say whether A is faster than B, by how much and how surely, and what in their recipes differs.
+
+    Args:
+        a: a recipe by name, by NAME@HASH, or by the path of its file
+        b: what it is compared with, usually its parent
+        diff: print the diff of the two files too
+        records: the records folder
+    """
+    found = store.load(records)
+    tracks = judge.board(found)
+    one, two = (compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b))
+    console = Console(highlight=False)
+    raced = series.rounds(found, series.by_folder(found))
+    changed = compare.changes(one.source, two.source)
+    for line in [*compare.speed(one, two, raced), "", *compare.told(changed)]:
+        console.print(Text(line))
+    if diff:
+        colours = {"+": "green", "-": "red", "@": "cyan"}
+        for line in ["", *changed["diff"]]:
+            console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
+
+
 def race_(
     a: Annotated[str, arg(metavar="A"), Positional],
     b: Annotated[str, arg(metavar="B"), Positional],
@@ -98,13 +130,46 @@ def race_(
     return race(a, b, rounds, run_dir, steps, flags)
 
 
+def reproduce_(
+    recipe: Annotated[str, arg(metavar="RECIPE"), Positional],
+    /,
+    n: int = 1,
+    run_dir: Path | None = None,
+    flags: str = "",
+    records: Folder = RECORDS,
+) -> int:
+    """Run a record again: a clean worktree at its commit, the recipe's stored source, its seeds; 0 if they agree.
+
+    Args:
+        recipe: a recipe with runs among the records, by name or NAME@HASH
+        n: how many of its seeds, and new ones after them
+        run_dir: folder to write
+        flags: more flags for each speedrun.py, in one string, such as "--data DIR --no-progress"
+        records: the records folder
+    """
+    from jspeed.run.reproduce import reproduce
+
+    found = store.load(records)
+    side = compare.find_side(recipe, judge.board(found), found.sources, RECIPES)
+    if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in found.sources:
+        raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {records}; choose one that does")
+    return reproduce(REPOSITORY, side.entry, side.source, side.track["sigma"], n, run_dir, shlex.split(flags))
+
+
 def now() -> datetime:
     """The present, which is no business of the package: there only run/clock.py reads the time."""
     return datetime.now(UTC)
 
 
 def main() -> int | None:
-    commands = {"add": add_, "verify": verify_, "show": show_, "race": race_}
+    commands = {
+        "add": add_,
+        "verify": verify_,
+        "show": show_,
+        "compare": compare_,
+        "race": race_,
+        "reproduce": reproduce_,
+    }
     return tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
 
 

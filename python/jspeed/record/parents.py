@@ -62,12 +62,12 @@ def chosen(entry: Entry, parents: Sequence[Entry], raced: Mapping[tuple[str, str
     return min(together or same, key=lambda parent: (not parent["valid"], parent["seconds"]["mean"]), default=None)
 
 
-def times(entry: Entry) -> list[float]:
+def times(entry: Mapping[str, Any]) -> list[float]:
     """Return the timed seconds of all runs of ``entry`` that converged."""
     return [run["timed_seconds"] for run in entry["runs"] if run["val_loss"] is not None]
 
 
-def losses(entry: Entry) -> list[float]:
+def losses(entry: Mapping[str, Any]) -> list[float]:
     """Return the final losses of ``entry``, one for each seed."""
     return list({run["seed"]: run["val_loss"] for run in entry["runs"] if run["val_loss"] is not None}.values())
 

@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -81,11 +81,18 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
 
 
 def make_runs(
-    folder: Path, kind: str, steps: int | None, runs: Sequence[tuple[str, str, str, int]], flags: Sequence[str]
+    folder: Path,
+    kind: str,
+    steps: int | None,
+    runs: Sequence[tuple[str, str, str, int]],
+    flags: Sequence[str],
+    script: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> int | None:
     """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are not there yet.
 
-    Returns None when all are there, or the exit code of a run that was told to stop.
+    ``script`` is another speedrun.py than this one's, run in another ``environment``. Returns None when all are there,
+    or the exit code of a run that was told to stop.
     """
     plan = planned.make_plan(kind, utc_now(), steps, [run[1:] for run in runs])
     path = folder / planned.NAME
@@ -102,9 +109,10 @@ def make_runs(
         if (run_dir / "run.json").exists():
             continue
         print(f"--- {run['folder']}", flush=True)
-        command = [sys.executable, str(SPEEDRUN), recipe, *flags, "--seed", str(run["seed"]), "--run-dir", str(run_dir)]
+        command = [sys.executable, str(script or SPEEDRUN), recipe, *flags]
+        command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
         command += ["--steps", str(steps)] if steps else []
-        code = attended(command)
+        code = attended(command, environment)
         if code in (130, 143):
             return code
         if code not in (0, 1):
@@ -112,9 +120,9 @@ def make_runs(
     return None
 
 
-def attended(command: Sequence[str]) -> int:
+def attended(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
     """Run ``command`` and return its exit code. It ends as it sees fit: Ctrl-C it hears itself, SIGTERM it is told."""
-    child = subprocess.Popen(command)
+    child = subprocess.Popen(command, env=environment)
     heard = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
     before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     try:
