@@ -123,7 +123,7 @@ def race_(
         rounds: rounds of four runs; two or more give an interval
         run_dir: folder to write; the same command goes on with it
         steps: stop every run after this many steps
-        flags: more flags for each speedrun.py, in one string, such as "--data DIR --no-progress"
+        flags: more flags for each speedrun.py, in one string: --flags="--data DIR --no-progress"
     """
     from jspeed.run.series import race
 
@@ -144,7 +144,7 @@ def reproduce_(
         recipe: a recipe with runs among the records, by name or NAME@HASH
         n: how many of its seeds, and new ones after them
         run_dir: folder to write
-        flags: more flags for each speedrun.py, in one string, such as "--data DIR --no-progress"
+        flags: more flags for each speedrun.py, in one string: --flags="--data DIR --no-progress"
         records: the records folder
     """
     from jspeed.run.reproduce import reproduce

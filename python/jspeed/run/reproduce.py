@@ -46,10 +46,10 @@ def reproduce(
     runs = [(entry["recipe"], entry["recipe_hash"], seed) for seed in seeds]
     stopped = next((run["steps"] for run in recorded.values() if run["status"] == "stopped"), None)
     with worktree(repository, entry["git"]["commit"]) as tree:
-        recipe = tree / f"{entry['recipe'].replace('-', '_')}.py"
+        recipe = tree.parent / f"{entry['recipe'].replace('-', '_')}.py"  # outside, so that the tree stays clean
         write_whole(recipe, source)
         sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items())]
-        flags = [*flags, *(["--set", *sets] if sets else [])]
+        flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
         meant = [(str(recipe), *run) for run in runs]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
         code = make_runs(
@@ -114,7 +114,7 @@ def extension(repository: Path, tree: Path, commit: str) -> None:
         for path in built:
             shutil.copy(path, tree / "python" / "jspeed")
         return
-    wheels = tree / "wheels"
+    wheels = tree.parent / "wheels"
     build = [sys.executable, "-m", "maturin", "build", "--release", "--quiet", "--out", str(wheels)]
     done = subprocess.run(build, cwd=tree, capture_output=True, text=True)
     if done.returncode:
