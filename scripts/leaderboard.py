@@ -1,5 +1,6 @@
 """The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page."""
 
+import ast
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,11 +12,13 @@ from rich.text import Text
 from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
-from jspeed.record import compare, judge, series, show, store, verify
+from jspeed.record import compare, judge, page, series, show, store, verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
-RECIPES = REPOSITORY / "python" / "jspeed" / "recipes"
+SITE = REPOSITORY / "site"
+PACKAGE = REPOSITORY / "python" / "jspeed"
+RECIPES = PACKAGE / "recipes"
 Folder = Annotated[Path, arg(metavar="DIR")]
 
 
@@ -103,6 +106,22 @@ def compare_(
             console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
 
 
+def page_(out: Annotated[Path, arg(metavar="DIR")] = SITE, records: Folder = RECORDS) -> None:
+    """Write the leaderboard as one static page, index.html, and as leaderboard.json.
+
+    Args:
+        out: folder to write
+        records: the records folder
+    """
+    for path in page.make_page(store.load(records), timing_rule(), out):
+        print(f"wrote {path}")
+
+
+def timing_rule() -> str:
+    """The docstring of run/clock.py, read without importing it and jax."""
+    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text())) or ""
+
+
 def race_(
     a: Annotated[str, arg(metavar="A"), Positional],
     b: Annotated[str, arg(metavar="B"), Positional],
@@ -167,6 +186,7 @@ def main() -> int | None:
         "verify": verify_,
         "show": show_,
         "compare": compare_,
+        "page": page_,
         "race": race_,
         "reproduce": reproduce_,
     }

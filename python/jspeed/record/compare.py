@@ -112,7 +112,7 @@ def loss(a: Side, b: Side) -> list[str]:
     p = min(test.p, 1 - test.p)
     return [
         f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "
-        f"{'lower' if difference < 0 else 'higher'}, one-sided p = {words.chance(p)} with sigma = "
+        f"{'lower' if difference < 0 else 'higher'}, one-sided {words.chance(p)} with sigma = "
         f"{a.track['sigma']:.4f}. Target: {a.track['target_loss']:g}."
     ]
 

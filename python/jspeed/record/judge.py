@@ -11,18 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from jspeed.record import stats
+from jspeed.record import stats, words
 from jspeed.record.parents import compare_with_parent
 from jspeed.record.series import ByFolder, Rounds, by_folder, extra, missing, rounds
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, unruled
-from jspeed.record.words import card
 
 Entry = dict[str, Any]
 
 
 def board(records: Records) -> list[dict[str, Any]]:
-    """Return the tracks in order of name, each with its rules and its ``entries``: valid ones first, by rank."""
+    """Return the tracks in their order, each with its rules and its ``entries``: valid ones first, by rank."""
     by_track: dict[str, list[Row]] = defaultdict(list)
     for row in records.rows:
         by_track[row.track].append(row)
@@ -32,7 +31,7 @@ def board(records: Records) -> list[dict[str, Any]]:
     for name in sorted(records.tracks.keys() | by_track.keys()):
         track = records.tracks.get(name) or unruled(name, by_track[name][0].run)
         tracks.append(judged_track(records, track, by_track[name], there, raced))
-    return tracks
+    return sorted(tracks, key=lambda track: (track.get("order", math.inf), track["track"]))
 
 
 def judged_track(
@@ -102,7 +101,8 @@ def gathered(records: Records, rows: Sequence[Row]) -> Entry:
     example = (ended or rows)[0].run
     return {
         "recipe": run["recipe"], "recipe_hash": run["recipe_hash"], "overrides": run["overrides"],
-        "parent": run["parent"], "recipe_sha256": run.get("recipe_sha256"), "card": card(source[1]) if source else {},
+        "parent": run["parent"], "recipe_sha256": run.get("recipe_sha256"),
+        "card": words.card(source[1]) if source else {},
         "devices": run["devices"], "mesh": run["mesh"], "layout": run["layout"],
         "date": max(row.run.get("ended", row.run["started"]) for row in rows)[:10],
         "git": run["git"], "versions": run["versions"], "steps": run["steps"], "tokens": run["tokens"],
@@ -217,7 +217,7 @@ def not_below(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
         return f"missed the target: mean loss {entry['loss']['mean']:.4f}"
     more = entry["more_runs"]
     need = f", needs about {more} more run{'s' if more > 1 else ''}" if more else ""
-    chance = f"p = {test['p']:.2g}" if test else f"n = {entry['loss']['n']}"
+    chance = words.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
     return f"not yet significant ({chance}{need})"
 
 

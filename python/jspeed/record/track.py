@@ -16,6 +16,7 @@ TESTS = ("t", "z")
 # kind (as in schema.py) of every key; those in OPTIONAL may be absent.
 KEYS = {
     "title": "text",
+    "order": "count",
     "rank": "text",
     "target_loss": "number",
     "tokens_per_step": "positive",
@@ -37,7 +38,7 @@ KEYS = {
     "significance.source": "text",
 }
 OPTIONAL = {
-    "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "hardware.platform", "hardware.kind",
+    "order", "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "hardware.platform", "hardware.kind",
     "hardware.count", "significance.sigma", "significance.price_per_step",
 }  # fmt: skip
 

@@ -40,8 +40,8 @@ def loss(value: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """Return ``count`` with three digits and a unit: 13.1M."""
-    for size, unit in ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
+    """Return ``count`` with three digits and a prefix: 13.1M."""
+    for size, unit in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
         if count >= size:
             value = count / size
             return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}{unit}"
@@ -60,10 +60,10 @@ def commit(git: Mapping[str, Any]) -> str:
 
 
 def chance(p: float | None) -> str:
-    """Return a p-value with two figures."""
+    """Return a p-value with two figures: ``p = 0.0035``."""
     if p is None:
-        return NONE
-    return "under 1e-9" if p < 1e-9 else f"{p:.2g}"
+        return "no p"
+    return "p < 1e-9" if p < 1e-9 else f"p = {p:.2g}"
 
 
 def ratio(found: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def agreement(
     p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
     agrees = p > SURE and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
-    lines.append(f"{say}: two-sided p = {words.chance(p)} with sigma = {sigma:.4f}")
+    lines.append(f"{say}: two-sided {words.chance(p)} with sigma = {sigma:.4f}")
     return agrees, lines
 
 

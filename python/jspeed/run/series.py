@@ -167,7 +167,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> str:
         return f"{line}: one run shows nothing of the next"
     sd = stdev(losses)
     p = stats.t_below(mean, sd, n, target).p
-    line += f"; sd {sd:.4f}, p = {words.chance(p)}"
+    line += f"; sd {sd:.4f}, {words.chance(p)}"
     if p <= P:
         return line
     more = stats.more_runs(mean, sd, n, target, P, known=False)
