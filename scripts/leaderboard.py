@@ -17,6 +17,7 @@ from jspeed.record import compare, judge, page, series, show, store, verify
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
 SITE = REPOSITORY / "site"
+README = REPOSITORY / "README.md"
 PACKAGE = REPOSITORY / "python" / "jspeed"
 RECIPES = PACKAGE / "recipes"
 Folder = Annotated[Path, arg(metavar="DIR")]
@@ -46,6 +47,8 @@ def verify_(
 ) -> int:
     """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
 
+    Of the repository's own records it also says whether the page and README's block are what they make.
+
     Args:
         record: only what concerns this file, or the files under this folder; default: everything
         records: the records folder
@@ -54,6 +57,8 @@ def verify_(
         raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
     found = store.read(records)
     problems = verify.verify(found, now())
+    if records.resolve() == RECORDS and not problems:
+        problems = page.stale(page.contents(found, timing_rule(), SITE, README))
     if record is not None:
         problems = [problem for problem in problems if str(record.resolve()) in problem or str(record) in problem]
     for problem in problems:
@@ -106,14 +111,16 @@ def compare_(
             console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
 
 
-def page_(out: Annotated[Path, arg(metavar="DIR")] = SITE, records: Folder = RECORDS) -> None:
+def page_(out: Annotated[Path | None, arg(metavar="DIR")] = None, records: Folder = RECORDS) -> None:
     """Write the leaderboard as one static page, index.html, and as leaderboard.json.
 
     Args:
-        out: folder to write
+        out: folder to write; default: the repository's own, site/, and the block in README.md
         records: the records folder
     """
-    for path in page.make_page(store.load(records), timing_rule(), out):
+    made = page.contents(store.load(records), timing_rule(), out or SITE, None if out else README)
+    page.write(made)
+    for path in made:
         print(f"wrote {path}")
 
 

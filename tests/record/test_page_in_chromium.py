@@ -25,7 +25,8 @@ SIZES = [(390, False), (390, True), (1280, False), (1280, True)]
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     synthetic.demonstration(folder / "records")
-    page.make_page(store.load(folder / "records"), "The rule <i>of</i> the clock.\n\nIts second part.", folder / "site")
+    rule = "The rule <i>of</i> the clock.\n\nIts second part."
+    page.write(page.contents(store.load(folder / "records"), rule, folder / "site"))
     return folder / "site" / "index.html"
 
 

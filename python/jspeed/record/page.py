@@ -5,7 +5,6 @@ sorts tables. A page holds the best entries of each track; leaderboard.json hold
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from jspeed.record import charts, words
 from jspeed.record.history import NAMES, read_history
 from jspeed.record.judge import board
 from jspeed.record.look import SCRIPT, STYLE
+from jspeed.record.readme import block, renewed
 from jspeed.record.rows import table
+from jspeed.record.runfile import finite_or_null
 from jspeed.record.store import Records
 
 DIFFS = 600_000  # bytes of diffs on the page; what comes later is only named
@@ -37,40 +38,59 @@ MARKS = {
 }
 
 
-def make_page(records: Records, rule: str, out: Path) -> list[Path]:
-    """Write ``index.html`` and ``leaderboard.json`` to the folder ``out`` and return their paths; ``rule`` as below.
+def contents(records: Records, rule: str, out: Path, readme: Path | None = None) -> dict[Path, str]:
+    """Return the text of every file that the records make, by path: the page's in the folder ``out``, and ``readme``.
 
-    Raises BadInput when that cannot be.
+    ``rule`` is the timing rule, clock.py's docstring; ``readme`` is a README.md with a block for the board. Raises
+    BadInput when that has none.
     """
-    writable_folder(out, "the page's folder")
-    made = {out / name: content for name, content in contents(records, rule).items()}
-    for path, content in made.items():
-        write_whole(path, content)
-    return list(made)
-
-
-def contents(records: Records, rule: str) -> dict[str, str]:
-    """Return the files of the page by name; ``rule`` is the timing rule, clock.py's docstring."""
     tracks = board(records)
     names = sorted({track["history"] for track in tracks if track.get("history")})
     histories = {name: read_history(records.folder, name) for name in names}
-    return {
-        "index.html": html(tracks, histories, {sha: source for sha, (_, source) in records.sources.items()}, rule),
-        "leaderboard.json": as_json({"timing_rule": rule, "tracks": tracks, "history": histories}),
+    sources = {sha: source for sha, (_, source) in records.sources.items()}
+    made = {
+        out / "index.html": html(tracks, histories, sources, rule),
+        out / "leaderboard.json": as_json(rule, tracks, histories),
     }
+    if readme:
+        made[readme] = renewed(readme.read_text(encoding="utf-8"), block(tracks, histories), readme)
+    return made
 
 
-def as_json(value: Any) -> str:
-    """Return ``value`` as JSON text, with null for what is not finite."""
+def write(made: Mapping[Path, str]) -> None:
+    """Write every file of :func:`contents` whole. Raises BadInput when a folder cannot be written."""
+    for path, content in made.items():
+        writable_folder(path.parent, "the page's folder")
+        write_whole(path, content)
 
-    def plain(node: Any) -> Any:
-        if isinstance(node, Mapping):
-            return {key: plain(item) for key, item in node.items()}
-        if isinstance(node, list | tuple):
-            return [plain(item) for item in node]
-        return None if isinstance(node, float) and not math.isfinite(node) else node
 
-    return json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+def stale(made: Mapping[Path, str]) -> list[str]:
+    """Return a sentence for each file of :func:`contents` that is not there, or is not what the records make."""
+    return [
+        f"{path}: expected what the records make, found {'another text' if path.is_file() else 'no file'}; run: "
+        "python scripts/leaderboard.py page"
+        for path, content in made.items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != content
+    ]
+
+
+def as_json(rule: str, tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Any]) -> str:
+    """Return leaderboard.json: an entry a line, null for what is not finite."""
+
+    def line(value: Any) -> str:
+        try:
+            return json.dumps(value, allow_nan=False)
+        except ValueError:
+            return json.dumps(finite_or_null(value), allow_nan=False)
+
+    parts = [f'"timing_rule": {line(rule)}', f'"histories": {line(histories)}']
+    listed = []
+    for track in tracks:
+        head = line({name: value for name, value in track.items() if name != "entries"})
+        entries = ",\n".join(map(line, track["entries"]))
+        listed.append(f'{head[:-1]}, "entries": [\n{entries}\n]}}')
+    parts.append('"tracks": [\n' + ",\n".join(listed) + "\n]")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def html(

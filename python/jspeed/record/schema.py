@@ -166,10 +166,11 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 class _Node:
-    """What is expected at one place of a run: a field, and what is expected under it."""
+    """What is expected at one place of a run: a field, how to tell whether it is one, and what is expected under it."""
 
     def __init__(self) -> None:
         self.field: Field | None = None
+        self.matches: Callable[[Any], bool] = lambda value: True
         self.children: dict[str, _Node] = {}
 
 
@@ -181,11 +182,17 @@ def _tree(schema: int) -> _Node:
             node = root
             for part in name.replace("[]", ".[]").split("."):
                 node = node.children.setdefault(part, _Node())
-            node.field = field
+            node.field, node.matches = field, KINDS[field.kind][1]
     return root
 
 
 def validate(run: Any) -> None:
+    """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind, or that JSON cannot hold."""
+    check_kinds(run)
+    check_plain(run)
+
+
+def check_kinds(run: Any) -> None:
     """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind for its schema."""
     if not isinstance(run, dict):
         raise BadInput(f"expected an object with the fields of a run, found {found(run)}")
@@ -195,7 +202,6 @@ def validate(run: Any) -> None:
     if not 1 <= schema <= SCHEMA:
         raise BadInput(f"field 'schema': expected 1 to {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
     _check(run, _tree(schema), ())
-    _check_plain(run, ())
 
 
 def place_name(where: tuple[str | int, ...]) -> str:
@@ -204,22 +210,20 @@ def place_name(where: tuple[str | int, ...]) -> str:
 
 
 def _check(value: Any, node: _Node, where: tuple[str | int, ...]) -> None:
-    if node.field:
-        expected, matches = KINDS[node.field.kind]
-        if not matches(value):
-            unit = f" ({node.field.unit})" if node.field.unit else ""
-            raise BadInput(f"field '{place_name(where)}': expected {expected}{unit}, found {found(value)}")
-    if not node.children or value is None:
-        return
     for part, child in node.children.items():
         if part == "[]":
-            for index, item in enumerate(value):
-                _check(item, child, (*where, index))
+            inner: Any = enumerate(value)
         elif part == "*":
-            for key, item in value.items():
-                _check(item, child, (*where, key))
+            inner = value.items()
         else:
-            _check(value.get(part, _MISSING), child, (*where, part))
+            inner = ((part, value.get(part, _MISSING)),)
+        for key, item in inner:
+            if not child.matches(item):
+                assert child.field
+                expected, unit = KINDS[child.field.kind][0], child.field.unit and f" ({child.field.unit})"
+                raise BadInput(f"field '{place_name((*where, key))}': expected {expected}{unit}, found {found(item)}")
+            if child.children and item is not None:
+                _check(item, child, (*where, key))
 
 
 _MISSING = object()
@@ -232,18 +236,16 @@ def found(value: Any) -> str:
     return "null" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _check_plain(value: Any, where: tuple[str | int, ...]) -> None:
-    """Refuse what JSON cannot hold, also in fields that the table leaves free."""
+def check_plain(value: Any, where: tuple[str | int, ...] = ()) -> None:
+    """Raise BadInput naming what JSON cannot hold, also in fields that the table leaves free."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise BadInput(f"field '{place_name(where)}': expected text as key, found {found(key)}")
-            _check_plain(item, (*where, key))
+            check_plain(item, (*where, key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _check_plain(item, (*where, index))
+            check_plain(item, (*where, index))
     elif not (value is None or isinstance(value, (str, bool)) or _is_number(value)):
-        where_name = place_name(where)
-        raise BadInput(
-            f"field '{where_name}': expected text, a finite number, true, false or null, found {found(value)}"
-        )
+        expected = "text, a finite number, true, false or null"
+        raise BadInput(f"field '{place_name(where)}': expected {expected}, found {found(value)}")

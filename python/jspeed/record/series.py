@@ -6,29 +6,30 @@ from typing import Any
 
 from jspeed.record.store import Records, Row
 
-ByFolder = Mapping[tuple[str, str], list[Row]]
+ByFolder = Mapping[str, Mapping[str, list[Row]]]
 Rounds = list[tuple[list[float], list[float]]]
 TURNS = 4  # A B B A
 
 
 def by_folder(records: Records) -> ByFolder:
-    """Return the runs of plans by (plan's hash, folder); more than one in a folder is one too many."""
-    found: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    """Return the runs of plans by the plan's hash and folder; more than one in a folder is one too many."""
+    found: dict[str, dict[str, list[Row]]] = {}
     for row in records.rows:
         if plan := row.run.get("plan"):
-            found[plan["sha256"], plan["folder"]].append(row)
+            found.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
     return found
 
 
 def missing(plan: Mapping[str, Any], there: ByFolder) -> list[int]:
     """Return the indices of the runs of ``plan`` that are not there."""
-    return [index for index, run in enumerate(plan["runs"]) if (plan["sha256"], run["folder"]) not in there]
+    ours = there.get(plan["sha256"], {})
+    return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in ours]
 
 
 def extra(plan: Mapping[str, Any], there: ByFolder) -> list[Row]:
     """Return runs that name ``plan`` but that it does not mean, or that are the second in their folder."""
     meant = {run["folder"] for run in plan["runs"]}
-    ours = {folder: rows for (digest, folder), rows in there.items() if digest == plan["sha256"]}
+    ours = there.get(plan["sha256"], {})
     return [row for folder, rows in ours.items() for row in (rows[1:] if folder in meant else rows)]
 
 
@@ -42,7 +43,7 @@ def rounds(records: Records, there: ByFolder) -> dict[tuple[str, str], Rounds]:
             turn = plan["runs"][first : first + TURNS]
             times: dict[str, list[float]] = defaultdict(list)
             for run in turn:
-                for row in there.get((digest, run["folder"]), [])[:1]:
+                for row in there.get(digest, {}).get(run["folder"], [])[:1]:
                     if row.run["val_loss"] is not None:
                         times[run["recipe_hash"]].append(row.run["timed_seconds"])
             a, b = turn[0]["recipe_hash"], turn[1]["recipe_hash"]

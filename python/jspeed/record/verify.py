@@ -77,7 +77,7 @@ def plans(records: Records, now: datetime) -> Iterator[str]:
             wanted = f"a folder of {path.name} that no other run has"
             yield wrong(row.path, "plan.folder", wanted, row.run["plan"]["folder"])
         for run in plan["runs"]:
-            for row in there.get((digest, run["folder"]), []):
+            for row in there.get(digest, {}).get(run["folder"], []):
                 yield from as_planned(row, run, plan, path)
     for row in evidence(records):
         if row.run["plan"] and row.run["plan"]["sha256"] not in records.plans:

@@ -1,6 +1,8 @@
 """Numbers of the board as text, and what a recipe's docstring says of it."""
 
 import ast
+import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +11,9 @@ NONE = "-"
 
 def card(source: str) -> dict[str, str]:
     """Return a recipe's record card: ``title`` and the paragraphs of its docstring (What, Source, ...) by name."""
+    plain = re.match(r'"""([^"\\]*)"""\n', source)  # what nearly all begin with; a hundred times as quick as parsing
     try:
-        text = ast.get_docstring(ast.parse(source)) or ""
+        text = inspect.cleandoc(plain[1]) if plain else ast.get_docstring(ast.parse(source)) or ""
     except (SyntaxError, ValueError):
         return {}
     first, _, rest = text.partition("\n")
