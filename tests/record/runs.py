@@ -1,6 +1,5 @@
 """Runs that no trainer made: whole run directories, with plan and source, for tests of what is done with records."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -111,7 +110,7 @@ def as_run(
         "container": None,
         "environment": "ee" * 32,
     }
-    return copy.deepcopy(run) | changes
+    return run | changes
 
 
 def make_run(folder: Path, *values: Any, source: str = source_of(), **changes: Any) -> Path:

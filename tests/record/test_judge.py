@@ -240,6 +240,21 @@ def test_steps_are_ranked_by_track_3s_rules(records, tmp_path):
     assert "a step is not 8,192 tokens" in entries(records)["wide"]["why_not"]
 
 
+def test_the_price_of_a_step_comes_from_the_parents_own_lengths(records, tmp_path):
+    store.add([make_series(tmp_path / "p", [60.0, 61.0], [1.3900, 1.3910], steps=300)], records)
+    short = {"fields": {"RATE": 0.1, "STEPS": 250}, "overrides": {"STEPS": 250}, "steps": 250}
+    store.add([make_series(tmp_path / "q", [50.0, 51.0], [1.3945, 1.3955], **short)], records)
+    store.add([make_series(tmp_path / "c", [40.0, 41.0], [1.3930, 1.3940], steps=280, **CHILD)], records)
+    better = entries(records)["child"]["better"]
+    price = (1.3950 - 1.3905) / 50
+    assert better["price_per_step"] == pytest.approx(price) and "2 numbers of steps" in better["price_from"]
+    sigma = np.sqrt(3 * 0.5 * 0.001**2 / 3)  # three pairs, each 0.001 apart
+    saved = 250 - 280 if better["steps_saved"] < 0 else 300 - 280
+    parent = 1.3950 if saved < 0 else 1.3905
+    z = (parent - 1.3935 + saved * price) / sigma
+    assert better["pairwise"]["statistic"] == pytest.approx(z)
+
+
 def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     from rich.console import Console
 

@@ -38,7 +38,6 @@ CHEATS = {
         {"evaluation_stays_on_device", "evaluation_repeats", "causality", "normalisation"},
     ),
     "looks_at_targets": (LOSS, LOSS.replace("x_BTD,", 'x_BTD + params["head"][targets_BT],'), {"normalisation"}),
-    "is_honest": (EMBED, EMBED, set()),
 }
 
 

@@ -80,6 +80,15 @@ def test_a_series_makes_what_it_announced_and_goes_on(trainer, capfd):
         series.run_series(options, "n=4")
 
 
+def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(BadInput, match="--plan makes its runs in one process each"):
+        series.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+
+
 def test_a_run_that_fails_stops_the_series(trainer):
     (trainer / "told").write_text("2 2")
     with pytest.raises(BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"):

@@ -29,7 +29,7 @@ def compare_with_parent(
     rounds = raced.get((parent["recipe_hash"], entry["recipe_hash"]), [])
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(parent), times(entry))
     saved = parent["steps"] - entry["steps"]
-    price = track["significance.price_per_step"]
+    price, source = price_of(parent, parents, track)
     pairwise = None
     if sigma and (price is not None or not saved):
         pairwise = stats.better_than(losses(entry), losses(parent), sigma, saved, price or 0.0)._asdict()
@@ -43,6 +43,7 @@ def compare_with_parent(
         **ratio._asdict(),
         "steps_saved": saved,
         "price_per_step": price,
+        "price_from": source,
         "pairwise": pairwise,
         "seconds_saved": base - entry["seconds"]["mean"] if same else base * (1 - ratio.ratio),
         "verdict": verdict(entry, track, ratio, pairwise),
@@ -60,6 +61,25 @@ def chosen(entry: Entry, parents: Sequence[Entry], raced: Mapping[tuple[str, str
     together = [parent for parent in ended if raced.get((parent["recipe_hash"], entry["recipe_hash"]))]
     same = [parent for parent in ended if parent["devices"] == entry["devices"]]
     return min(together or same, key=lambda parent: (not parent["valid"], parent["seconds"]["mean"]), default=None)
+
+
+def price_of(parent: Entry, parents: Sequence[Entry], track: Track) -> tuple[float | None, str | None]:
+    """Return what a step of ``parent`` is worth in loss, and where that comes from: its track's rule, or its own runs.
+
+    Its own runs tell when some had another length, that is, another STEPS and nothing else.
+    """
+    if track["significance.price_per_step"] is not None:
+        return track["significance.price_per_step"], "the track"
+    lengths: dict[int, list[float]] = {}
+    for other in parents:
+        if (
+            other["recipe_sha256"] == parent["recipe_sha256"]
+            and other["loss"]
+            and other["overrides"].keys() <= {"STEPS"}
+        ):
+            lengths.setdefault(other["steps"], []).extend(losses(other))
+    price = stats.price_per_step(lengths)
+    return price, None if price is None else f"runs of {parent['recipe']} with {len(lengths)} numbers of steps"
 
 
 def times(entry: Mapping[str, Any]) -> list[float]:

@@ -85,6 +85,9 @@ def details(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
     facts += [", ".join(tests)] if tests else []
     if better := entry["better"]:
         facts.append(f"{words.ratio(better)} x the time of {better['parent']}, run {better['how']}")
+        if better["pairwise"]:
+            saved = f"with {better['steps_saved']:,} steps saved at {better['price_per_step'] or 0:.2g} nats each"
+            facts.append(f"loss at as many steps: better with {words.chance(better['pairwise']['p'])}, {saved}")
     if entry["anchored"]:
         facts.append(f"on the track's hardware by that ratio: {words.seconds(entry['anchored']['seconds'])}")
     if entry["overrides"]:

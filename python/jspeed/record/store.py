@@ -77,6 +77,8 @@ def read(folder: Path) -> Records:
             _take(records, path)
         except BadInput as error:
             records.problems.append(str(error))
+        except OSError as error:
+            records.problems.append(f"{path} cannot be read ({error.strerror}); restore it")
     return records
 
 

@@ -4,6 +4,7 @@ The same command goes on where a series was left: runs whose run.json is there a
 """
 
 import dataclasses
+import os
 import shlex
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
+from jspeed.parallel.place import find_place
 from jspeed.record import planned, stats, words
 from jspeed.record.runfile import read_run
 from jspeed.run.clock import utc_now
@@ -32,6 +34,8 @@ def run_series(options: Options, text: str) -> int:
     """
     if options.resume:
         raise BadInput("--plan and --resume: give the --plan command again without --resume, and it goes on")
+    if find_place(os.environ, options.coordinator, options.processes, options.process_id):
+        raise BadInput("--plan makes its runs in one process each; leave the launcher and --coordinator away")
     found = find(options.recipe, options.sets)
     runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in planned.parse_seeds(text)]
     folder = options.run_dir or default_folder(found.recipe.name)
