@@ -155,7 +155,7 @@ def lead(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
         cards["by"] = best["recipe"]
         cards["mean loss"] = f"{words.loss(best['loss']['mean'])} (n = {best['loss']['n']})"
     else:
-        cards["best time"] = "none yet"
+        cards["fewest steps" if track["rank"] == "steps" else "best time"] = "none yet"
     if history:
         cards[NAMES.get(track["history"], track["history"])] = words.seconds(history[-1]["seconds"])
     cards["recipes, runs"] = f"{len(track['entries'])}, {sum(len(entry['runs']) for entry in track['entries'])}"
