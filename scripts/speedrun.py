@@ -12,6 +12,7 @@ from jspeed.files import cache_folder
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.run.console import layout_table
 from jspeed.run.prepare import Options, find_and_place
+from jspeed.run.series import run_series
 from jspeed.run.train import train
 
 BEST_ON_FINEWEB = "r29"
@@ -41,6 +42,7 @@ def speedrun(
     progress: bool = True,
     checkpoint_every: int = 0,
     resume: bool = False,
+    plan: str | None = None,
     coordinator: str | None = None,
     processes: int | None = None,
     process_id: int | None = None,
@@ -69,6 +71,7 @@ def speedrun(
         progress: Show a progress bar on a terminal; otherwise plain lines.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
         resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
+        plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
@@ -98,7 +101,7 @@ def speedrun(
         found, placed = find_and_place(options)
         layout_table(Console(highlight=False), found.recipe, layout, placed)
         return 0
-    return train(options)
+    return run_series(options, plan) if plan else train(options)
 
 
 if __name__ == "__main__":

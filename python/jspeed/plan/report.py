@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jspeed import markup
 from jspeed.files import write_whole
-from jspeed.plan import markup
-from jspeed.plan.markup import section, table, text
+from jspeed.markup import section, table, text
 from jspeed.plan.picture import INK, PALE, drawing, fullest, memory_by_kind
 from jspeed.plan.picture import plan_svg as plan_svg
 from jspeed.plan.words import (

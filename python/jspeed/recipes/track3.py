@@ -191,7 +191,7 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
 RECIPE = Recipe(
     name="track3",
     parent="llmc",
-    track="fineweb/8xH100",
+    track="fineweb/steps",
     data=Data("fineweb", vocab_size=50_257, bos_id=BOS),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,

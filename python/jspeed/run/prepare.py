@@ -21,7 +21,8 @@ from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, describe, replace
-from jspeed.record.schema import read_run
+from jspeed.record.planned import place_in_plan
+from jspeed.record.runfile import read_run
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
 from jspeed.run.checkpoint import check_same, newest, read_record, restore
@@ -38,8 +39,9 @@ from jspeed.run.program import (
     warm_up,
 )
 from jspeed.run.step import State
+from jspeed.run.witness import Witness, checksum
 
-RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
+RUN_FILES = ("run.json", "metrics.jsonl", "config.json", "recipe.py")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Setup:
     state: State
     identity: dict[str, Any]
     record: dict[str, Any] | None
+    witness: Witness
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
@@ -108,6 +111,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         loader = open_loader(recipe, shards, options.seed)
     same = identity(options, found, shards, val_shards)
     same_everywhere(same | {"mesh": dict(mesh.shape), "jax": jax.__version__})
+    plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     run_dir, started, step = claim_for_all(options, recipe, same, console)
     undo = (lambda: None) if step is not None else lambda: abandon(run_dir)
     forget = at_failure(undo)
@@ -116,6 +120,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+            write_whole(run_dir / "recipe.py", found.source)
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         facts = [
@@ -133,7 +138,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         say.opening(console, facts)
         with clock.section("compile"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
+        seed = place(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"):
+            fresh = checksum(program.init(seed))
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
@@ -141,9 +148,12 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             if step is not None:
                 state, record = restore(run_dir / "checkpoints", step, state_shardings(recipe, options.layout, mesh)[0])
                 loader.load_state_dict(record["loader"])
+                after_warm_up = checksum(program.init(seed))
             else:
-                state = program.init(place(np.asarray(options.seed, np.uint32), replicated(mesh)))
+                state = program.init(seed)
+                after_warm_up = checksum(state)
             jax.block_until_ready(state)
+            witness = Witness(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
         undo()
         raise
@@ -165,6 +175,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         state=state,
         identity=same,
         record=record,
+        witness=witness,
     )
 
 
