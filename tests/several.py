@@ -5,9 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
 TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
@@ -74,3 +78,10 @@ def toy(*more: str) -> list[str]:
 def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[kind] for line in lines if kind in line}
+
+
+def said(call: Callable[[], object]) -> str:
+    """The sentence of the BadInput that ``call`` must raise."""
+    with pytest.raises(BadInput) as caught:
+        call()
+    return str(caught.value)
