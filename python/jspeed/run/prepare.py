@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.tokenise import complete_manifest, prepare_stdlib
+from jspeed.data.folder import complete_manifest
+from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.distributed import at_failure, process_index, same_everywhere, share
