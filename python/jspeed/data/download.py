@@ -1,7 +1,4 @@
-"""Files from the network, whole and with the right hash: one from a URL, or many from Hugging Face at once.
-
-A file is fetched under another name and renamed when it is checked; what was fetched before a cut is kept.
-"""
+"""Files from the network, whole and with the right hash: one from a URL, or many from Hugging Face at once."""
 
 import http.client
 import logging
@@ -69,6 +66,7 @@ def _resume(url: str, part: Path, progress: Progress) -> None:
         try:
             return _append(url, part, progress)
         except urllib.error.HTTPError as error:
+            error.close()
             if error.code == 416 and before:
                 part.unlink()  # longer than the file: of another version
             elif error.code < 500 and error.code not in (408, 429):
@@ -155,10 +153,13 @@ def fetch_set(
 def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> None:
     """Fetch ``files`` of a data set at ``commit`` into ``folder``, several at a time; those already there stay.
 
-    What a cut or a killed process leaves is gone on with. Raises BadInput when a file cannot be fetched, or twice
+    A cut is gone on with; of a killed process, files that had come whole stay, which is as much as huggingface_hub
+    takes up again. Only one process at a time may fetch to ``folder``. Raises BadInput when a file cannot be fetched, or twice
     has another size or hash than the hub says, or there is no room.
     """
     missing = [file for file in files if not is_right(folder / file.name, file)]
+    for part in (folder / ".cache").rglob("*.incomplete"):
+        part.unlink(missing_ok=True)
     need, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
     if need > free:
         raise BadInput(f"{folder} has room for {free / 1e9:.1f} GB but {need / 1e9:.1f} GB are to come; make room")
@@ -191,22 +192,27 @@ def _fetch_checked(repository: str, commit: str, file: Remote, folder: Path, pro
     path = folder / file.name
     path.unlink(missing_ok=True)
     facts: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
-    wrong = ""
-    for _ in range(2):
+    failures, wrong = 0, ""
+    while True:
         try:
             hf_hub_download(repository, file.name, **facts, tqdm_class=_counter(progress))
         except Exception as error:
-            raise BadInput(
-                f"{file.name} of {where(repository)} cannot be fetched ({reason(error)}); {ADVICE}"
-            ) from None
+            failures += 1
+            if failures == ATTEMPTS:
+                raise BadInput(
+                    f"{file.name} of {where(repository)} cannot be fetched ({reason(error)}); {ADVICE}"
+                ) from None
+            threading.Event().wait(0.25 * failures)
+            continue
         if is_right(path, file):
             return
         size, digest = path.stat().st_size, sha256_of(path)
-        wrong = f"{size} bytes, not {file.size}" if size != file.size else f"SHA-256 {digest}, not {file.sha256}"
         path.unlink()
-    raise BadInput(
-        f"{file.name} of {where(repository)} twice came with {wrong}; run again, or with another HF_ENDPOINT"
-    )
+        if wrong:
+            raise BadInput(
+                f"{file.name} of {where(repository)} twice came with {wrong}; run again, or with another HF_ENDPOINT"
+            )
+        wrong = f"{size} bytes, not {file.size}" if size != file.size else f"SHA-256 {digest}, not {file.sha256}"
 
 
 def summed(progress: Callable[[int, int | None], None] | None, total: int | None = None) -> Progress:
@@ -239,7 +245,9 @@ def _counter(progress: Progress) -> Any:
     return Counter
 
 
-ADVICE = "what has arrived is kept: run the command again when the network is there (HF_ENDPOINT names a mirror)"
+ADVICE = (
+    "files that have come whole are kept: run the command again when the network is there (HF_ENDPOINT names a mirror)"
+)
 
 
 def where(repository: str) -> str:
