@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jspeed.data.folder import lock_folder
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import sha256_of
 
@@ -146,7 +147,12 @@ def fetch_set(
     """Fetch files of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
     writable_folder(folder, "the folder for downloads")
     commit, files = describe_hub(repository, names, revision)
-    fetch_hub(repository, commit, files, folder, progress)
+    lock = lock_folder(folder, wait=True)
+    try:
+        fetch_hub(repository, commit, files, folder, progress)
+    finally:
+        if lock is not None:
+            os.close(lock)
     return [folder / name for name in names]
 
 
@@ -154,8 +160,8 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
     """Fetch ``files`` of a data set at ``commit`` into ``folder``, several at a time; those already there stay.
 
     A cut is gone on with; of a killed process, files that had come whole stay, which is as much as huggingface_hub
-    takes up again. Only one process at a time may fetch to ``folder``. Raises BadInput when a file cannot be fetched, or twice
-    has another size or hash than the hub says, or there is no room.
+    takes up again. Only one process at a time may fetch to ``folder``. Raises BadInput when a file cannot be
+    fetched, or twice has another size or hash than the hub says, or there is no room.
     """
     missing = [file for file in files if not is_right(folder / file.name, file)]
     for part in (folder / ".cache").rglob("*.incomplete"):

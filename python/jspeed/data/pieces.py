@@ -158,7 +158,7 @@ def _parquet(path: Path):
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise BadInput(f"{path} needs pyarrow to be read; pip install pyarrow, or give .jsonl or .txt") from None
+        raise BadInput(f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt") from None
     try:
         return parquet.ParquetFile(path)
     except (ArrowException, OSError) as error:
