@@ -6,8 +6,8 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jspeed.errors import run_script
-from jspeed.files import cache_folder
+from jspeed.errors import BadInput, run_script
+from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.mesh import DEFAULT_LAYOUT
 from jspeed.run.prepare import Options
 from jspeed.run.train import train
@@ -20,6 +20,23 @@ def default_recipe(data: Path | None) -> str:
     """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
     shards = data or cache_folder() / "data" / "fineweb"
     return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
+
+
+def speak(run_dir: Path) -> None:
+    """Let the model that was just trained write what its recipe's ``sample`` asks for; print it and keep it."""
+    from jspeed.generate import Sampling, joined, sample
+    from jspeed.trained import load_model
+
+    try:
+        model = load_model(run_dir)
+        asked = model.recipe.sample
+        sampling = Sampling(asked.temperature, asked.top_k)
+        texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
+    except BadInput as error:  # no vocabulary, or a recipe that cannot be generated from: the run is none the worse
+        print(f"no sample: {error}")
+        return
+    write_whole(run_dir / "samples.txt", joined(texts) + "\n")
+    print(f"{run_dir}/samples.txt:\n{joined(texts)}")
 
 
 def speedrun(
@@ -36,6 +53,8 @@ def speedrun(
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
     progress: bool = True,
+    sample: bool = True,
+    init_from: Path | None = None,
     checkpoint_every: int = 0,
     resume: bool = False,
     coordinator: str | None = None,
@@ -62,6 +81,9 @@ def speedrun(
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
         progress: Show a progress bar on a terminal; otherwise plain lines.
+        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
+        init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
+            gpt2 a folder with GPT-2's model.safetensors.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
         resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
@@ -84,12 +106,14 @@ def speedrun(
             max_minutes=max_minutes,
             sets=sets,
             progress=progress,
+            init_from=init_from,
             checkpoint_every=checkpoint_every,
             resume=resume,
             coordinator=coordinator,
             processes=processes,
             process_id=process_id,
-        )
+        ),
+        afterwards=speak if sample else lambda run_dir: None,
     )
 
 

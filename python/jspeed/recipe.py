@@ -79,8 +79,8 @@ class Context:
 class Data:
     """Which token shards a recipe reads and how batches are cut from them.
 
-    ``name`` is ``stdlib`` (prepared on first use) or ``fineweb`` (any folder of FineWeb-format shards). Ids in
-    the shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
+    ``name`` is ``stdlib`` (prepared on first use) or what ``scripts/prepare.py`` calls the data set. Ids in the
+    shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
     """
 
@@ -92,6 +92,17 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What a finished run says: ``number`` texts of at most ``tokens`` new tokens, each after ``prompt``."""
+
+    number: int = 1
+    tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = None
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it ``RECIPE``.
 
@@ -100,6 +111,9 @@ class Recipe:
     themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax transformation over the
     whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
     devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``.
+    ``weigh(tokens_BT, targets_BT)`` returns how much each target counts (fp32 ``[B, T]``, 0 or more): losses are then
+    weighted means, over the whole global batch in training. None: all count alike. ``heads`` of attention are named
+    where a recipe is to be exported as GPT-2. ``sample`` is what a finished run says.
     """
 
     name: str
@@ -118,6 +132,9 @@ class Recipe:
     eval_len: int
     attention_width: int
     layers: int
+    heads: int | None = None
+    weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    sample: Sample = Sample()
 
     @property
     def steps(self) -> int:

@@ -14,7 +14,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention
-from jspeed.model.layers import layer_norm, lookup
+from jspeed.model.layers import layer_norm, lookup, positions
 from jspeed.model.losses import cross_entropy, softcap
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, map_specs
 
@@ -86,9 +86,8 @@ PARAMETERS = {
 
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: ``[B, T, D]``."""
-    length = tokens_BT.shape[1]
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    x_BTD = lookup(params["embed"], tokens_BT) + params["positions"][None, :length]
+    x_BTD = lookup(params["embed"], tokens_BT) + positions(params["positions"], tokens_BT.shape[1])
     for layer in range(LAYERS):
         p = {name: array[layer] for name, array in params.items() if PARAMETERS[name].axes[0] == "layer"}
         a_BTD = layer_norm(x_BTD, p["attention_gain"], p["attention_bias"])
@@ -157,4 +156,5 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    heads=HEADS,
 )

@@ -16,6 +16,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.folder import complete_manifest
 from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
+from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.distributed import at_failure, process_index, same_everywhere, share
 from jspeed.parallel.mesh import (
@@ -46,7 +47,7 @@ from jspeed.run.program import (
 )
 from jspeed.run.step import State
 
-RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
+RUN_FILES = ("run.json", "metrics.jsonl", "config.json", "recipe.py")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Options:
     target_loss: float | None = None
     max_minutes: float | None = None
     sets: tuple[str, ...] = ()
+    init_from: Path | None = None
     checkpoint_every: int = 0
     resume: bool = False
     coordinator: str | None = None
@@ -102,6 +104,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
+    given = None
+    if options.init_from is not None:
+        given, found = read_parameters(options.init_from, recipe), start_from(found, options.init_from)
     axes = parse_mesh(options.mesh) if options.mesh else None
     if axes:
         request_cpu_devices(axes)
@@ -124,9 +129,12 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     undo = (lambda: None) if step is not None else lambda: abandon(run_dir)
     forget = at_failure(undo)
     try:
-        config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        manifest = complete_manifest(folder) or {}
+        config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest)}
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
+            write_whole(run_dir / "recipe.py", found.source)
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
@@ -155,6 +163,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 loader.load_state_dict(record["loader"])
             else:
                 state = program.init(place(np.asarray(options.seed, np.uint32), replicated(mesh)))
+                if given is not None:
+                    state = given_state(recipe, given, state)
             jax.block_until_ready(state)
     except BaseException:
         undo()
@@ -169,7 +179,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         shards=shards,
         val_shards=val_shards,
         loader=loader,
-        manifest=complete_manifest(folder) or {},
+        manifest=manifest,
         run_dir=run_dir,
         started=started,
         program=program,
@@ -178,6 +188,25 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         identity=same,
         record=record,
     )
+
+
+def start_from(found: Found, path: Path) -> Found:
+    """Return ``found`` with the hash of the parameters it starts from among its fields: it is another recipe then."""
+    given = {"init_from": fingerprint(path)}
+    return dataclasses.replace(found, fields=found.fields | given, overrides=found.overrides | given)
+
+
+def given_state(recipe: Recipe, given: Any, state: State) -> State:
+    """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
+    params = jax.tree.map(lambda array, old: place(array, old.sharding), given, state["params"])
+    shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
+    return {"params": params, "optimizer": jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)}
+
+
+def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a manifest says of its tokenizer, for :func:`jspeed.data.tokenizers.tokenizer_of`; None for none."""
+    names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
+    return {name: manifest[name] for name in names if name in manifest} or None
 
 
 def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
@@ -209,7 +238,8 @@ def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
     if not folder.is_dir():
         raise BadInput(
             f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "
-            "shards of your own text with: python scripts/prepare.py text FILES --out DIR"
+            f"it with `python scripts/prepare.py {recipe.data.name}`, or make shards of your own text with `python "
+            "scripts/prepare.py text FILES --out DIR`"
         )
     return folder
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice, repeat
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
+from jspeed.export import FILE
 from jspeed.parallel import distributed
 from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
@@ -29,16 +31,21 @@ from jspeed.run.progress import Progress
 from jspeed.run.step import State
 
 
-def train(options: Options) -> int:
+def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C,
-    143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all."""
+    143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
+
+    When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
     with distributed.ends_all(), sigterm_is(lambda: sys.exit(143)):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
-        return run(options)
+        code, run_dir = run(options)
+    if distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
+        afterwards(run_dir)
+    return code
 
 
-def run(options: Options) -> int:
-    """Make one run in this process, which knows the others."""
+def run(options: Options) -> tuple[int, Path]:
+    """Make one run in this process, which knows the others; returns the exit code and the run's directory."""
     first = distributed.process_index() == 0
     console, clock = Console(highlight=False, quiet=not first), Clock()
     setup = prepare(options, clock, console)
@@ -61,7 +68,7 @@ def run(options: Options) -> int:
                 progress.status = "interrupted"
                 finish(setup, progress, None, console)
                 raise
-        return finish(setup, progress, state, console)
+        return finish(setup, progress, state, console), setup.run_dir
 
 
 def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Checkpoints, asked: int) -> State:
