@@ -53,6 +53,8 @@ def speedrun(
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
     progress: bool = True,
+    log: str | None = None,
+    profile: int = 0,
     sample: bool = True,
     init_from: Path | None = None,
     checkpoint_every: int = 0,
@@ -81,6 +83,9 @@ def speedrun(
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
         progress: Show a progress bar on a terminal; otherwise plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
+            WANDB_MODE says otherwise.
+        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
         sample: Let the trained model write a text at the end, into samples.txt of the run directory.
         init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
             gpt2 a folder with GPT-2's model.safetensors.
@@ -106,6 +111,8 @@ def speedrun(
             max_minutes=max_minutes,
             sets=sets,
             progress=progress,
+            log=tuple(log.split(",")) if log else (),
+            profile=profile,
             init_from=init_from,
             checkpoint_every=checkpoint_every,
             resume=resume,

@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 MAY_IMPORT = {
     "plan": {"parallel", "recipe", "run"},
     "recipes": {"model", "optim", "recipe"},
+    "score": {"data", "generate", "parallel", "recipe", "run", "trained"},
     "generate": {"model", "recipe", "run", "trained"},
     "trained": {"data", "export", "parallel", "recipe", "run"},
     "run": {"data", "export", "parallel", "record", "recipe"},

@@ -194,7 +194,7 @@ def test_fetch_goes_on_from_what_is_there(hub, url, tmp_path):
 
 
 def test_fetch_refuses(hub, url, tmp_path):
-    with pytest.raises(BadInput, match=f"should have SHA-256 {'0' * 64} but has {SHA}"):
+    with pytest.raises(BadInput, match=f"should have hash {'0' * 64} but has {SHA}"):
         download.fetch(url, tmp_path / "text.txt", "0" * 64)
     with pytest.raises(BadInput, match="HTTP Error 404"):
         hub.faults = {"text.txt": [("status", 404)]}

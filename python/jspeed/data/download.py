@@ -33,29 +33,35 @@ class Remote(NamedTuple):
     sha256: str | None
 
 
-def fetch(url: str, path: Path, sha256: str, progress: Progress = lambda count: None) -> Path:
-    """Fetch ``url`` to ``path`` unless a file with that ``sha256`` is there, and return ``path``.
+def fetch(
+    url: str,
+    path: Path,
+    expected: str,
+    progress: Progress = lambda count: None,
+    digest: Callable[[Path], str] = sha256_of,
+) -> Path:
+    """Fetch ``url`` to ``path`` unless a file with the ``expected`` ``digest`` is there, and return ``path``.
 
     Raises BadInput when it cannot be fetched, or twice is not what was expected.
     """
     writable_folder(path.parent, "the folder for downloads")
     part = path.with_name(f"{path.name}.part")
-    if path.is_file() and sha256_of(path) == sha256:
+    if path.is_file() and digest(path) == expected:
         return path
     found = ""
     for _ in range(2):
         try:
             _resume(url, part, progress)
-            found = sha256_of(part)
-            if found == sha256:
+            found = digest(part)
+            if found == expected:
                 os.replace(part, path)
                 return path
             part.unlink()
         except OSError as error:
-            raise BadInput(f"{url} cannot be fetched ({reason(error)}); fetch it yourself and give --input") from None
+            raise BadInput(f"{url} cannot be fetched ({reason(error)}); fetch it yourself and give the file") from None
     raise BadInput(
-        f"{url} should have SHA-256 {sha256} but has {found}; it has changed, or something on the way changes it: "
-        "fetch it yourself and give --input"
+        f"{url} should have hash {expected} but has {found}; it has changed, or something on the way changes it: "
+        "fetch it yourself and give the file"
     )
 
 

@@ -45,6 +45,7 @@ from jspeed.run.program import (
     use_compile_cache,
     warm_up,
 )
+from jspeed.run.sinks import check_sinks
 from jspeed.run.step import State
 
 RUN_FILES = ("run.json", "metrics.jsonl", "config.json", "recipe.py")
@@ -73,6 +74,8 @@ class Options:
     processes: int | None = None
     process_id: int | None = None
     progress: bool = True
+    log: tuple[str, ...] = ()
+    profile: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,8 +225,10 @@ def check_numbers(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    if options.checkpoint_every < 0:
-        raise BadInput(f"--checkpoint-every {options.checkpoint_every}: must be 0 (none) or more")
+    for name in ("checkpoint_every", "profile"):
+        if getattr(options, name) < 0:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 (none) or more")
+    check_sinks(options.log)
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
 

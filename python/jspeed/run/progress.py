@@ -7,11 +7,12 @@ from typing import Any, TextIO
 
 from jspeed.run.clock import Clock
 from jspeed.run.console import Display
+from jspeed.run.sinks import Sink
 
 
 @dataclass
 class Progress:
-    """What has happened since the clock started. ``status`` is a word of run.json's table."""
+    """What has happened since the clock started. ``status`` is a word of run.json's table; ``sinks`` get each line."""
 
     clock: Clock
     metrics: TextIO
@@ -26,6 +27,7 @@ class Progress:
     curve: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
 
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
@@ -56,6 +58,8 @@ class Progress:
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         self.metrics.write(json.dumps(line) + "\n")
+        for sink in self.sinks:
+            sink(line)
 
     def record(self) -> dict[str, Any]:
         """All of this that a checkpoint keeps; :meth:`resume` takes it."""

@@ -26,8 +26,10 @@ from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.finish import finish
 from jspeed.run.prepare import Options, Setup, abandon, prepare
+from jspeed.run.profile import Profile
 from jspeed.run.program import StepProgram
 from jspeed.run.progress import Progress
+from jspeed.run.sinks import sinks
 from jspeed.run.step import State
 
 
@@ -53,8 +55,9 @@ def run(options: Options) -> tuple[int, Path]:
     path = setup.run_dir / "metrics.jsonl" if first else os.devnull
     agreement = Agreement()
     with open(path, "w", buffering=1) as metrics, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
-        with Display(console, asked, options.progress) as display:
-            progress = Progress(clock, metrics, display)
+        logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
+        with Display(console, asked, options.progress) as display, logs as opened:
+            progress = Progress(clock, metrics, display, sinks=opened)
             if setup.record:
                 progress.resume(setup.record)
             try:
@@ -89,6 +92,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
             progress.trained(step, tokens, float(jax.device_get(loss)))
             unread = None
 
+    profile = Profile(setup.run_dir / "profile", setup.options.profile, clock, progress.steps, asked)
     saved = progress.steps
     every = setup.options.checkpoint_every
 
@@ -111,6 +115,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
         if every and progress.steps % every == 0 and progress.steps > saved:
             save()
+        profile.before(progress.steps, state)
         before = now()
         batch = next(setup.loader)
         loaded = now()
@@ -130,6 +135,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
         if progress.status != "finished":
             break
     read()
+    profile.close(state)
     clock.stop(state)
     if (every or progress.interrupted_by == 143) and progress.steps > saved and progress.status != "diverged":
         save()
