@@ -56,13 +56,13 @@ def sample(
     length = tokens if tokens is not None else asked.tokens
     if count < 1 or length < 1:
         raise BadInput(f"found --number {count} and --tokens {length}; both must be at least 1")
-    sampling = Sampling(asked.temperature if temperature is None else temperature, top_k or asked.top_k, top_p, seed)
+    chosen = asked.temperature if temperature is None else temperature
+    sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed)
     prompts = [asked.prompt if text is None else text] * count
-    texts = list(prompts)
-    print(prompts[0], end="", flush=True)
+    texts, begun = list(prompts), False
     for new in write(loaded, prompts, length, sampling, stop):
-        print(new[0], end="", flush=True)
-        texts = [text + more for text, more in zip(texts, new, strict=True)]
+        print(("" if begun else prompts[0]) + new[0], end="", flush=True)
+        begun, texts = True, [text + more for text, more in zip(texts, new, strict=True)]
     print()
     if count > 1:
         alone = joined(texts[1:])
@@ -72,12 +72,14 @@ def sample(
 
 def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     """Return the prompt, or None when none is given. Raises BadInput for both, or a file that is not text."""
-    if file is None:
-        return prompt
-    if prompt is not None:
+    if file is not None and prompt is not None:
         raise BadInput("found both --prompt and --prompt-file; give one of them")
     try:
+        if file is None:
+            return prompt and prompt.encode().decode()  # half a character, as a shell can give
         return file.read_text(encoding="utf-8")
+    except UnicodeEncodeError:
+        raise BadInput("--prompt is not UTF-8; give whole characters") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
 

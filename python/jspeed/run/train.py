@@ -54,9 +54,10 @@ def run(options: Options) -> tuple[int, Path]:
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     path = setup.run_dir / "metrics.jsonl" if first else os.devnull
     agreement = Agreement()
-    with open(path, "w", buffering=1) as metrics, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
-        logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
-        with Display(console, asked, options.progress) as display, logs as opened:
+    logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
+    stopping = sigterm_is(lambda: agreement.wish("terminated"))
+    with open(path, "w", buffering=1) as metrics, logs as opened, setup.loader, stopping:
+        with Display(console, asked, options.progress) as display:
             progress = Progress(clock, metrics, display, sinks=opened)
             if setup.record:
                 progress.resume(setup.record)
