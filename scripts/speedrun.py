@@ -7,8 +7,8 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jspeed.errors import run_script
-from jspeed.files import cache_folder
+from jspeed.errors import BadInput, run_script
+from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.run.console import layout_table
 from jspeed.run.prepare import Options, find_and_place
@@ -23,6 +23,23 @@ def default_recipe(data: Path | None) -> str:
     """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
     shards = data or cache_folder() / "data" / "fineweb"
     return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
+
+
+def speak(run_dir: Path) -> None:
+    """Let the model that was just trained write what its recipe's ``sample`` asks for; print it and keep it."""
+    from jspeed.generate import Sampling, joined, sample
+    from jspeed.trained import load_model
+
+    try:
+        model = load_model(run_dir)
+        asked = model.recipe.sample
+        sampling = Sampling(asked.temperature, asked.top_k)
+        texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
+    except BadInput as error:  # no vocabulary, or a recipe that cannot be generated from: the run is none the worse
+        print(f"no sample: {error}")
+        return
+    write_whole(run_dir / "samples.txt", joined(texts) + "\n")
+    print(f"{run_dir}/samples.txt:\n{joined(texts)}")
 
 
 def speedrun(
@@ -40,6 +57,10 @@ def speedrun(
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
     progress: bool = True,
+    log: str | None = None,
+    profile: int = 0,
+    sample: bool = True,
+    init_from: Path | None = None,
     checkpoint_every: int = 0,
     resume: bool = False,
     plan: str | None = None,
@@ -69,6 +90,12 @@ def speedrun(
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
         progress: Show a progress bar on a terminal; otherwise plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
+            WANDB_MODE says otherwise.
+        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
+        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
+        init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
+            gpt2 a folder with GPT-2's model.safetensors.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
         resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
         plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
@@ -91,6 +118,9 @@ def speedrun(
         max_minutes=max_minutes,
         sets=sets,
         progress=progress,
+        log=tuple(log.split(",")) if log else (),
+        profile=profile,
+        init_from=init_from,
         checkpoint_every=checkpoint_every,
         resume=resume,
         coordinator=coordinator,
@@ -101,7 +131,9 @@ def speedrun(
         found, placed = find_and_place(options)
         layout_table(Console(highlight=False), found.recipe, layout, placed)
         return 0
-    return run_series(options, plan) if plan else train(options)
+    if plan:
+        return run_series(options, plan)
+    return train(options, afterwards=speak if sample else lambda run_dir: None)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def ended(processes: list[subprocess.Popen], seconds: float = 300) -> list[tuple
 
 
 def toy(*more: str) -> list[str]:
-    return ["--set", *TOY, *more]
+    return ["--no-sample", "--set", *TOY, *more]
 
 
 def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:

@@ -11,7 +11,11 @@ PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 MAY_IMPORT = {
     "plan": {"parallel", "recipe", "run"},
     "recipes": {"model", "optim", "recipe"},
-    "run": {"data", "parallel", "record", "recipe"},
+    "score": {"data", "generate", "parallel", "recipe", "run", "trained"},
+    "generate": {"model", "recipe", "run", "trained"},
+    "trained": {"data", "export", "parallel", "recipe", "run"},
+    "run": {"data", "export", "parallel", "record", "recipe"},
+    "export": {"recipe"},
     "data": {"recipe", "_dataloader"},
     "optim": {"parallel", "recipe"},
     "parallel": {"recipe"},

@@ -16,6 +16,10 @@ TOYS = {
     "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8"],
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
+    "gpt2": ["SIZES={'124M': (2, 2, 32)}", "LANES=8", "LANE_LEN=16", "STEPS=12", "EVAL_TOKENS=160", *LARGE[-4:]],
+    "microgpt-names": [*TINY, "VOCAB=272"],
+    "shakespeare-char": [*TINY, "VOCAB=272"],
+    "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8"],
     "r21": [*DEEP, "WINDOW=4"],
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }

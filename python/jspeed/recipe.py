@@ -111,8 +111,8 @@ class Context:
 class Data:
     """Which token shards a recipe reads and how batches are cut from them.
 
-    ``name`` is ``stdlib`` (prepared on first use) or ``fineweb`` (any folder of FineWeb-format shards). Ids in
-    the shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
+    ``name`` is ``stdlib`` (prepared on first use) or what ``scripts/prepare.py`` calls the data set. Ids in the
+    shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
     """
 
@@ -121,6 +121,17 @@ class Data:
     bos_id: int
     align: str | None = None
     shuffle_block: int | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a finished run says: ``number`` texts of at most ``tokens`` new tokens, each after ``prompt``."""
+
+    number: int = 1
+    tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = None
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,9 @@ class Recipe:
     devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``.
     ``alike`` says that the layers are one function of their parameters, which ``forward`` runs through ``ctx.blocks``:
     only such layers can be gathered, recomputed or spread over a pipeline one by one.
+    ``weigh(tokens_BT, targets_BT)`` returns how much each target counts (fp32 ``[B, T]``, 0 or more): losses are then
+    weighted means, over the whole global batch in training. None: all count alike. ``heads`` of attention are named
+    where a recipe is to be exported as GPT-2. ``sample`` is what a finished run says.
     """
 
     name: str
@@ -153,6 +167,9 @@ class Recipe:
     attention_width: int
     layers: int
     alike: bool = False
+    heads: int | None = None
+    weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    sample: Sample = Sample()
 
     @property
     def steps(self) -> int:

@@ -42,7 +42,17 @@ def cpu(
         for seed in range(1, rounds + 1):
             for recipe in recipes:
                 run_dir = Path(folder) / f"{Path(recipe).stem}-{seed}"
-                command = [sys.executable, SPEEDRUN, recipe, "--seed", str(seed), "--run-dir", run_dir, "--no-progress"]
+                command = [
+                    sys.executable,
+                    SPEEDRUN,
+                    recipe,
+                    "--seed",
+                    str(seed),
+                    "--run-dir",
+                    run_dir,
+                    "--no-progress",
+                    "--no-sample",
+                ]
                 done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True)
                 if done.returncode not in (0, 1):
                     raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")

@@ -81,7 +81,19 @@ def our_run(
     recipe: str, data: Path, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
 ) -> dict:
     """Train ``recipe`` with speedrun.py and return its run.json."""
-    words = [sys.executable, SPEEDRUN, recipe, "--data", data, "--run-dir", run_dir, "--seed", seed, "--no-progress"]
+    words = [
+        sys.executable,
+        SPEEDRUN,
+        recipe,
+        "--data",
+        data,
+        "--run-dir",
+        run_dir,
+        "--seed",
+        seed,
+        "--no-progress",
+        "--no-sample",
+    ]
     for flag, value in flags.items():
         words += [] if value is None else [flag, value]
     words += ["--set", *sets] if sets else []

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
 from jspeed.model import kernels
+from jspeed.model.cache import Open, opened, written
 
 BACKENDS = ("xla", "cudnn", "fa4")
 QUERY_BLOCK = 128
@@ -35,6 +36,8 @@ def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = Non
     (DocOverflowError).
     """
     ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
+    if cache := opened():
+        return Documents(_numbered_on(cache, ids_BT))
     ids_BT -= ids_BT[:, :1]
     if max_docs is None:
         return Documents(ids_BT)
@@ -74,6 +77,8 @@ def attention(
         )
     if window is not None and window < 1:
         raise BadInput(f"attention window={window}, but it counts the query itself; give 1 or more, or None")
+    if cache := opened():
+        return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
         window = None
     if backend == "xla":
@@ -109,9 +114,30 @@ def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
     )
 
 
+def _numbered_on(cache: Open, ids_BT: jax.Array) -> jax.Array:
+    """Count document starts on from the last token of each row that ``cache`` holds, and remember the numbers."""
+    before_B = jnp.take_along_axis(cache.cache.documents_BS, jnp.maximum(cache.start_B - 1, 0)[:, None], axis=1)[:, 0]
+    ids_BT += jnp.where(cache.start_B > 0, before_B, 0)[:, None]
+    cache.cache = cache.cache._replace(documents_BS=written(cache.cache.documents_BS, ids_BT, cache.start_B))
+    return ids_BT
+
+
+def _cached(cache: Open, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
+    """Attend from the next tokens of each row to them and to all that ``cache`` holds of it."""
+    k_BSHK, v_BSHK = cache.kept(k_BTHK, v_BTHK)
+    t_BT1 = cache.positions_BT(q_BTHK.shape[1])[..., None]
+    s_11S = jnp.arange(k_BSHK.shape[1], dtype=jnp.int32)[None, None]
+    seen_BTS = s_11S <= t_BT1
+    if window is not None:
+        seen_BTS &= t_BT1 - s_11S < window
+    if documents is not None:
+        ids_BS = cache.cache.documents_BS[:, : k_BSHK.shape[1]]
+        seen_BTS &= documents.ids[:, :, None] == ids_BS[:, None, :]
+    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
+
+
 def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window):
     """Attend from queries at positions ``t_T`` to keys at positions ``s_S``."""
-    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     distance_TS = t_T[:, None] - s_S[None, :]
     seen = distance_TS >= 0
     if window is not None:
@@ -119,6 +145,12 @@ def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, wi
     seen = seen[None, None]
     if query_ids_BT is not None:
         seen = seen & (query_ids_BT[:, None, :, None] == key_ids_BS[:, None, None, :])
+    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale)
+
+
+def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale):
+    """Softmax over the keys that ``seen`` (bool, broadcast to ``[B, H, T, S]``) leaves, then the mean of values."""
+    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 

@@ -14,7 +14,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention
-from jspeed.model.layers import layer_norm, lookup
+from jspeed.model.layers import layer_norm, lookup, positions
 from jspeed.model.losses import cross_entropy, softcap
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, map_specs
 
@@ -99,7 +99,7 @@ def block(p: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
 
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: ``[B, T, D]``."""
-    x_BTD = lookup(params["embed"], tokens_BT) + params["positions"][None, : tokens_BT.shape[1]]
+    x_BTD = lookup(params["embed"], tokens_BT) + positions(params["positions"], tokens_BT.shape[1])
     x_BTD = ctx.blocks(lambda p, x_BTD: block(p, x_BTD, ctx), PARAMETERS, LAYERS, params, x_BTD)
     return layer_norm(x_BTD, params["final_gain"], params["final_bias"])
 

@@ -3,8 +3,12 @@
 import hashlib
 from pathlib import Path
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jspeed import export
 from jspeed.parallel.distributed import process_index
 from jspeed.recipe import flops_per_token, parameter_count
 from jspeed.record import picture
@@ -30,6 +34,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             progress.validated(loss)
             with clock.section("probes"):
                 verdicts = probes.run_all(setup, state, loss)
+            with clock.section("parameters"):
+                keep_parameters(setup, state, console)
         except KeyboardInterrupt:
             progress.status, verdicts = "interrupted", {}
     val_loss = None
@@ -116,6 +122,21 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     for line in say.closing(run, setup.run_dir):
         console.print(line, soft_wrap=True)
     return exit_code(setup, progress, reached)
+
+
+def keep_parameters(setup: Setup, state: State, console: Console) -> None:
+    """Write the final parameters to the run directory, for ``scripts/sample.py`` and ``--init-from``."""
+    tensors = {}
+    for name, array in export.named(state["params"]).items():
+        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+        tensors[name] = np.asarray(jax.device_get(whole))
+    if process_index():
+        return
+    path = setup.run_dir / export.FILE
+    try:
+        export.save(path, tensors, export.OWN | {"recipe": setup.recipe.name, "recipe_hash": setup.found.hash})
+    except OSError as error:
+        console.print(f"the parameters could not be written to {path} ({error})", markup=False, soft_wrap=True)
 
 
 def exit_code(setup: Setup, progress: Progress, reached: bool) -> int:

@@ -13,8 +13,10 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.tokenise import complete_manifest, prepare_stdlib
+from jspeed.data.folder import complete_manifest
+from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
+from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.distributed import process_index, same_everywhere
 from jspeed.parallel.failure import at_failure
@@ -39,6 +41,7 @@ from jspeed.run.program import (
     use_compile_cache,
     warm_up,
 )
+from jspeed.run.sinks import check_sinks
 from jspeed.run.step import State
 from jspeed.run.witness import Witness, checksum
 
@@ -59,12 +62,15 @@ class Options:
     target_loss: float | None = None
     max_minutes: float | None = None
     sets: tuple[str, ...] = ()
+    init_from: Path | None = None
     checkpoint_every: int = 0
     resume: bool = False
     coordinator: str | None = None
     processes: int | None = None
     process_id: int | None = None
     progress: bool = True
+    log: tuple[str, ...] = ()
+    profile: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
+    given = None
+    if options.init_from is not None:
+        given, found = read_parameters(options.init_from, recipe), start_from(found, options.init_from)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     device = device_of(mesh, options.attention)
@@ -118,11 +127,13 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     run_dir, step = claimed.run_dir, claimed.step
     forget = at_failure(claimed.abandon)
     try:
-        config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        manifest = complete_manifest(folder) or {}
+        config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest)}
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
-            write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
             write_whole(run_dir / "recipe.py", found.source)
+            write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         facts = [
@@ -154,6 +165,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             else:
                 state = program.init(seed)
                 after_warm_up = checksum(state)
+                if given is not None:
+                    state = given_state(recipe, given, state)
             jax.block_until_ready(state)
             witness = Witness(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
@@ -169,7 +182,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         shards=shards,
         val_shards=val_shards,
         loader=loader,
-        manifest=complete_manifest(folder) or {},
+        manifest=manifest,
         run_dir=run_dir,
         started=claimed.started,
         claim=claimed,
@@ -199,6 +212,25 @@ def idle(mesh: Mesh, parts: int) -> str:
     return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
+def start_from(found: Found, path: Path) -> Found:
+    """Return ``found`` with the hash of the parameters it starts from among its fields: it is another recipe then."""
+    given = {"init_from": fingerprint(path)}
+    return dataclasses.replace(found, fields=found.fields | given, overrides=found.overrides | given)
+
+
+def given_state(recipe: Recipe, given: Any, state: State) -> State:
+    """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
+    params = jax.tree.map(lambda array, old: place(array, old.sharding), given, state["params"])
+    shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
+    return {"params": params, "optimizer": jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)}
+
+
+def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a manifest says of its tokenizer, for :func:`jspeed.data.tokenizers.tokenizer_of`; None for none."""
+    names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
+    return {name: manifest[name] for name in names if name in manifest} or None
+
+
 def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
     """What must be equal for two processes to make one run."""
     named = {"recipe hash": found.hash, "seed": options.seed, "training data": shards.fingerprint}
@@ -212,8 +244,10 @@ def check_numbers(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    if options.checkpoint_every < 0:
-        raise BadInput(f"--checkpoint-every {options.checkpoint_every}: must be 0 (none) or more")
+    for name in ("checkpoint_every", "profile"):
+        if getattr(options, name) < 0:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 (none) or more")
+    check_sinks(options.log)
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
 
@@ -228,7 +262,8 @@ def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
     if not folder.is_dir():
         raise BadInput(
             f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "
-            "shards of your own text with: python scripts/prepare.py text FILES --out DIR"
+            f"it with `python scripts/prepare.py {recipe.data.name}`, or make shards of your own text with `python "
+            "scripts/prepare.py text FILES --out DIR`"
         )
     return folder
 

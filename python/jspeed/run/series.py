@@ -154,7 +154,7 @@ def arguments(options: Options) -> list[str]:
         elif value is False:
             flags.append(f"--no-{flag[2:]}")
         else:
-            flags += [flag, str(value)]
+            flags += [flag, ",".join(value) if field.name == "log" else str(value)]
     return flags
 
 

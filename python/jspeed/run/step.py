@@ -28,13 +28,14 @@ def train_step(
 ) -> tuple[State, dict[str, jax.Array]]:
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
 
-    The loss is the mean over all tokens of the batch, formed row by row so that it does not depend on how rows
-    are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
+    The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does not depend on how
+    rows are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
     its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie. In a
     pipeline the micro-batches are the pipeline's.
     """
     cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
-    weight = 1 / recipe.tokens_per_step(ctx.stage)
+    mean = mean_weight(recipe, tokens)
+    weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts))
     parts = 1 if "pipe" in mesh.shape else parts
 
@@ -51,13 +52,13 @@ def train_step(
     with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).through_matrices else nullcontext():
         updates, optimizer = recipe.optimizer().update(grads, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "optimizer": optimizer}, {"loss": jnp.mean(row_losses)}
+    return {"params": params, "optimizer": optimizer}, {"loss": jnp.mean(row_losses) / mean}
 
 
 def gradients(
     recipe: Recipe, ctx: Context, parts: int, weight: float, params: Any, tokens: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Return (gradient of ``weight`` x the summed loss, mean loss of each row) of one device's rows.
+    """Return (gradient of ``weight`` x the summed loss, mean loss of each row) of one device's rows, as they count.
 
     Micro-batches are summed in fp32; the result has the dtypes of ``params``.
     """
@@ -65,8 +66,8 @@ def gradients(
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
     def loss(params: Any, micro: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, ctx)
-        return total, jnp.mean(loss_BT, axis=1)
+        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), ctx)
+        return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
 
     def accumulate(sums: Any, micro: jax.Array) -> tuple[Any, jax.Array]:
         grads, row_losses = jax.grad(loss, has_aux=True)(params, micro)
@@ -82,7 +83,7 @@ def gradients(
 def evaluate(
     recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
 ) -> jax.Array:
-    """Return the mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
+    """Return the mean loss of each row as it counts (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
     cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)))
 
@@ -91,12 +92,26 @@ def evaluate(
 
         def losses(part: jax.Array) -> jax.Array:
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
-            return jnp.mean(recipe.loss(whole, part[:, :-1], part[:, 1:], ones, ctx)[1], axis=1)
+            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, ctx)[1]
+            return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
 
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
         return jax.lax.map(losses, tokens).reshape(-1)
 
     return by_hand(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
+
+
+def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
+    """Return ``x_BT`` times what each target of ``tokens`` (int ``[B, T + 1]``) counts."""
+    return x_BT if recipe.weigh is None else x_BT * recipe.weigh(tokens[:, :-1], tokens[:, 1:])
+
+
+def mean_weight(recipe: Recipe, tokens: Any) -> Any:
+    """Return what the targets of ``tokens`` (int ``[B, T + 1]``) count on average: 1, or a scalar more than 0."""
+    if recipe.weigh is None:
+        return 1.0
+    weights_BT = recipe.weigh(tokens[:, :-1], tokens[:, 1:])
+    return jnp.maximum(jnp.mean(weights_BT), 1 / weights_BT.size)
 
 
 def on_one_row(recipe: Recipe, layout: str, mesh: Mesh, function: Any) -> Any:
