@@ -24,13 +24,15 @@ class ParamSpec:
 
     ``axes`` names each dimension; layouts go by these names. Three carry meaning of their own: ``matrix`` stacks
     matrices of one shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks
-    whatever belongs to layers; and an array with a ``token`` or ``position`` axis is a table whose rows are looked
-    up, so it costs no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used
-    as ``x @ w``.
+    whatever belongs to layers; and an array with a ``token``, ``position`` or ``row`` axis is a table whose rows are
+    looked up, so it costs no matrix-multiplication FLOPs. Of a table with a ``row`` axis, which is its first, no
+    device need ever hold all: its rows come through ``Context.fetch``. The last two axes of a bank's matrix are (in,
+    out): it is used as ``x @ w``.
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
     once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
-    the devices that share it.
+    the devices that share it. ``every`` is the steps between two updates; the gradients of all of them are summed.
+    ``twin`` names the row of the table that this one starts equal to.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +42,8 @@ class ParamSpec:
     compute: Any = None
     padding: int = 0
     dtype: Any = jnp.float32
+    every: int = 1
+    twin: str | None = None
 
     @property
     def size(self) -> int:
@@ -47,18 +51,27 @@ class ParamSpec:
         return (self.shape[0] - self.padding) * math.prod(self.shape[1:]) if self.shape else 1
 
 
+def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    return table_VD[ids_BT]
+
+
 @dataclass(frozen=True)
 class Context:
-    """What ``forward`` and ``loss`` may know besides parameters and tokens; all of it fixed at compile time.
+    """What ``forward`` and ``loss`` may know besides parameters and tokens; all but ``step`` fixed at compile time.
 
     ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
-    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``.
+    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``. In training
+    ``step`` is the number of steps before this one, an int32 scalar, and ``phase`` its remainder by
+    ``Recipe.period``. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
     """
 
     stage: Stage
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
+    phase: int = 0
+    step: Any = 0
+    fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
 
     def use_fp8(self, asked: str) -> bool:
         """Decide on a recipe's FP8 field: ``on``, ``off``, or ``auto`` (in training, where it is native).
@@ -99,7 +112,10 @@ class Recipe:
     weights_BT, ctx)`` returns the weighted sum of the token losses (a scalar with a gradient) and the losses
     themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax transformation over the
     whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
-    devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``.
+    devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``, with
+    ``eval_windows`` where they are not those of the last stage.
+
+    Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
     """
 
     name: str
@@ -118,6 +134,12 @@ class Recipe:
     eval_len: int
     attention_width: int
     layers: int
+    eval_windows: tuple[int, ...] = ()
+
+    @property
+    def period(self) -> int:
+        """Steps after which all parameters have been updated as often as their ``every`` says."""
+        return math.lcm(*(spec.every for _, spec in leaves(self.parameters)))
 
     @property
     def steps(self) -> int:
@@ -140,6 +162,18 @@ class Recipe:
                 raise BadInput(
                     f"recipe {self.name}: parameter {path} has shape {spec.shape} but names {len(spec.axes)} axes "
                     f"{spec.axes}; give one name for each dimension"
+                )
+        rows = dict(leaves(self.parameters))
+        for path, spec in rows.items():
+            if spec.every not in (1, self.period):
+                raise BadInput(
+                    f"recipe {self.name}: parameter {path} is updated every {spec.every} steps and others every "
+                    f"{self.period}; give all slow parameters one number"
+                )
+            if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
+                raise BadInput(
+                    f"recipe {self.name}: parameter {path} starts as '{spec.twin}', which is no parameter of shape "
+                    f"{spec.shape}; name one that is"
                 )
         if not self.stages:
             raise BadInput(f"recipe {self.name}: STAGES is empty; a recipe needs at least one Stage")
@@ -195,10 +229,12 @@ def groups(parameters: Mapping[str, Any]) -> Any:
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
-    """Draw every parameter, each from a key of its own (folded in by its place in the table)."""
-    specs, tree = jax.tree.flatten(parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
-    arrays = [s.init(jax.random.fold_in(key, n), s.shape, s.dtype) for n, s in enumerate(specs)]
-    return jax.tree.unflatten(tree, arrays)
+    """Draw every parameter, each from a key of its own (folded in by its place in the table) or its twin's."""
+    rows = leaves(parameters)
+    place = {path: n for n, (path, _) in enumerate(rows)}
+    keys = [jax.random.fold_in(key, place[spec.twin or path]) for path, spec in rows]
+    arrays = [spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)
 
 
 def parameter_count(parameters: Mapping[str, Any]) -> int:
@@ -208,7 +244,7 @@ def parameter_count(parameters: Mapping[str, Any]) -> int:
 
 def is_matrix(spec: ParamSpec) -> bool:
     """Whether tokens are multiplied by it: at least two axes besides those that stack, and no table of rows to add."""
-    return len(set(spec.axes) - {"layer", "matrix", "table"}) >= 2 and not {"token", "position"} & set(spec.axes)
+    return len(set(spec.axes) - {"layer", "matrix", "table"}) >= 2 and not {"token", "position", "row"} & set(spec.axes)
 
 
 def matmul_parameters(parameters: Mapping[str, Any]) -> int:

@@ -88,7 +88,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
         step, parts = fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
         compile_seconds = now() - began
         if state is None:
-            init = jax.jit(lambda seed: init_state(recipe, seed), out_shardings=shardings)
+            init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
             state = init(jax.device_put(np.uint32(1), replicated(mesh)))
         before = peak_bytes(mesh)
         state, times = run(step, state, recipe, stage, setting)

@@ -34,19 +34,25 @@ def mesh_of(count):
 
 def batches(recipe, count, seed=0):
     rng = np.random.default_rng(seed)
-    shape = (count, recipe.lanes, recipe.stages[0].lane_len + 1)
-    return rng.integers(0, 257, size=shape, dtype=np.uint16)
+    lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
+    return [rng.integers(0, 257, size=(recipe.lanes, n + 1), dtype=np.uint16) for n in lengths[:count]]
 
 
 def start(recipe, mesh, layout="zero1", seed=1):
     _, shardings = program.state_shardings(recipe, layout, mesh)
-    return jax.jit(lambda s: step.init_state(recipe, s), out_shardings=shardings)(np.uint32(seed))
+    return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(np.uint32(seed))
 
 
-def run(recipe, mesh, micro_batch, tokens, layout="zero1", seed=1):
+def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1):
     """Train on ``tokens`` through all stages and return (state, losses)."""
     device, state, losses = device_of(mesh), start(recipe, mesh, layout, seed), []
-    compiled = [program.fit(recipe, s, mesh, layout, device, micro_batch)[0] for s in recipe.stages]
+    phases = range(recipe.period)
+
+    def fit(stage, phase):
+        micro_batch = lanes_at_once and lanes_at_once * stage.lane_len
+        return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
+
+    compiled = [[fit(stage, phase) for phase in phases] for stage in recipe.stages]
     for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):
         state, metrics = execute(state, jax.device_put(batch, batch_rows(mesh)))
         losses.append(float(jax.block_until_ready(metrics["loss"])))
@@ -64,8 +70,7 @@ def losses_on_one_device(name):
 def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_at_once):
     recipe = toy(name)
     expected = losses_on_one_device(name)
-    micro_batch = lanes_at_once * recipe.stages[0].lane_len
-    _, found = run(recipe, mesh_of(devices), micro_batch, batches(recipe, 10))
+    _, found = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 10))
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -140,7 +145,7 @@ def test_state_is_donated():
 def test_warm_up_leaves_no_trace():
     recipe, mesh = toy("r29"), mesh_of(2)
     built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
-    validation = evaluate.place(batches(recipe, 2).reshape(16, -1)[:10], built.eval_rows, recipe, mesh)
+    validation = evaluate.place(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
     program.warm_up(built, recipe, mesh, validation.rows)

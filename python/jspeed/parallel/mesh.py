@@ -17,7 +17,7 @@ from jspeed.recipe import ParamSpec, map_specs
 # that divides; else it is whole on every device.
 #   dp     every device holds every parameter and the whole optimizer state
 #   zero1  every device holds an equal part of parameters and optimizer state; a step gathers what it computes with
-LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "zero1": ("matrix", "token", "vocab", "model")}
+LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "zero1": ("matrix", "row", "token", "vocab", "model")}
 DEFAULT_LAYOUT = "zero1"
 SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 
@@ -122,6 +122,11 @@ def reduce(x: jax.Array, cut: PartitionSpec) -> jax.Array:
     if dim is None:
         return jax.lax.psum(x, "data")
     return jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)
+
+
+def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
+    """Whether rows of a table are asked of their owners, so that nobody gathers it (:mod:`jspeed.parallel.rows`)."""
+    return "row" in spec.axes and cut_dim(cut) is not None
 
 
 def cut_dim(cut: PartitionSpec) -> int | None:

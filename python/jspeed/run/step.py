@@ -1,5 +1,7 @@
 """What a training step and an evaluation compute: gather, gradients of a device's rows, reduce, update."""
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,17 +9,22 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from jspeed.parallel.mesh import gather, partitions, reduce
-from jspeed.recipe import Context, Recipe, init_parameters, map_specs
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import DEFAULT_LAYOUT, gather, owned, partitions, reduce
+from jspeed.parallel.rows import fetch
+from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
+from jspeed.run import held
 
 State = dict[str, Any]
 ROWS = PartitionSpec("data")
 
 
-def init_state(recipe: Recipe, seed: jax.Array) -> State:
-    """Return the state before step 1: ``params`` and ``optimizer``."""
+def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
+    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step holds for
+    the next (:mod:`jspeed.run.held`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
     params = init_parameters(recipe.parameters, jax.random.key(seed))
-    return {"params": params, "optimizer": recipe.optimizer().init(params)}
+    optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
+    return {"params": params, "optimizer": optimizer, "step": step, "held": held.nothing(recipe, layout, mesh)}
 
 
 def train_step(
@@ -29,21 +36,34 @@ def train_step(
     are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
     its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie.
     """
-    cuts = partitions(recipe.parameters, layout, mesh)
+    cuts, holds = partitions(recipe.parameters, layout, mesh), held.cuts(recipe, layout, mesh)
     weight = 1 / recipe.tokens_per_step(ctx.stage)
 
-    def on_device(params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        whole = jax.tree.map(gather, computing(recipe, params), cuts)
-        grads, row_losses = gradients(recipe, ctx, parts, weight, whole, tokens)
-        return jax.tree.map(reduce, grads, cuts), row_losses
+    def on_device(params: Any, kept: held.Held, step: jax.Array, tokens: jax.Array) -> tuple[Any, held.Held, jax.Array]:
+        now = dataclasses.replace(ctx, step=step, fetch=fetcher(recipe, cuts))
+        whole = held.recall(recipe, now, kept, assembled(recipe, params, cuts))
+        grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
+        grads, kept = held.add(recipe, now, kept, whole, grads)
+        return (
+            each(recipe, lambda spec, g, cut: g if owned(spec, cut) else reduce(g, cut), grads, cuts),
+            kept,
+            row_losses,
+        )
 
-    grads, row_losses = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(cuts, ROWS), out_specs=(cuts, ROWS), check_vma=False
-    )(state["params"], tokens)
+    grads, kept, row_losses = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(cuts, holds, PartitionSpec(), ROWS),
+        out_specs=(cuts, holds, ROWS),
+        check_vma=False,
+    )(state["params"], state["held"], state["step"], tokens)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
-    updates, optimizer = recipe.optimizer().update(grads, state["optimizer"], state["params"])
+    optimizer = optax.with_extra_args_support(recipe.optimizer())
+    due = ctx.phase == recipe.period - 1
+    updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
     params = optax.apply_updates(state["params"], updates)
-    return {"params": params, "optimizer": optimizer}, {"loss": jnp.mean(row_losses)}
+    done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "held": kept}
+    return done, {"loss": jnp.mean(row_losses)}
 
 
 def gradients(
@@ -76,9 +96,10 @@ def evaluate(
 ) -> jax.Array:
     """Return the mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
     cuts = partitions(recipe.parameters, layout, mesh)
+    ctx = dataclasses.replace(ctx, fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:
-        whole = jax.tree.map(gather, computing(recipe, params), cuts)
+        whole = assembled(recipe, params, cuts)
 
         def losses(part: jax.Array) -> jax.Array:
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
@@ -90,17 +111,40 @@ def evaluate(
     return jax.shard_map(on_device, mesh=mesh, in_specs=(cuts, ROWS), out_specs=ROWS, check_vma=False)(params, rows)
 
 
-def on_one_row(recipe: Recipe, layout: str, mesh: Mesh, function: Any) -> Any:
-    """Return jitted ``function(whole params in their compute dtype, array)``; every device does the same work."""
+def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
+    """Return jitted ``function(whole params in their compute dtype, array, ctx)``; all devices do the same work."""
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
+    ctx = dataclasses.replace(ctx, fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, array: jax.Array) -> Any:
-        return function(jax.tree.map(gather, computing(recipe, params), cuts), array)
+        return function(assembled(recipe, params, cuts), array, ctx)
 
     return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(cuts, whole), out_specs=whole, check_vma=False))
 
 
-def computing(recipe: Recipe, params: Any) -> Any:
-    """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
-    dtypes = map_specs(lambda spec: spec.compute or spec.dtype, recipe.parameters)
-    return jax.tree.map(lambda p, dtype: p.astype(dtype), params, dtypes)
+def assembled(recipe: Recipe, params: Any, cuts: Any) -> Any:
+    """Inside ``shard_map``: the parameters as the forward pass sees them, whole but for tables fetched by row, each in
+    its ``compute`` dtype."""
+
+    def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec) -> jax.Array:
+        p = p.astype(spec.compute or spec.dtype)
+        return p if owned(spec, cut) else gather(p, cut)
+
+    return each(recipe, one, params, cuts)
+
+
+def each(recipe: Recipe, function: Any, *trees: Any) -> Any:
+    """Map ``function(spec, ...)`` over the table of parameters and trees like it."""
+    return jax.tree.map(function, recipe.parameters, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def fetcher(recipe: Recipe, cuts: Any) -> Any:
+    """Return how rows of tables are looked up: of their owners if they lie in parts, which all must or none."""
+    tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
+    far = sum(jax.tree.leaves(each(recipe, owned, cuts)))
+    if far not in (0, len(tables)):
+        raise BadInput(
+            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {far} can be cut over the devices; "
+            "give all a number of rows that the devices divide"
+        )
+    return partial(fetch, axis="data" if far else None)
