@@ -1,5 +1,7 @@
 """Recipes as tables: counts, FLOPs, hashes and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,16 +63,17 @@ def noisy(recipe):
 
 def context(recipe, length):
     """A stage of the recipe's last windows and ``length`` tokens."""
-    stage = r.Stage(1, length, max_docs=length, windows=recipe.stages[-1].windows)
+    stage = dataclasses.replace(recipe.stages[-1], steps=1, lane_len=length, max_doc_len=None, max_docs=length)
     return r.Context(stage, training=False)
 
 
 def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
-    loss_BT = recipe.loss(params, tokens[:, :-1], tokens[:, 1:], jnp.ones((2, 16)), context(recipe, 16))[1]
+    ctx = context(recipe, 16)
+    loss_BT = jax.jit(lambda p, t: recipe.loss(p, t[:, :-1], t[:, 1:], jnp.ones((2, 16)), ctx)[1])(params, tokens)
     vocabulary = params["embed"].shape[0]
-    if "head" in params:
+    if not np.any(params.get("head", 1)):
         np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
     else:
         assert float(loss_BT.mean()) == pytest.approx(np.log(vocabulary), abs=0.1)
@@ -118,6 +121,22 @@ def test_a_document_does_not_see_another(name):
     before, after = forward(tokens), forward(changed)
     np.testing.assert_allclose(before[:, 9:], after[:, 9:], atol=1e-6)
     assert np.any(np.abs(np.asarray(before - after))[:, :9] > 1e-3)
+
+
+@pytest.mark.parametrize("looks_back", [False, True])
+def test_what_leaks_over_a_document_border_is_one_position(looks_back):
+    """As the records have it: smear and bigram read the last token before the border, keys that look back its state."""
+    layers = "LONG_LAYERS=(1,)" if looks_back else "LONG_LAYERS=()"
+    recipe = find("r62", [*TOYS["r62"], layers]).recipe
+    params, ctx = noisy(recipe), context(recipe, 16)
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257).at[:, 9].set(5)
+    forward = jax.jit(lambda tokens: recipe.forward(params, tokens, ctx))
+    last = forward(tokens.at[:, 8].add(1)) - forward(tokens)
+    others = forward(tokens.at[:, :8].add(1)) - forward(tokens)
+    assert np.any(np.abs(np.asarray(last))[:, 9] > 1e-3)
+    np.testing.assert_array_equal(np.asarray(last)[:, :8], 0)
+    assert np.any(np.abs(np.asarray(others))[:, :9] > 1e-3)
+    assert np.any(np.abs(np.asarray(others))[:, 9:] > 1e-6) == looks_back
 
 
 def test_hash_follows_source_and_fields():

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jspeed.optim.cautious import add_cautious_decay
+from jspeed.optim.cautious import add_cautious_decay, cautious_adam
 from jspeed.optim.muon import POLAR_EXPRESS
 from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged
@@ -96,11 +96,7 @@ def adam_model(weights, grads, rates, beta1, beta2, decay):
 
 
 def adam(rate, beta1, beta2, decay):
-    return optax.chain(
-        optax.scale_by_adam(beta1, beta2, 1e-10),
-        optax.scale_by_learning_rate(rate),
-        add_cautious_decay(lambda n: decay * jnp.square(rate(n))),
-    )
+    return cautious_adam(rate, beta1, beta2, eps=1e-10, weight_decay=decay)
 
 
 def test_slow_adam_takes_the_gradient_of_two_steps_and_the_rate_of_the_second():

@@ -72,6 +72,12 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
     return turned.astype(x_BTHK.dtype)
 
 
+def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the sigmoid of what ``weights`` (``[n]`` or ``[n, H]``) make of the first n channels: ``[B, T]`` or
+    ``[B, T, H]`` (modded-nanogpt, record 28)."""
+    return jax.nn.sigmoid(x_BTD[..., : weights.shape[0]] @ weights)
+
+
 def relu_squared(x: jax.Array) -> jax.Array:
     """Return ``max(x, 0) ** 2`` (So et al. 2021, Primer)."""
     return jnp.square(jnp.maximum(x, 0))

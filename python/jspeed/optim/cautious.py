@@ -1,4 +1,4 @@
-"""Weight decay where the update shrinks the weight anyway, so that decay never works against the gradient."""
+"""Weight decay where the update shrinks the weight anyway, never against the gradient; and Adam with it."""
 
 from typing import Any, NamedTuple
 
@@ -34,3 +34,17 @@ def add_cautious_decay(decay: optax.Schedule, *, at_rest: bool = False) -> optax
         return jax.tree.map(decayed, updates, params), CautiousState(state.step + 1)
 
     return optax.GradientTransformation(init, update)
+
+
+def cautious_adam(
+    learning_rate: optax.Schedule, beta1: float, beta2: float, *, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Adam whose weights shrink by ``weight_decay`` x the rate squared, where the update shrinks them too.
+
+    modded-nanogpt's from record 50 on, but that ``eps`` stands beside the corrected root, as in optax.
+    """
+    return optax.chain(
+        optax.scale_by_adam(beta1, beta2, eps),
+        optax.scale_by_learning_rate(learning_rate),
+        add_cautious_decay(lambda step: weight_decay * jnp.square(learning_rate(step))),
+    )
