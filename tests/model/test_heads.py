@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import pair_documents, pair_heads, pair_positions, without_own_value
+from jspeed.model.heads import composed, pair_documents, pair_heads, pair_positions, without_own_value
 
 from . import dense
 
@@ -56,3 +56,43 @@ def test_own_value_is_taken_out():
     np.testing.assert_allclose(without_own_value(f32(y), f32(v), f32(alpha)), expected, atol=1e-6)
     gradient = jax.grad(lambda v: jnp.sum(without_own_value(f32(y), v, f32(alpha))))(f32(v))
     assert np.all(np.isfinite(gradient))
+
+
+def test_composed_attention_by_loops():
+    """Each head's local softmax, mixed over heads by weights of the query, times the value of each head."""
+    length, window, scale = 300, 112, 0.2
+    q, k, v = (draw(1, length, 3, 4, seed=n) for n in range(3))
+    take, give = draw(1, length, 3, seed=3), draw(1, length, 3, seed=4)
+    tokens = np.random.default_rng(5).integers(0, 90, size=(1, length))
+    documents = find_documents(jnp.asarray(tokens), 0)
+    ids = np.cumsum(tokens[0] == 0)
+
+    expected = np.zeros_like(q)
+    for t in range(length):
+        keys = [s for s in range(t + 1) if t - s < window and ids[s] == ids[t]]
+        weights = take[0, t] / np.sqrt(np.mean(take[0, t] ** 2) + 1e-6)
+        mixed = np.zeros(len(keys))
+        for head in range(3):
+            p = np.exp(scale * k[0, keys, head] @ q[0, t, head])
+            mixed += weights[head] * p / p.sum()
+        for head in range(3):
+            expected[0, t, head] = give[0, t, head] * mixed @ v[0, keys, head]
+
+    def ours(q, k, v, take, give):
+        return composed(q, k, v, take, give, scale=scale, documents=documents, window=window)
+
+    arguments = [f32(x) for x in (q, k, v, take, give)]
+    np.testing.assert_allclose(ours(*arguments), expected, atol=1e-5)
+    gradients = jax.grad(lambda *a: jnp.sum(ours(*a) ** 2), argnums=(0, 1, 2, 3, 4))(*arguments)
+    assert all(np.all(np.isfinite(g)) and np.any(np.asarray(g)) for g in gradients)
+
+
+def test_composed_attention_of_a_short_row():
+    arguments = [f32(draw(2, 10, 3, 4, seed=n)) for n in range(3)] + [f32(draw(2, 10, 3, seed=n)) for n in (3, 4)]
+    documents = find_documents(jnp.ones((2, 10), jnp.int32), 0)
+    far, short = (composed(*arguments, scale=0.3, documents=documents, window=window) for window in (112, 3))
+    padded = [jnp.pad(a, [(0, 0), (0, 290)] + [(0, 0)] * (a.ndim - 2)) for a in arguments]
+    long = find_documents(jnp.ones((2, 300), jnp.int32), 0)
+    for found, window in ((far, 112), (short, 3)):
+        expected = composed(*padded, scale=0.3, documents=long, window=window)[:, :10]
+        np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Parameters that are updated less often than others, and tables that are updated as if they were one."""
+"""Parameters updated less often than others, tables updated as if they were one, and numbers that are measured."""
 
 from typing import Any, NamedTuple
 
@@ -44,3 +44,8 @@ def tied(updates: int) -> optax.GradientTransformation:
         return jax.tree.map(lambda g: jnp.where(tied, total, g), grads), TiedState(state.step + 1)
 
     return optax.GradientTransformation(init, update)
+
+
+def measured() -> optax.GradientTransformation:
+    """Set every parameter to its gradient: a measurement of this step for the next (:func:`jspeed.model.fp8.watch`)."""
+    return optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))
