@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jspeed.model.fp8 import E4M3, E5M2, Scales, forward_matmul, matmul, quantise, watch
+from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
 
 SCALES = Scales(x=4 / 448, w=2 / 448, grad=0.75 / 448)
@@ -121,3 +122,22 @@ def test_a_watched_maximum_is_what_the_parameter_becomes():
     transform = measured()
     update, _ = transform.update(found, transform.init(largest), largest)
     assert float(largest + update) == 2.5
+
+
+def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation():
+    rng = np.random.default_rng(0)
+    x, up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 6, 16), (16, 64), (16, 64)))
+
+    def total(x, up, down, largest):
+        return jnp.sum(mlp(x, up, down, largest=largest, share=0.5) ** 2)
+
+    h = np.maximum(np.asarray(x, np.float64) @ np.asarray(up), 0) ** 2
+    plain = h @ np.asarray(down, np.float64).T
+    np.testing.assert_allclose(mlp(x, up, down), plain, atol=1e-3)
+    found = np.asarray(mlp(x, up, down, largest=jnp.float32(h.max())))
+    assert 1e-3 < np.abs(found - plain).max() / np.abs(plain).max() < 0.1
+    *narrow, largest = jax.grad(total, argnums=(0, 1, 2, 3))(x, up, down, jnp.float32(h.max()))
+    wide = jax.grad(total, argnums=(0, 1, 2))(x, up, down, None)
+    assert float(largest) == pytest.approx(0.5 * h.max(), rel=0.1)
+    for one, two in zip(narrow, wide, strict=True):
+        assert float(jnp.vdot(one, two) / jnp.linalg.norm(one) / jnp.linalg.norm(two)) > 0.99

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import composed, pair_documents, pair_heads, pair_positions, without_own_value
+from jspeed.model.attention import find_documents
+from jspeed.model.heads import attention_in_pairs, composed, pair_documents, pair_positions, without_own_value
 
 from . import dense
 
@@ -35,9 +35,9 @@ def test_paired_heads_attend_as_two_heads_in_one_sequence():
         seen = ((s <= t) & (t - s < window))[None] & (ids[:, :, None] == ids[:, None])
         y, _ = dense.forward(*joined, 0.3, seen)
         expected[:, :, column], expected[:, :, column + 2] = y[:, 0::2, 0], y[:, 1::2, 0]
-    documents = pair_documents(find_documents(jnp.asarray(tokens), 0, length))
-    y = attention(*(pair_heads(f32(x)) for x in (q, k, v)), scale=0.3, documents=documents, window=window)
-    np.testing.assert_allclose(y.reshape(q.shape), expected, atol=2e-6)
+    documents = find_documents(jnp.asarray(tokens), 0, length)
+    y = attention_in_pairs(f32(q), f32(k), f32(v), scale=0.3, documents=documents, window=window)
+    np.testing.assert_allclose(y, expected, atol=2e-6)
     np.testing.assert_array_equal(pair_positions(3, 4), [[0, 1, 0, 1], [2, 3, 2, 3], [4, 5, 4, 5]])
 
 

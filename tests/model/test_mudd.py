@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model.mudd import blend, coefficients
+from jspeed.model.mudd import blend, coefficients, named
 from jspeed.model.prefixes import gpt2_prefixes, longest_prefixes
 
 VOCABULARY = Path(__file__).parents[3] / "shared" / "data" / "tiktoken_cache"
@@ -28,8 +28,17 @@ def test_coefficients_by_the_formula():
 def test_blend_of_scalars_and_tokens():
     x, y = jax.random.normal(jax.random.key(0), (2, 2, 3, 4))
     c = jax.random.normal(jax.random.key(1), (2, 3))
-    np.testing.assert_allclose(blend((jnp.float32(0.5), x), (c, y)), 0.5 * x + c[..., None] * y, atol=1e-6)
+    np.testing.assert_allclose(blend((0.5, x), (c, y)), 0.5 * x + c[..., None] * y, atol=1e-6)
     assert blend((c, x.astype(jnp.bfloat16)), (c, y)).dtype == jnp.bfloat16
+
+
+def test_named_coefficients():
+    c = jax.random.normal(jax.random.key(0), (2, 3, 6))
+    found = named(c, {"a": 2, ("b", 1): 1, "c": 2})  # what is left over belongs to nobody
+    assert list(found) == ["a", ("b", 1), "c"]
+    np.testing.assert_array_equal(found["a"], c[..., :2])
+    np.testing.assert_array_equal(found["b", 1], c[..., 2])
+    np.testing.assert_array_equal(found["c"], c[..., 3:5])
 
 
 def test_longest_prefixes_by_hand():

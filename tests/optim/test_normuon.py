@@ -9,8 +9,8 @@ import pytest
 from jspeed.optim.cautious import add_cautious_decay, cautious_adam
 from jspeed.optim.muon import POLAR_EXPRESS
 from jspeed.optim.normuon import normuon
-from jspeed.optim.schedules import staged
-from jspeed.optim.slow import tied, when_due
+from jspeed.optim.schedules import staged, through
+from jspeed.optim.slow import slow_adams, tied, when_due
 
 # The record's schedule: three batch sizes, a fall from step 508 to 1270, 15 steps more.
 ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall_from=508, fall_to=1270, floor=0.15)
@@ -95,16 +95,13 @@ def adam_model(weights, grads, rates, beta1, beta2, decay):
         yield weights
 
 
-def adam(rate, beta1, beta2, decay):
-    return cautious_adam(rate, beta1, beta2, eps=1e-10, weight_decay=decay)
-
-
 def test_slow_adam_takes_the_gradient_of_two_steps_and_the_rate_of_the_second():
     rng = np.random.default_rng(1)
     weights, grads = rng.normal(size=9), rng.normal(size=(8, 9))
     pairs = grads.reshape(4, 2, 9).sum(1)
-    slow = when_due(adam(lambda n: 0.6 * ETA(2 * n + 421), 0.75, 0.95, 0.025))
-    rates = [0.6 * float(ETA(step)) for step in (421, 423, 425, 427)]
+    eta = staged((1.0, 1.52), (0, 5), fall_from=6, fall_to=9, floor=0.15)
+    slow = slow_adams({"table": (0.6, 0.75, 0.95, 5)}, eta, period=2, eps=1e-10, decay=0.005)["table"]
+    rates = [0.6, 0.6, 0.6 * 1.52, 0.6 * (1.52 * 2 / 3 + 0.15 / 3)]
     expected = adam_model(weights, pairs, rates, 0.75, 0.95, 0.025)
     params = jnp.asarray(weights, jnp.float32)
     state = slow.init(params)
@@ -124,13 +121,17 @@ def test_tied_tables_are_one_until_they_part():
     rng = np.random.default_rng(2)
     start, grads = rng.normal(size=6), rng.normal(size=(5, 2, 6))
     constants = 0.5, 0.95, 0.75
-    together = optax.chain(tied(3), adam(lambda n: jnp.asarray(0.1), *constants))
+    single = cautious_adam(lambda n: jnp.asarray(0.1), 0.5, 0.95, eps=1e-10, weight_decay=0.75)
+    together = tied(3, when_due(single))
     params = {"embed": jnp.asarray(start, jnp.float32), "head": jnp.asarray(start, jnp.float32)}
     state = together.init(params)
     both = np.concatenate([grads[:3].sum(1, keepdims=True).repeat(2, 1), grads[3:]])
     models = [adam_model(start, both[:, n], [0.1] * 5, *constants) for n in range(2)]
     for step, (g, *expected) in enumerate(zip(grads, *models, strict=True)):
-        change, state = together.update(dict(zip(params, jnp.asarray(g, jnp.float32), strict=True)), state, params)
+        named = dict(zip(params, jnp.asarray(g, jnp.float32), strict=True))
+        change, waiting = together.update(named, state, params, due=False)
+        jax.tree.map(np.testing.assert_array_equal, (waiting, change["head"]), (state, jnp.zeros(6)))
+        change, state = together.update(named, state, params, due=True)
         params = optax.apply_updates(params, change)
         for found, model in zip(params.values(), expected, strict=True):
             np.testing.assert_allclose(found, model, atol=1e-5)
@@ -142,3 +143,11 @@ def test_rates_of_the_record():
     table = {0: 1.0, 423: 1.52, 508: 1.52, 700: 1.1748, 846: 0.9123, 847: 1.0271, 1000: 0.7098, 1200: 0.2951}
     for step, value in (table | {1269: 0.1521, 1270: 0.15, 1284: 0.15}).items():
         assert float(ETA(step)) == pytest.approx(value, abs=6e-5)
+
+
+def test_momentum_of_the_record():
+    """As tabulated for the reference recipe (appendix A)."""
+    momentum = through({0: 0.85, 300: 0.95, 1235: 0.95, 1285: 0.85})
+    table = {0: 0.85, 150: 0.90, 300: 0.95, 1235: 0.95, 1269: 0.882, 1270: 0.880, 1284: 0.852}
+    for step, value in table.items():
+        assert float(momentum(step)) == pytest.approx(value, abs=1e-6)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
+from jspeed.optim.schedules import through
 from jspeed.recipes import r62
 from jspeed.run.find import find
 
@@ -60,9 +61,9 @@ def test_r62_stages():
     ("schedule", "points"),
     [
         (r62.rate, {0: 1, 519: 1, 520: 1.52, 701: 1.52, 1040: 1.73 - 1.63 * 339 / 859, 1560: 0.1, 1599: 0.1}),
-        (r62.momentum, {0: 0.85, 150: 0.90, 300: 0.95, 1550: 0.95, 1575: 0.9, 1599: 0.852}),
-        (lambda s: r62.shares(s)[1], {0: 0.5, 520: 0.5, 780: 0.25, 1040: 0}),
-        (lambda s: r62.shares(s)[2], {0: 0.25, 260: 0.125, 520: 0, 1040: 0}),
+        (through(r62.MOMENTUM), {0: 0.85, 150: 0.90, 300: 0.95, 1550: 0.95, 1575: 0.9, 1599: 0.852}),
+        (through(r62.SHARES[1]), {0: 0.5, 520: 0.5, 780: 0.25, 1040: 0}),
+        (through(r62.SHARES[2]), {0: 0.25, 260: 0.125, 520: 0, 1040: 0}),
     ],
 )
 def test_r62_schedules(schedule, points):

@@ -1,9 +1,11 @@
 """What attention heads do with each other: pairs, values taken out, probabilities shared."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.attention import Documents
+from jspeed.model.attention import Documents, attention
 
 
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:
@@ -14,6 +16,15 @@ def pair_heads(x_BTHK: jax.Array) -> jax.Array:
     """
     rows, length, heads, width = x_BTHK.shape
     return x_BTHK.reshape(rows, 2 * length, heads // 2, width)
+
+
+def attention_in_pairs(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, *, documents: Documents, **rest: Any
+) -> jax.Array:
+    """:func:`jspeed.model.attention.attention` of paired heads: ``[B, T, H, K]``; a window of w reaches back w / 2
+    tokens."""
+    paired = map(pair_heads, (q_BTHK, k_BTHK, v_BTHK))
+    return attention(*paired, documents=pair_documents(documents), **rest).reshape(v_BTHK.shape)
 
 
 def pair_positions(length: int, heads: int) -> jax.Array:

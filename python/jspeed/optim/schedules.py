@@ -1,8 +1,9 @@
-"""Learning rates over stages of different batch size."""
+"""Schedules over stages: learning rates for batches of different size, and lines through points."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -21,3 +22,9 @@ def staged(
         return jnp.asarray(peaks, jnp.float32)[stage] * (1 - fallen) + floor * fallen
 
     return schedule
+
+
+def through(points: Mapping[int, float]) -> optax.Schedule:
+    """Straight lines through ``points`` (step: value, ascending); level before the first and after the last."""
+    steps, values = np.array(list(points)), np.array(list(points.values()), np.float32)
+    return lambda step: jnp.interp(jnp.asarray(step, jnp.float32), steps, values)

@@ -1,10 +1,13 @@
 """Parameters updated less often than others, tables updated as if they were one, and numbers that are measured."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jspeed.optim.cautious import cautious_adam
 
 
 def when_due(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -22,28 +25,54 @@ def when_due(inner: optax.GradientTransformation) -> optax.GradientTransformatio
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-class TiedState(NamedTuple):
-    """Number of updates so far, int32 scalar."""
+def slow_adams(
+    lines: Mapping[str, tuple[float, float, float, float]],
+    rate: optax.Schedule,
+    *,
+    period: int,
+    eps: float,
+    decay: float,
+) -> dict[str, optax.GradientTransformation]:
+    """Return cautious Adam for each group of parameters that is due every ``period`` steps.
 
-    step: jax.Array
-
-
-def tied(updates: int) -> optax.GradientTransformation:
-    """Give all arrays the sum of their gradients for the first ``updates`` updates, and to each its own after them.
-
-    Arrays of one shape that start equal and get the same optimizer stay equal bit for bit meanwhile: they are one
-    array, moments and all, that becomes several (modded-nanogpt, record 53).
+    ``lines`` gives a group's peak rate, its two betas and its weight decay in units of ``decay``; ``rate`` is the
+    multiple of the peak by step, of which an update sees the last of its ``period``.
     """
 
+    def adam(peak: float, beta1: float, beta2: float, decays: float) -> optax.GradientTransformation:
+        def falling(update: jax.Array) -> jax.Array:
+            return peak * rate(period * update + period - 1)
+
+        return when_due(cautious_adam(falling, beta1, beta2, eps=eps, weight_decay=decays * decay))
+
+    return {group: adam(*line) for group, line in lines.items()}
+
+
+class TiedState(NamedTuple):
+    """Number of due updates so far, int32 scalar, and the state of what is within."""
+
+    step: jax.Array
+    inner: Any
+
+
+def tied(updates: int, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Give all arrays the sum of their gradients for the first ``updates`` due updates of ``inner``, then each its own.
+
+    Arrays of one shape that start equal stay equal bit for bit meanwhile: they are one array, moments and all, that
+    becomes several (modded-nanogpt, record 53).
+    """
+    inner = optax.with_extra_args_support(inner)
+
     def init(params: Any) -> TiedState:
-        return TiedState(jnp.zeros([], jnp.int32))
+        return TiedState(jnp.zeros([], jnp.int32), inner.init(params))
 
-    def update(grads: Any, state: TiedState, params: Any = None) -> tuple[Any, TiedState]:
+    def update(grads: Any, state: TiedState, params: Any = None, *, due: bool, **_: Any) -> tuple[Any, TiedState]:
         total = sum(jax.tree.leaves(grads))
-        tied = state.step < updates
-        return jax.tree.map(lambda g: jnp.where(tied, total, g), grads), TiedState(state.step + 1)
+        grads = jax.tree.map(lambda g: jnp.where(state.step < updates, total, g), grads)
+        changes, new = inner.update(grads, state.inner, params, due=due)
+        return changes, TiedState(state.step + due, new)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def measured() -> optax.GradientTransformation:

@@ -15,6 +15,7 @@ Parent      r29
 
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,15 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import pair_documents, pair_heads, pair_positions
-from jspeed.model.layers import lookup, relu_squared, rms_norm, sparse_gate, zero_every
+from jspeed.model.heads import attention_in_pairs, pair_positions
+from jspeed.model.layers import lookup, rms_norm, sparse_gate, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap
+from jspeed.model.mlp import mlp
 from jspeed.model.ngrams import bigram_rows
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
-from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.normuon import normuon
-from jspeed.optim.schedules import staged
-from jspeed.optim.slow import tied, when_due
+from jspeed.optim.schedules import staged, through
+from jspeed.optim.slow import slow_adams, tied
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
 # Model
@@ -61,14 +62,14 @@ BANK = 8  # banks are padded to a multiple of this, so that as many devices own 
 LANES = 8
 STEPS = (520, 520, 520, 40)
 LANE_LENS = (16_384, 32_768, 49_152, 49_152)
-MAX_DOC_LEN = 2048
+MAX_DOC_LENS = (2048, 2048, 2048, 2048)
 MAX_DOCS = (128, 128, 192, 192)  # documents in one lane
 BLOCK = 128  # tokens
 LONG_WINDOWS = (3, 7, 11, 13)  # blocks
 SHORT_WINDOWS = (1, 3, 5, 6)
 RATES = (1.0, 1.52, 1.73, 1.73)  # of all learning rates, for the larger batches
 TARGETS = (3, 2, 1, 1)  # tokens ahead that a token predicts
-SHARES = (1.0, 0.5, 0.25)  # of each; the last of a stage falls to 0 within it
+SHARES = ({0: 1.0}, {520: 0.5, 1040: 0.0}, {0: 0.25, 520: 0.0})  # of each, lines between steps
 TIED_STAGES = 2  # the first ones, in which embedding and head are one table
 LAST_TIED = 1041  # step
 
@@ -76,19 +77,20 @@ LAST_TIED = 1041  # step
 MUON_LR = 0.023
 MUON_BETA2 = 0.95
 MUON_DECAY = 1.2
-MOMENTUM = (0.85, 0.95)
-MOMENTUM_WARMUP = 300  # steps
-MOMENTUM_COOLDOWN = 50
-TABLE_LR = 0.6
-WORDS_LR = 0.008  # embedding and head
-GATE_LR = 0.008
-SCALAR_LR = 0.04
-SMEAR_LR = 8e-5
-SKIP_LR = 4e-4
+MOMENTUM = {0: 0.85, 300: 0.95, 1550: 0.95, 1600: 0.85}  # lines between steps
+ADAM = {  # rate, betas, decay in units of ADAM_DECAY
+    "words": (0.008, 0.5, 0.95, 150),
+    "tables": (0.6, 0.75, 0.95, 5),
+    "gates": (0.008, 0.9, 0.99, 1),
+    "smear": (8e-5, 0.9, 0.99, 0),
+    "skip": (4e-4, 0.9, 0.99, 0),
+    "scalars": (0.04, 0.9, 0.99, 0),
+    "start": (0.04, 0.65, 0.95, 0),
+}
 ADAM_EPS = 1e-10
 ADAM_DECAY = 0.005
-COOLDOWN = 0.55  # fraction of the steps before the last stage
-FINAL_LR = 0.1
+COOLDOWN = (701, 1560)  # steps between which rates fall
+FINAL_RATE = 0.1
 
 # Evaluation
 TARGET_LOSS = 3.28  # nats per token
@@ -114,14 +116,13 @@ def bank(init: initializers.Initializer, group: str, count: int, *shape: int) ->
     return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding)
 
 
-def gate(group: str, *shape: int) -> ParamSpec:
-    """What makes gates of the first channels."""
-    return ParamSpec(shape, ("layer", "in", "out")[-len(shape) :], zeros, group, COMPUTE, every=2)
+def slow(start: Any, group: str, *shape: int, compute: Any = COMPUTE) -> ParamSpec:
+    """What is no bank and no table: its first value or how it is drawn, group, shape."""
+    init = start if callable(start) else initializers.constant(jnp.array(start))
+    return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
-def scalars(start: float | tuple[float, ...], *shape: int, group: str = "scalars") -> ParamSpec:
-    """Numbers, one or more for every layer."""
-    return ParamSpec(shape, ("layer", "scale")[: len(shape)], initializers.constant(jnp.array(start)), group, every=2)
+scalars = partial(slow, compute=None)
 
 
 # The bank "attention" holds query, key, value and output of the first layer that attends, then of the next, ...; the
@@ -133,17 +134,17 @@ PARAMETERS = {
     "bigrams": ParamSpec((BIGRAMS, WIDTH), ("row", "model"), zeros, "tables", COMPUTE, every=2),
     "attention": bank(zero_every(4, unit), "attention", 4 * len(ATTENDING), WIDTH, WIDTH),
     "mlp": bank(zero_every(2, half), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
-    "attention_gates": gate("gates", len(ATTENDING), GATE_WIDTH, HEADS),
-    "value_gates": gate("gates", len(VALUE_OF), GATE_WIDTH, HEADS),
-    "smear_gate": gate("smear", GATE_WIDTH),
-    "skip_gate": gate("skip", GATE_WIDTH),
-    "layer_scales": scalars(1.1, LAYERS),
-    "start_scales": scalars(0.0, LAYERS, group="start"),
-    "bigram_scales": scalars(0.1, LAYERS),
-    "attention_scales": scalars((0.5, 1.0), LAYERS, 2),
-    "smear_scale": scalars(0.0),
-    "skip_scale": scalars(-1.5),
-    "backout_scale": scalars(0.5),
+    "attention_gates": slow(zeros, "gates", len(ATTENDING), GATE_WIDTH, HEADS),
+    "value_gates": slow(zeros, "gates", len(VALUE_OF), GATE_WIDTH, HEADS),
+    "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
+    "skip_gate": slow(zeros, "skip", 1, GATE_WIDTH),
+    "layer_scales": scalars(1.1, "scalars", LAYERS),
+    "start_scales": scalars(0.0, "start", LAYERS),
+    "bigram_scales": scalars(0.1, "scalars", LAYERS),
+    "attention_scales": scalars((0.5, 1.0), "scalars", LAYERS, 2),
+    "smear_scale": scalars(0.0, "scalars"),
+    "skip_scale": scalars(-1.5, "scalars"),
+    "backout_scale": scalars(0.5, "scalars"),
 }
 
 
@@ -151,7 +152,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     """Return what the head reads: ``[B, T, D]``."""
     stage, length = ctx.stage.own, tokens_BT.shape[1]
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs)
+    documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs), ctx.stage.windows
     values = [lookup(table, tokens_BT).reshape(heads) for table in params["values"]]
     long_windows = tuple(BLOCK * blocks for blocks in LONG_WINDOWS[: stage + 1])
     angles, scale = yarn(frequencies(WIDTH // HEADS // 4), ATTENTION_SCALE, long_windows)
@@ -169,28 +170,26 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         if layer in VALUE_OF:
             gate_BTH = 2 * sparse_gate(a_BTD, params["value_gates"][list(VALUE_OF).index(layer)])
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]]
-        of, window = documents, ctx.stage.windows[layer]
-        if paired:
-            of, q_BTHK, k_BTHK, v_BTHK = pair_documents(of), *map(pair_heads, (q_BTHK, k_BTHK, v_BTHK))
-        y = attention(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=of, window=window, backend=ctx.attention)
-        y_BTHK = y.reshape(heads) * sparse_gate(a_BTD, params["attention_gates"][number])[..., None]
+        y_BTHK = (attention_in_pairs if paired else attention)(
+            q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer], backend=ctx.attention
+        )
+        y_BTHK *= sparse_gate(a_BTD, params["attention_gates"][number])[..., None]
         return y_BTHK.reshape(a_BTD.shape) @ (out_scale * out)
 
     e_BTD = lookup(params["head" if stage < TIED_STAGES else "embed"], tokens_BT)
-    smear_BT = params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"])
+    smear_BT = params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])
     x_BTD = start_BTD = rms_norm(smear(e_BTD, smear_BT.astype(e_BTD.dtype)))
     bigram_BTD = ctx.fetch(params["bigrams"], bigram_rows(tokens_BT, BIGRAMS))
     outputs: list[jax.Array] = []
     for layer in range(LAYERS):
         if layer == NO_ATTENTION:
-            skip_BT = 2 * jax.nn.sigmoid(params["skip_scale"]) * sparse_gate(start_BTD, params["skip_gate"])
+            skip_BT = 2 * jax.nn.sigmoid(params["skip_scale"]) * sparse_gate(start_BTD, params["skip_gate"][0])
             x_BTD += (skip_BT[..., None] * outputs[SKIP_FROM]).astype(x_BTD.dtype)
         own, start, bigram = (params[f"{part}_scales"][layer] for part in ("layer", "start", "bigram"))
         x_BTD = (own * x_BTD + start * start_BTD + bigram * bigram_BTD).astype(x_BTD.dtype)
         if layer != NO_ATTENTION:
             x_BTD += attend(rms_norm(x_BTD), layer)
-        up, down = params["mlp"][2 * layer : 2 * layer + 2]
-        x_BTD += relu_squared(rms_norm(x_BTD) @ up) @ down.T
+        x_BTD += mlp(rms_norm(x_BTD), *params["mlp"][2 * layer : 2 * layer + 2])
         outputs.append(x_BTD)
     return rms_norm(x_BTD - params["backout_scale"].astype(x_BTD.dtype) * outputs[BACKOUT])
 
@@ -198,12 +197,6 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
 def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return softcapped fp32 logits ``[B, T, V]``."""
     return softcap(fp8.matmul(hidden(params, tokens_BT, ctx), params["head"], None), CAP)
-
-
-def shares(step: jax.Array) -> jax.Array:
-    """Weights of the next three tokens at ``step``: each but the first falls to 0 within the last stage it has."""
-    falls = [jnp.interp(step, np.array(STARTS[n : n + 2]), np.array([1.0, 0.0])) for n in (1, 0)]
-    return jnp.array(SHARES) * jnp.stack([jnp.float32(1), *falls])
 
 
 def loss(
@@ -214,8 +207,8 @@ def loss(
     scales = HEAD_SCALES if ctx.use_fp8(FP8) else None
     if ctx.training:
         # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
-        ahead = shares(ctx.step)[: TARGETS[ctx.stage.own]]
-        targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, ahead)
+        shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
+        targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
 
     def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
         return fp8.matmul(x_BTD, head_VD, scales)
@@ -224,57 +217,27 @@ def loss(
     return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
 
 
-rate = staged(RATES, STARTS[:-1], fall_from=int(STARTS[-2] * (1 - COOLDOWN)), fall_to=STARTS[-2], floor=FINAL_LR)
-
-
-def momentum(step: jax.Array) -> jax.Array:
-    """Muon's momentum, warmed up and cooled down linearly."""
-    steps = np.array([0, MOMENTUM_WARMUP, STARTS[-1] - MOMENTUM_COOLDOWN, STARTS[-1]])
-    return jnp.interp(step, steps, np.array([*MOMENTUM, *MOMENTUM[::-1]]))
-
-
-def muon_on(scale: float | np.ndarray) -> optax.GradientTransformation:
-    """NorMuon with the recipe's constants, rates times ``scale``."""
-    return normuon(
-        lambda step: MUON_LR * rate(step),
-        momentum,
-        beta2=MUON_BETA2,
-        weight_decay=MUON_DECAY,
-        scale=scale,
-        dtype=COMPUTE,
-    )
-
-
-def adam(peak: float, beta1: float, beta2: float, decay: float = 0.0) -> optax.GradientTransformation:
-    """Adam at odd steps, ``decay`` in units of ADAM_DECAY."""
-    at = partial(cautious_adam, eps=ADAM_EPS, weight_decay=decay * ADAM_DECAY)
-    return at(lambda update: peak * rate(2 * update + 1), beta1, beta2)
+rate = staged(RATES, STARTS[:-1], fall_from=COOLDOWN[0], fall_to=COOLDOWN[1], floor=FINAL_RATE)
 
 
 def optimizer() -> optax.GradientTransformation:
     """NorMuon on the blocks' matrices, Adam every other step on the rest."""
-    up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
-    slow = {
-        "words": optax.chain(tied((LAST_TIED + 1) // 2), adam(WORDS_LR, 0.5, 0.95, decay=150)),
-        "tables": adam(TABLE_LR, 0.75, 0.95, decay=5),
-        "gates": adam(GATE_LR, 0.9, 0.99, decay=1),
-        "smear": adam(SMEAR_LR, 0.9, 0.99),
-        "skip": adam(SKIP_LR, 0.9, 0.99),
-        "scalars": adam(SCALAR_LR, 0.9, 0.99),
-        "start": adam(SCALAR_LR, 0.65, 0.95),
-    }
-    by_group = {"attention": muon_on(1.0), "mlp": muon_on(up_and_down.astype(np.float32))}
-    by_group |= {group: when_due(transform) for group, transform in slow.items()}
+    by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
+    by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
+    muon = partial(normuon, lambda step: MUON_LR * rate(step), through(MOMENTUM), beta2=MUON_BETA2)
+    up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None].astype(np.float32)
+    for group, scale in {"attention": 1.0, "mlp": up_and_down}.items():
+        by_group[group] = muon(weight_decay=MUON_DECAY, scale=scale, dtype=COMPUTE)
     return optax.partition(by_group, groups(PARAMETERS))
 
 
-def windows(long: int, short: int) -> tuple[int, ...]:
+def windows_of(long: int, short: int) -> tuple[int, ...]:
     """The window of every layer in tokens, itself and so many blocks before it."""
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-ROWS = zip(STEPS, LANE_LENS, MAX_DOCS, map(windows, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
-STAGES = tuple(Stage(n, length, MAX_DOC_LEN, docs, seen, own=own) for own, (n, length, docs, seen) in enumerate(ROWS))
+ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
+STAGES = tuple(Stage(*row, own=number) for number, row in enumerate(ROWS))
 
 RECIPE = Recipe(
     name="r62",
@@ -293,5 +256,5 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
-    eval_windows=windows(EVAL_WINDOW, SHORT_WINDOWS[-1]),
+    eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
 )
