@@ -124,10 +124,11 @@ def test_a_document_does_not_see_another(name):
 
 
 @pytest.mark.parametrize("looks_back", [False, True])
-def test_what_leaks_over_a_document_border_is_one_position(looks_back):
+@pytest.mark.parametrize("name", ["r62", "r89"])
+def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
     """As the records have it: smear and bigram read the last token before the border, keys that look back its state."""
     layers = "LONG_LAYERS=(1,)" if looks_back else "LONG_LAYERS=()"
-    recipe = find("r62", [*TOYS["r62"], layers]).recipe
+    recipe = find(name, [*TOYS[name], layers]).recipe
     params, ctx = noisy(recipe), context(recipe, 16)
     tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257).at[:, 9].set(5)
     forward = jax.jit(lambda tokens: recipe.forward(params, tokens, ctx))

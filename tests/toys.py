@@ -29,13 +29,14 @@ STAGED += [
     "BLOCK=4",
     "LONG_WINDOWS=(2,3)",
 ]
-STAGED += ["SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4", "RATES=(1.0,1.5)", "TARGETS=(3,2)", "TIED_STAGES=1", "LAST_TIED=5"]
+STAGED += ["SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4", "RATES=(1.0,1.5)", "TARGETS=(3,2)", "LAST_TIED=5"]
 STAGED += [
     "SHARES=({0:1.0},{5:0.5,12:0.0},{0:0.25,5:0.0})",
     "MOMENTUM={0:0.85,6:0.95}",
     "COOLDOWN=(4,9)",
     "ADAM_EPS=3e-4",
 ]
+MUDD = ["LAYERS=4", "LONG_LAYERS=(1,3)", "XSA_LAYERS=(1,)", "SHARED_FROM=0", "GATES_FROM=1"]
 
 TOYS = {
     "stdlib": TINY,
@@ -45,5 +46,15 @@ TOYS = {
     "track3": LARGE,
     "r21": [*DEEP, "WINDOW=4"],
     "r62": [*STAGED, "BACKOUT=1", "VALUE_TABLES=1", "VALUE_OF={0:0,1:0}"],
+    # The prefix target needs GPT-2's vocabulary; tests/model has it.
+    "r89": [
+        *STAGED,
+        *MUDD,
+        "VALUE_TABLES=3",
+        "VALUE_OF={0:0,1:1,3:2}",
+        "MUDD_WIDTH=8",
+        "DC_WINDOW=3",
+        "PREFIX_SHARE={}",
+    ],
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }

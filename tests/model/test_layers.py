@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary, sparse_gate
+from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary, sparse_gate, uniform
 
 
 def test_rms_norm_gives_unit_rms_and_ignores_scale():
@@ -75,3 +75,9 @@ def test_sparse_gate_reads_the_first_channels():
     for weights in (heads, one):
         expected = 1 / (1 + np.exp(-(x[..., :5] @ weights)))
         np.testing.assert_allclose(sparse_gate(jnp.asarray(x), jnp.asarray(weights)), expected, atol=1e-6)
+
+
+def test_uniform_draws_by_fan_in():
+    drawn = uniform(0.5)(jax.random.key(0), (3, 64, 256), jnp.float32)
+    assert abs(float(drawn.std()) * 8 / 0.5 - 1) < 0.01
+    assert 0.99 < float(jnp.abs(drawn).max()) * 8 / 0.5 / 3**0.5 <= 1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model.mudd import blend, coefficients, named
+from jspeed.model.mudd import blend, coefficients, named, slots
 from jspeed.model.prefixes import gpt2_prefixes, longest_prefixes
 
 VOCABULARY = Path(__file__).parents[3] / "shared" / "data" / "tiktoken_cache"
@@ -21,7 +21,9 @@ def test_coefficients_by_the_formula():
     hidden = x @ up
     erf = np.vectorize(math.erf)
     expected = 0.1 * ((0.5 * hidden * (1 + erf(hidden / np.sqrt(2)))) @ down + bias)
-    found = coefficients(*(jnp.asarray(a, jnp.float32) for a in (x, up, down, bias)), 0.1)
+    arrays = {"g_up": up, "g_down": down, "g_bias": bias}
+    params = {name: jnp.asarray(np.stack([0 * a, a]), jnp.float32) for name, a in arrays.items()}
+    found = coefficients(jnp.asarray(x, jnp.float32), params, "g", 1, 0.1)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -39,6 +41,12 @@ def test_named_coefficients():
     np.testing.assert_array_equal(found["a"], c[..., :2])
     np.testing.assert_array_equal(found["b", 1], c[..., 2])
     np.testing.assert_array_equal(found["c"], c[..., 3:5])
+
+
+def test_slots_by_layer_and_set():
+    sizes, starts = slots({"heads": ((0, 3), 2, 0.25), "in": ((0, 1, 2), 1, 0.5)}, (range(1), range(1, 4)))
+    assert sizes == [{("heads", 0): 2, ("in", 0): 1}, {("heads", 3): 2, ("in", 1): 1, ("in", 2): 1}]
+    np.testing.assert_array_equal(starts, [[0.25, 0.25, 0.5, 0], [0.25, 0.25, 0.5, 0.5]])
 
 
 def test_longest_prefixes_by_hand():

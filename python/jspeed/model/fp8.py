@@ -43,6 +43,11 @@ def matmul(x: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Array:
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
 
 
+def head(w_VD: jax.Array, x: jax.Array, *, scales: Scales | None) -> jax.Array:
+    """:func:`matmul` with its operands as :func:`jspeed.model.losses.cross_entropy` hands them to a head."""
+    return matmul(x, w_VD, scales)
+
+
 def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = None) -> jax.Array:
     """Return ``x @ w_VD.T`` with e4m3 operands, whose gradients are those of the product in ``x.dtype``.
 

@@ -88,6 +88,11 @@ def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale:
     return (x_scale * x + y_scale * y).astype(x.dtype)
 
 
+def uniform(scale: float) -> initializers.Initializer:
+    """Draw matrices ``[..., in, out]`` evenly around zero, with standard deviation ``scale`` / sqrt(in)."""
+    return initializers.variance_scaling(scale**2, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
+
+
 def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializer:
     """Like ``init`` on a bank ``[matrices, in, out]``, but with every ``n``-th matrix zero: the projections that
     write to the residual stream, so that a block starts as the identity (modded-nanogpt, record 5)."""

@@ -1,22 +1,46 @@
 """Coefficients that each token computes for itself, and sums weighted with them (Xiao et al. 2025, MUDD)."""
 
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 
 def coefficients(
-    x_BTD: jax.Array, up_DK: jax.Array, down_KN: jax.Array, bias_N: jax.Array, scale: jax.Array | float
+    x_BTD: jax.Array, params: Mapping[str, jax.Array], name: str, number: int, scale: jax.Array | float
 ) -> jax.Array:
     """Return ``scale`` x (``gelu(x up) down + bias``): ``[B, T, N]`` in the dtype of ``x_BTD``; gelu by erf.
 
-    With ``down`` zero they are the same for all tokens, ``scale`` x ``bias`` (modded-nanogpt, records 81 and 85).
+    ``up [D, K]``, ``down [K, N]`` and ``bias [N]`` are entry ``number`` of the parameters ``name_up``, ``name_down``
+    and ``name_bias``. With ``down`` zero all tokens have the same, ``scale`` x ``bias`` (records 81 and 85).
     """
+    up_DK, down_KN, bias_N = (params[f"{name}_{part}"][number] for part in ("up", "down", "bias"))
     hidden_BTK = jax.nn.gelu(x_BTD @ up_DK, approximate=False)
     return ((hidden_BTK @ down_KN + bias_N[None, None]) * scale).astype(x_BTD.dtype)
+
+
+def padded(*rows: Sequence[float]) -> NDArray[np.float64]:
+    """Return rows of one length, the shorter ones followed by zeros."""
+    return np.array(list(zip_longest(*rows, fillvalue=0.0))).T
+
+
+def slots(
+    kinds: Mapping[str, tuple[Sequence[int], int, float]], sets: Sequence[range]
+) -> tuple[list[dict[tuple[str, int], int]], NDArray[np.float64]]:
+    """Lay out coefficients of several kinds: (size of each, by kind and layer, for every set; their first values).
+
+    ``kinds`` says which layers have each, how many numbers it is, and what they start at; ``sets`` which layers the
+    coefficients of one set are for.
+    """
+    sizes = [
+        {(kind, layer): size for kind, (layers, size, _) in kinds.items() for layer in layers if layer in one}
+        for one in sets
+    ]
+    return sizes, padded(*([kinds[kind][2] for (kind, _), n in one.items() for _ in range(n)] for one in sizes))
 
 
 def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:

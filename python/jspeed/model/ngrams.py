@@ -1,5 +1,7 @@
 """Which row of a table stands for a pair of neighbouring tokens, and with which signs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +28,8 @@ def sign_rows(tokens_BT: jax.Array) -> jax.Array:
     return jnp.pad(pairs_BT, [(0, 0), (1, 0)])
 
 
-def signs(tokens_BT: jax.Array, width: int) -> jax.Array:
-    """Return +1 or -1 for ``width`` channels of every token: int32 ``[B, T, width]``, fixed for its pair of tokens.
+def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32) -> jax.Array:
+    """Return +1 or -1 for ``width`` channels of every token, fixed for its pair of tokens: ``[B, T, width]``.
 
     Bigrams that share a row of a table meet there with unlike signs and so disturb each other less (record 83).
     """
@@ -35,4 +37,4 @@ def signs(tokens_BT: jax.Array, width: int) -> jax.Array:
     words_BTW = table[sign_rows(tokens_BT)]
     bits = (words_BTW[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, None]) & 1
     bits_BTD = bits.reshape(*tokens_BT.shape, -1)[..., :width].astype(jnp.int32)
-    return 1 - 2 * bits_BTD
+    return (1 - 2 * bits_BTD).astype(dtype)

@@ -1,6 +1,7 @@
 """Rotary positions with frequencies that follow the attention window, and what passes from one token to the next."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
 
 
 def yarn(
-    angles: NDArray[np.float64], scale: float, windows: tuple[int, ...], fast: float = 32.0, slow: float = 1.0
+    angles: NDArray[np.float64], scale: float, windows: Sequence[int], fast: float = 32.0, slow: float = 1.0
 ) -> tuple[NDArray[np.float64], float]:
     """Follow the longest attention window from ``windows[0]`` to ``windows[-1]`` tokens: new angles and softmax scale.
 
@@ -54,7 +55,7 @@ def previous(x_BT: jax.Array) -> jax.Array:
 
 def smear(x_BTD: jax.Array, gate_BT: jax.Array) -> jax.Array:
     """Add to every token ``gate_BT`` times the token before it (modded-nanogpt, record 34)."""
-    return x_BTD + gate_BT[..., None] * previous(x_BTD)
+    return x_BTD + gate_BT[..., None].astype(x_BTD.dtype) * previous(x_BTD)
 
 
 def offset_keys(k_BTHK: jax.Array) -> jax.Array:

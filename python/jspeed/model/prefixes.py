@@ -31,11 +31,11 @@ def gpt2_prefixes(size: int) -> NDArray[np.int32]:
 
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever its HTTP library raises
+    except (OSError, ValueError) as error:
         raise BadInput(
             f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); connect to the network, "
             "or set TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from error
+        ) from None
     ordinary = encoding.n_vocab - len(encoding.special_tokens_set)
     found = longest_prefixes([encoding.decode_single_token_bytes(id) for id in range(ordinary)])[:size]
     return np.pad(np.where(found < size, found, -1), (0, size - len(found)), constant_values=-1)

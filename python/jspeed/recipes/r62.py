@@ -19,14 +19,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions
-from jspeed.model.layers import lookup, rms_norm, sparse_gate, zero_every
+from jspeed.model.layers import lookup, rms_norm, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap
 from jspeed.model.mlp import mlp
 from jspeed.model.ngrams import bigram_rows
@@ -53,10 +52,8 @@ VALUE_TABLES = 3
 VALUE_OF = {0: 1, 1: 2, 8: 0, 9: 1, 10: 2}  # layer: table
 GATE_WIDTH = 12  # channels that a gate reads
 ATTENTION_SCALE = 0.1  # in the first stage
-SOFTCAP = (23.0, 5.0, 7.5)
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
 FP8 = "auto"  # the head in training: auto (where it is native), on, off
-BANK = 8  # banks are padded to a multiple of this, so that as many devices own equal parts
 
 # Stages
 LANES = 8
@@ -70,8 +67,7 @@ SHORT_WINDOWS = (1, 3, 5, 6)
 RATES = (1.0, 1.52, 1.73, 1.73)  # of all learning rates, for the larger batches
 TARGETS = (3, 2, 1, 1)  # tokens ahead that a token predicts
 SHARES = ({0: 1.0}, {520: 0.5, 1040: 0.0}, {0: 0.25, 520: 0.0})  # of each, lines between steps
-TIED_STAGES = 2  # the first ones, in which embedding and head are one table
-LAST_TIED = 1041  # step
+LAST_TIED = 1041  # step in which embedding and head are one table
 
 # Optimizer
 MUON_LR = 0.023
@@ -102,27 +98,22 @@ EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 STARTS = (0, *accumulate(STEPS))
 ATTENDING = [layer for layer in range(LAYERS) if layer != NO_ATTENTION]
-CAP = asymmetric_cap(*SOFTCAP)
+CAP = asymmetric_cap(23.0, 5.0, 7.5)
 HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
-
+rate = staged(RATES, STARTS[:-1], fall_from=COOLDOWN[0], fall_to=COOLDOWN[1], floor=FINAL_RATE)
 normal, zeros = initializers.normal(0.005), initializers.zeros
-uniform = partial(initializers.variance_scaling, mode="fan_in", distribution="uniform", batch_axis=(0,))
-unit, half = uniform(1.0), uniform(0.25)  # std 1 / sqrt(fan_in), and half of it
 
 
 def bank(init: initializers.Initializer, group: str, count: int, *shape: int) -> ParamSpec:
-    """Matrices of one shape for NorMuon, ``[n, in, out]``."""
-    padding = -count % BANK
+    """Matrices of one shape for NorMuon, ``[n, in, out]``, padded so that LANES devices can share them."""
+    padding = -count % LANES
     return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), init, group, COMPUTE, padding)
 
 
-def slow(start: Any, group: str, *shape: int, compute: Any = COMPUTE) -> ParamSpec:
-    """What is no bank and no table: its first value or how it is drawn, group, shape."""
-    init = start if callable(start) else initializers.constant(jnp.array(start))
+def slow(start: Any, group: str, *shape: int) -> ParamSpec:
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
+    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(jnp.array(start)), None)
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
-
-
-scalars = partial(slow, compute=None)
 
 
 # The bank "attention" holds query, key, value and output of the first layer that attends, then of the next, ...; the
@@ -132,19 +123,19 @@ PARAMETERS = {
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "words", COMPUTE, every=2),
     "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), zeros, "tables", COMPUTE, every=2),
     "bigrams": ParamSpec((BIGRAMS, WIDTH), ("row", "model"), zeros, "tables", COMPUTE, every=2),
-    "attention": bank(zero_every(4, unit), "attention", 4 * len(ATTENDING), WIDTH, WIDTH),
-    "mlp": bank(zero_every(2, half), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
+    "attention": bank(zero_every(4, uniform(1.0)), "attention", 4 * len(ATTENDING), WIDTH, WIDTH),
+    "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
     "attention_gates": slow(zeros, "gates", len(ATTENDING), GATE_WIDTH, HEADS),
     "value_gates": slow(zeros, "gates", len(VALUE_OF), GATE_WIDTH, HEADS),
     "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
     "skip_gate": slow(zeros, "skip", 1, GATE_WIDTH),
-    "layer_scales": scalars(1.1, "scalars", LAYERS),
-    "start_scales": scalars(0.0, "start", LAYERS),
-    "bigram_scales": scalars(0.1, "scalars", LAYERS),
-    "attention_scales": scalars((0.5, 1.0), "scalars", LAYERS, 2),
-    "smear_scale": scalars(0.0, "scalars"),
-    "skip_scale": scalars(-1.5, "scalars"),
-    "backout_scale": scalars(0.5, "scalars"),
+    "layer_scales": slow(1.1, "scalars", LAYERS),
+    "start_scales": slow(0.0, "start", LAYERS),
+    "bigram_scales": slow(0.1, "scalars", LAYERS),
+    "attention_scales": slow((0.5, 1.0), "scalars", LAYERS, 2),
+    "smear_scale": slow(0.0, "scalars"),
+    "skip_scale": slow(-1.5, "scalars"),
+    "backout_scale": slow(0.5, "scalars"),
 }
 
 
@@ -154,8 +145,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
     documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs), ctx.stage.windows
     values = [lookup(table, tokens_BT).reshape(heads) for table in params["values"]]
-    long_windows = tuple(BLOCK * blocks for blocks in LONG_WINDOWS[: stage + 1])
-    angles, scale = yarn(frequencies(WIDTH // HEADS // 4), ATTENTION_SCALE, long_windows)
+    angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
 
     def attend(a_BTD: jax.Array, layer: int) -> jax.Array:
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
@@ -176,9 +166,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         y_BTHK *= sparse_gate(a_BTD, params["attention_gates"][number])[..., None]
         return y_BTHK.reshape(a_BTD.shape) @ (out_scale * out)
 
-    e_BTD = lookup(params["head" if stage < TIED_STAGES else "embed"], tokens_BT)
-    smear_BT = params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])
-    x_BTD = start_BTD = rms_norm(smear(e_BTD, smear_BT.astype(e_BTD.dtype)))
+    e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
+    x_BTD = start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
     bigram_BTD = ctx.fetch(params["bigrams"], bigram_rows(tokens_BT, BIGRAMS))
     outputs: list[jax.Array] = []
     for layer in range(LAYERS):
@@ -203,21 +192,14 @@ def loss(
     params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane."""
-    x_BTD = hidden(params, tokens_BT, ctx)
-    scales = HEAD_SCALES if ctx.use_fp8(FP8) else None
+    head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
+    chunk = None if ctx.training else EVAL_CHUNK
     if ctx.training:
         # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
         shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
         targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
-
-    def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        return fp8.matmul(x_BTD, head_VD, scales)
-
-    chunk = None if ctx.training else EVAL_CHUNK
+    x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
-
-
-rate = staged(RATES, STARTS[:-1], fall_from=COOLDOWN[0], fall_to=COOLDOWN[1], floor=FINAL_RATE)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -225,7 +207,7 @@ def optimizer() -> optax.GradientTransformation:
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
     muon = partial(normuon, lambda step: MUON_LR * rate(step), through(MOMENTUM), beta2=MUON_BETA2)
-    up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None].astype(np.float32)
+    up_and_down = jnp.tile(jnp.array([2.0, 4.0]), PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
     for group, scale in {"attention": 1.0, "mlp": up_and_down}.items():
         by_group[group] = muon(weight_decay=MUON_DECAY, scale=scale, dtype=COMPUTE)
     return optax.partition(by_group, groups(PARAMETERS))
