@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jspeed import export
+from jspeed import export, sizes
 from jspeed import recipe as r
 from jspeed.errors import BadInput
 from jspeed.run.find import find
@@ -110,7 +110,7 @@ def test_logits_are_those_of_gpt2(tmp_path):
 )
 def test_four_sizes(size, count):
     recipe = find("gpt2", [f"SIZE={size}"], trace=False).recipe
-    assert r.parameter_count(recipe.parameters) == count
+    assert sizes.parameter_count(recipe.parameters) == count
     arrays = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
     assert sum(array.size for array in jax.tree.leaves(arrays)) == count
     assert recipe.heads == {"124M": 12, "350M": 16, "774M": 20, "1.5B": 25}[size]

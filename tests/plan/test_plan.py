@@ -15,9 +15,9 @@ from jspeed.plan import predict, show
 from jspeed.plan.compile import Rented, compile_stages
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
-from jspeed.recipe import parameter_count
 from jspeed.run.device import Device
 from jspeed.run.find import find
+from jspeed.sizes import parameter_count
 
 SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
 FOUND = find(str(Path(__file__).with_name("bad.py")), SMALL)

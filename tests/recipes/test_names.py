@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
+from jspeed import sizes
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipes import microgpt_names as names
 from jspeed.run import program, step
@@ -41,7 +42,7 @@ def mean_of(parameters, tokens):
 
 def test_size_and_first_loss():
     # seeds.md: 202,240 parameters, first loss 3.5 to 3.8 with this initialisation.
-    assert r.parameter_count(names.PARAMETERS) == 202_240
+    assert sizes.parameter_count(names.PARAMETERS) == 202_240
     whole = r.init_parameters(names.PARAMETERS, jax.random.key(0))
     tokens = rows(np.arange(3, 11))
     loss_BT = names.loss(whole, tokens[:, :-1], tokens[:, 1:], jnp.ones((8, 32)), CTX)[1]

@@ -17,19 +17,25 @@ def mesh_of(count=0, **axes):
 
 def batches(recipe, count, seed=0):
     rng = np.random.default_rng(seed)
-    shape = (count, recipe.lanes, recipe.stages[0].lane_len + 1)
-    return rng.integers(0, 257, size=shape, dtype=np.uint16)
+    lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
+    return [rng.integers(0, 257, size=(recipe.lanes, n + 1), dtype=np.uint16) for n in lengths[:count]]
 
 
 def start(recipe, mesh, layout="zero1", seed=1):
     _, shardings = program.state_shardings(recipe, layout, mesh)
-    return jax.jit(lambda s: step.init_state(recipe, s), out_shardings=shardings)(np.uint32(seed))
+    return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(np.uint32(seed))
 
 
-def run(recipe, mesh, micro_batch, tokens, layout="zero1", seed=1):
+def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1):
     """Train on ``tokens`` through all stages and return (state, losses)."""
     device, state, losses = device_of(mesh), start(recipe, mesh, layout, seed), []
-    compiled = [program.fit(recipe, s, mesh, layout, device, micro_batch)[0] for s in recipe.stages]
+    phases = range(recipe.period)
+
+    def fit(stage, phase):
+        micro_batch = lanes_at_once and lanes_at_once * stage.lane_len
+        return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
+
+    compiled = [[fit(stage, phase) for phase in phases] for stage in recipe.stages]
     for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):
         state, metrics = execute(state, jax.device_put(batch, batch_rows(mesh)))
         losses.append(float(jax.block_until_ready(metrics["loss"])))

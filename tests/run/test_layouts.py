@@ -18,7 +18,6 @@ from jspeed.run.find import find
 from ..toys import TOYS
 from .steps import batches, mesh_of, run
 
-LANE = 16
 WAYS = {  # layout, mesh, lanes a device takes at once
     "dp": ("dp", {"data": 8}, 1),
     "zero1+remat": ("zero1+remat", {"data": 8}, 1),
@@ -58,7 +57,7 @@ def test_every_layout_gives_the_losses_of_one_device(name, way):
     layout, axes, lanes_at_once = WAYS[way]
     recipe = toy(name)
     expected = on_one_device(name)
-    _, found = run(recipe, mesh_of(**axes), lanes_at_once * LANE, batches(recipe, 10), layout)
+    _, found = run(recipe, mesh_of(**axes), lanes_at_once, batches(recipe, 10), layout)
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -77,7 +76,7 @@ def test_gradients_are_those_of_one_device(way):
     recipe = replace(toy("llmc"), optimizer=keep)
     tokens = batches(recipe, 2)
     expected, found = (
-        jax.device_get(run(recipe, mesh_of(**axes), lanes * LANE, tokens, layout)[0]["optimizer"])
+        jax.device_get(run(recipe, mesh_of(**axes), lanes, tokens, layout)[0]["optimizer"])
         for axes, lanes, layout in (({"data": 1}, 16, "dp"), (axes, lanes_at_once, layout))
     )
     for name, gradient in expected.items():

@@ -95,6 +95,12 @@ def previous(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
     return jnp.where(place_BT < 0, fill, found_BT)
 
 
+def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the sigmoid of what ``weights`` (``[n]`` or ``[n, H]``) make of the first n channels: ``[B, T]`` or
+    ``[B, T, H]`` (modded-nanogpt, record 28)."""
+    return jax.nn.sigmoid(x_BTD[..., : weights.shape[0]] @ weights)
+
+
 def relu_squared(x: jax.Array) -> jax.Array:
     """Return ``max(x, 0) ** 2`` (So et al. 2021, Primer)."""
     return jnp.square(jnp.maximum(x, 0))
@@ -103,6 +109,11 @@ def relu_squared(x: jax.Array) -> jax.Array:
 def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale: jax.Array | float) -> jax.Array:
     """Return ``x_scale x + y_scale y`` in the dtype of ``x``; the scales are scalars, fp32 where they are learned."""
     return (x_scale * x + y_scale * y).astype(x.dtype)
+
+
+def uniform(scale: float) -> initializers.Initializer:
+    """Draw matrices ``[..., in, out]`` evenly around zero, with standard deviation ``scale`` / sqrt(in)."""
+    return initializers.variance_scaling(scale**2, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
 
 
 def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializer:

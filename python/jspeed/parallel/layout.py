@@ -39,7 +39,7 @@ LAYOUTS = {
     # Every device holds every parameter and the whole optimizer state.
     "dp": Layout({}),
     # Each holds an equal part; a step gathers what it computes with. Banks are cut between matrices, as Muon wants.
-    "zero1": Layout({"matrix": "data", "token": "data", "vocab": "data", "model": "data"}),
+    "zero1": Layout({"matrix": "data", "row": "data", "token": "data", "vocab": "data", "model": "data"}),
     "fsdp": Layout({"model": "data"}, at_use=True),
     # A matrix multiplication is shared: heads, hidden units and vocabulary are cut, activations between are whole.
     "tp": Layout(MEGATRON),
@@ -135,6 +135,11 @@ def partitions(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
 def cut_dim(cut: PartitionSpec, axis: str = "data") -> int | None:
     """The dimension that lies along the mesh axis ``axis``, or None."""
     return tuple(cut).index(axis) if axis in tuple(cut) else None
+
+
+def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
+    """Whether rows of a table are asked of their owners, so that nobody gathers it (:mod:`jspeed.parallel.rows`)."""
+    return "row" in spec.axes and cut_dim(cut) == spec.axes.index("row")
 
 
 def rows_only(cuts: Any) -> Any:

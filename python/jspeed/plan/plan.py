@@ -16,11 +16,12 @@ from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.target import pretend
-from jspeed.recipe import Recipe, flops_per_token, leaves, parameter_count
+from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
 from jspeed.run import program
 from jspeed.run.device import lanes_at_once, micro_batches
 from jspeed.run.find import Found
+from jspeed.sizes import flops_per_token, parameter_count
 
 KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 BOUNDS = [

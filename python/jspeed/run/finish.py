@@ -10,7 +10,6 @@ from rich.console import Console
 
 from jspeed import export
 from jspeed.parallel.distributed import process_index
-from jspeed.recipe import flops_per_token, parameter_count
 from jspeed.record import picture
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA
@@ -21,6 +20,7 @@ from jspeed.run.evaluate import validation_loss
 from jspeed.run.prepare import Setup
 from jspeed.run.progress import Progress
 from jspeed.run.step import State
+from jspeed.sizes import flops_per_token, parameter_count
 
 
 def finish(setup: Setup, progress: Progress, state: State | None, console: Console) -> int:

@@ -23,7 +23,7 @@ from jspeed.parallel.failure import at_failure
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble
-from jspeed.recipe import Recipe, describe, replace
+from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
@@ -44,6 +44,7 @@ from jspeed.run.program import (
 from jspeed.run.sinks import check_sinks
 from jspeed.run.step import State
 from jspeed.run.witness import Witness, checksum
+from jspeed.sizes import describe
 
 
 @dataclass(frozen=True)

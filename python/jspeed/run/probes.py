@@ -9,6 +9,7 @@ import numpy as np
 
 from jspeed.parallel.distributed import process_index, share
 from jspeed.parallel.mesh import place, replicated
+from jspeed.recipe import Context
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.evidence import overlap
 from jspeed.run.prepare import Setup
@@ -60,11 +61,11 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     recipe, length = setup.recipe, setup.recipe.eval_len
     ctx = eval_context(recipe, setup.device)
 
-    def losses(whole: Any, both: jax.Array) -> jax.Array:
+    def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
         inputs, targets = both[:1], both[1:]
         return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
 
-    probe = on_one_row(recipe, setup.options.layout, setup.mesh, losses)
+    probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, losses)
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
@@ -104,14 +105,14 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     recipe, length = setup.recipe, min(setup.recipe.eval_len, 128)
     ctx = eval_context(recipe, setup.device)
 
-    def both(whole: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         log_p = jax.nn.log_softmax(recipe.forward(whole, inputs, ctx).astype(jnp.float32), axis=-1)
         expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
         found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
         return jnp.mean(found), jnp.mean(expected)
 
-    probe = on_one_row(recipe, setup.options.layout, setup.mesh, both)
+    probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, both)
     tokens = place(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
     found, expected = jax.device_get(probe(params, tokens))
     error = abs(float(found - expected))

@@ -3,9 +3,9 @@
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice, repeat
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +144,14 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
     return state
 
 
-def every_step(stages: Iterable[Stage], executables: Iterable[StepProgram]) -> Iterator[tuple[Stage, StepProgram]]:
+def every_step(
+    stages: Iterable[Stage], executables: Iterable[Sequence[StepProgram]]
+) -> Iterator[tuple[Stage, StepProgram]]:
     """Yield each step's stage and executable, from the first step of the run to the last."""
-    for stage, executable in zip(stages, executables, strict=True):
-        yield from repeat((stage, executable), stage.steps)
+    number = count()
+    for stage, phases in zip(stages, executables, strict=True):
+        for step in islice(number, stage.steps):
+            yield stage, phases[step % len(phases)]
 
 
 @contextmanager
