@@ -46,19 +46,51 @@ class ParamSpec:
         """Number of elements, padding left out."""
         return (self.shape[0] - self.padding) * math.prod(self.shape[1:]) if self.shape else 1
 
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether the first axis goes through the layers."""
+        return self.axes[:1] in (("layer",), ("matrix",))
+
+
+def run_blocks(
+    block: Callable[[dict[str, jax.Array], Any], Any],
+    table: Mapping[str, ParamSpec],
+    layers: int,
+    params: Mapping[str, jax.Array],
+    x: Any,
+) -> Any:
+    """Apply ``block(p, x)`` for every layer in order, ``p`` being its part of each of ``params`` that stacks layers.
+
+    ``table`` describes ``params`` over all ``layers``: an array of one entry a layer gives that entry, one of k entries
+    a layer gives ``[k, ...]``. A device that holds fewer layers applies those.
+    """
+    entries = {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
+    held = {params[name].shape[0] // k for name, k in entries.items()}
+    for layer in range(*held):
+        x = block(
+            {
+                name: params[name][layer] if k == 1 else params[name][k * layer : k * layer + k]
+                for name, k in entries.items()
+            },
+            x,
+        )
+    return x
+
 
 @dataclass(frozen=True)
 class Context:
     """What ``forward`` and ``loss`` may know besides parameters and tokens; all of it fixed at compile time.
 
     ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
-    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``.
+    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``. ``blocks`` is
+    :func:`run_blocks`, or what the layout has in its place.
     """
 
     stage: Stage
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
+    blocks: Callable[..., Any] = run_blocks
 
     def use_fp8(self, asked: str) -> bool:
         """Decide on a recipe's FP8 field: ``on``, ``off``, or ``auto`` (in training, where it is native).
@@ -100,6 +132,8 @@ class Recipe:
     themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax transformation over the
     whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
     devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``.
+    ``alike`` says that the layers are one function of their parameters, which ``forward`` runs through ``ctx.blocks``:
+    only such layers can be gathered, recomputed or spread over a pipeline one by one.
     """
 
     name: str
@@ -118,6 +152,7 @@ class Recipe:
     eval_len: int
     attention_width: int
     layers: int
+    alike: bool = False
 
     @property
     def steps(self) -> int:

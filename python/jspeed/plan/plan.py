@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.parallel.layout import partitions
+from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import Kernel, part_of
@@ -197,7 +198,7 @@ def examine(
     vocabulary = vocabulary or recipe.data.vocab_size
     _, shardings = program.state_shardings(recipe, rented.layout, rented.mesh)
     shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(rented.mesh).spec)]
-    cuts = doctor.by_path(program.partitions(recipe.parameters, rented.layout, rented.mesh))
+    cuts = doctor.by_path(partitions(recipe.parameters, rented.layout, rented.mesh))
     shapes += [(path, (), cut) for path, cut in cuts]
     worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
     findings = [
@@ -295,8 +296,10 @@ def warnings(rented: Rented, steps: Sequence[Step]) -> list[str]:
     return found
 
 
-def require_devices(recipe: Recipe, devices: int) -> None:
-    """Raise :class:`BadInput` when the lanes of ``recipe`` cannot be divided over ``devices``."""
+def require_devices(recipe: Recipe, rented: Rented) -> None:
+    """Raise :class:`BadInput` when the layout does not fit, or the lanes cannot be divided over the devices."""
+    program.check_layout(rented.layout, rented.mesh, recipe)
+    devices = row_shards(rented.mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"recipe {recipe.name} has {recipe.lanes} lanes, which {devices} devices cannot share equally; "

@@ -17,15 +17,9 @@ from jspeed.data.tokenise import complete_manifest, prepare_stdlib
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.distributed import at_failure, process_index, same_everywhere, share
-from jspeed.parallel.mesh import (
-    DEFAULT_LAYOUT,
-    check_layout,
-    make_mesh,
-    parse_mesh,
-    place,
-    replicated,
-    request_cpu_devices,
-)
+from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
+from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
+from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, describe, replace
 from jspeed.record.planned import place_in_plan
 from jspeed.record.runfile import read_run
@@ -100,18 +94,13 @@ class Setup:
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
     check_numbers(options)
-    found = find(options.recipe, options.sets)
+    use_compile_cache()
+    found, mesh = find_and_place(options)
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
-    axes = parse_mesh(options.mesh) if options.mesh else None
-    if axes:
-        request_cpu_devices(axes)
-    use_compile_cache()
-    mesh = make_mesh(axes)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    check_layout(options.layout, mesh)
     device = device_of(mesh, options.attention)
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
@@ -142,7 +131,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
                 str(devices["count"]),
             ),
-            ("accumulation", "lanes / devices / lanes at once", accumulation),
+            ("accumulation", "lanes / devices / lanes at once", accumulation + idle(mesh, parts[-1])),
             ("kernels", "attention backend, FP8 matrix multiplication", f"{device.attention}, FP8 {device.fp8}"),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
@@ -188,6 +177,23 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         record=record,
         witness=witness,
     )
+
+
+def find_and_place(options: Options) -> tuple[Found, Mesh]:
+    """Return the recipe and the mesh it is to lie on. Raises :class:`BadInput` where the layout does not fit."""
+    found = find(options.recipe, options.sets)
+    axes = parse_mesh(options.mesh) if options.mesh else None
+    if axes:
+        request_cpu_devices(axes)
+    mesh = make_mesh(axes)
+    check_layout(options.layout, mesh, found.recipe)
+    return found, mesh
+
+
+def idle(mesh: Mesh, parts: int) -> str:
+    """What a pipeline loses, in words."""
+    stages = mesh.shape.get("pipe", 1)
+    return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
 def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:

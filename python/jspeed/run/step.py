@@ -1,17 +1,20 @@
 """What a training step and an evaluation compute: gather, gradients of a device's rows, reduce, update."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
-from jspeed.parallel.mesh import gather, partitions, reduce
+from jspeed.parallel.layout import at_use, blocks, find_layout, gather, gather_all, partitions, reduce, rows_only
+from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.recipe import Context, Recipe, init_parameters, map_specs
 
 State = dict[str, Any]
-ROWS = PartitionSpec("data")
 
 
 def init_state(recipe: Recipe, seed: jax.Array) -> State:
@@ -27,21 +30,26 @@ def train_step(
 
     The loss is the mean over all tokens of the batch, formed row by row so that it does not depend on how rows
     are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
-    its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie.
+    its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie. In a
+    pipeline the micro-batches are the pipeline's.
     """
-    cuts = partitions(recipe.parameters, layout, mesh)
+    cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
     weight = 1 / recipe.tokens_per_step(ctx.stage)
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts))
+    parts = 1 if "pipe" in mesh.shape else parts
 
     def on_device(params: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
-        whole = jax.tree.map(gather, computing(recipe, params), cuts)
+        whole = jax.tree.map(gather, computing(recipe, params), cuts, later)
         grads, row_losses = gradients(recipe, ctx, parts, weight, whole, tokens)
-        return jax.tree.map(reduce, grads, cuts), row_losses
+        return jax.tree.map(partial(reduce, mesh), grads, cuts, later), row_losses
 
-    grads, row_losses = jax.shard_map(
-        on_device, mesh=mesh, in_specs=(cuts, ROWS), out_specs=(cuts, ROWS), check_vma=False
-    )(state["params"], tokens)
+    rows = rows_spec(mesh)
+    grads, row_losses = by_hand(mesh, on_device, (rows_only(cuts), rows), (rows_only(cuts), rows))(
+        state["params"], tokens
+    )
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
-    updates, optimizer = recipe.optimizer().update(grads, state["optimizer"], state["params"])
+    with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).through_matrices else nullcontext():
+        updates, optimizer = recipe.optimizer().update(grads, state["optimizer"], state["params"])
     params = optax.apply_updates(state["params"], updates)
     return {"params": params, "optimizer": optimizer}, {"loss": jnp.mean(row_losses)}
 
@@ -75,10 +83,11 @@ def evaluate(
     recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
 ) -> jax.Array:
     """Return the mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
-    cuts = partitions(recipe.parameters, layout, mesh)
+    cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:
-        whole = jax.tree.map(gather, computing(recipe, params), cuts)
+        whole = jax.tree.map(gather, computing(recipe, params), cuts, later)
 
         def losses(part: jax.Array) -> jax.Array:
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
@@ -87,7 +96,7 @@ def evaluate(
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
         return jax.lax.map(losses, tokens).reshape(-1)
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(cuts, ROWS), out_specs=ROWS, check_vma=False)(params, rows)
+    return by_hand(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
 
 
 def on_one_row(recipe: Recipe, layout: str, mesh: Mesh, function: Any) -> Any:
@@ -95,9 +104,15 @@ def on_one_row(recipe: Recipe, layout: str, mesh: Mesh, function: Any) -> Any:
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
 
     def on_device(params: Any, array: jax.Array) -> Any:
-        return function(jax.tree.map(gather, computing(recipe, params), cuts), array)
+        return function(jax.tree.map(gather_all, computing(recipe, params), cuts), array)
 
-    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(cuts, whole), out_specs=whole, check_vma=False))
+    return jax.jit(by_hand(mesh, on_device, (rows_only(cuts), whole), whole))
+
+
+def by_hand(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """``shard_map`` along the axes that rows are spread over; along the others XLA divides the work."""
+    axes = {axis for axis in ROW_AXES if axis in mesh.shape}
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
 def computing(recipe: Recipe, params: Any) -> Any:

@@ -1,0 +1,36 @@
+"""A recipe's step, run on virtual devices on made-up tokens."""
+
+import jax
+import numpy as np
+
+from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.run import program, step
+from jspeed.run.device import device_of
+from jspeed.run.train import every_step
+
+
+def mesh_of(count=0, **axes):
+    """The first ``count`` devices along ``data``, or a mesh of ``axes``."""
+    axes = axes or {"data": count}
+    return make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+
+
+def batches(recipe, count, seed=0):
+    rng = np.random.default_rng(seed)
+    shape = (count, recipe.lanes, recipe.stages[0].lane_len + 1)
+    return rng.integers(0, 257, size=shape, dtype=np.uint16)
+
+
+def start(recipe, mesh, layout="zero1", seed=1):
+    _, shardings = program.state_shardings(recipe, layout, mesh)
+    return jax.jit(lambda s: step.init_state(recipe, s), out_shardings=shardings)(np.uint32(seed))
+
+
+def run(recipe, mesh, micro_batch, tokens, layout="zero1", seed=1):
+    """Train on ``tokens`` through all stages and return (state, losses)."""
+    device, state, losses = device_of(mesh), start(recipe, mesh, layout, seed), []
+    compiled = [program.fit(recipe, s, mesh, layout, device, micro_batch)[0] for s in recipe.stages]
+    for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):
+        state, metrics = execute(state, jax.device_put(batch, batch_rows(mesh)))
+        losses.append(float(jax.block_until_ready(metrics["loss"])))
+    return state, losses
