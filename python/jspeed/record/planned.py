@@ -83,6 +83,10 @@ def parse_plan(content: bytes, path: Path) -> dict[str, Any]:
             )
     if plan["kind"] not in PLAN_KINDS:
         raise BadInput(f"{path}: field 'kind': expected seeds or race, found {found(plan['kind'])}; {REMEDY}")
+    folders = {run["folder"] for run in plan["runs"]}
+    if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
+        what = f"{len(plan['runs'])} runs in {len(folders)} folders"
+        raise BadInput(f"{path}: field 'runs': expected a folder of its own for every run, found {what}; {REMEDY}")
     if content_hash(plan) != plan.get("sha256"):
         raise BadInput(f"{path}: field 'sha256': expected the hash of the other fields, found another; {REMEDY}")
     return plan
