@@ -20,6 +20,9 @@ test-aot: .venv/aot/installed
 test-page: .venv/page/installed
 	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/record/test_page_in_chromium.py
 
+test-faults: .venv/dev
+	JSPEED_TEST_FAULTS=1 $(BIN)/python -m pytest tests/faults
+
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
 
@@ -64,4 +67,4 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-aot test-page page check clean
+.PHONY: speedrun test test-aot test-page test-faults page check clean

@@ -39,7 +39,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 class Lines:
-    """A text file that grows by whole lines: one that does not fit is not begun."""
+    """A text file that grows by whole lines: one that does not fit is not begun. A context manager, which closes it."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path``, made if it is not there. Raises :class:`BadInput`."""
@@ -48,6 +48,12 @@ class Lines:
             self.file = open(path, "ab", buffering=0)
         except OSError as error:
             raise _unwritable(path, error) from None
+
+    def __enter__(self) -> "Lines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
 
     def write(self, line: str) -> None:
         """Add ``line``, which has no line end. Raises :class:`BadInput` when there is no room for it."""

@@ -8,19 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.parallel.rendezvous import free_port, meet
+from jspeed.parallel.rendezvous import free_port, is_there, meet
 
 from ..several import said
 
 
+def port_of(met):
+    port, lines = met
+    for line in lines.values():
+        line.close()
+    return port
+
+
 def meeting(port, *guests, seconds=10, late=0.0):
-    """What :func:`meet` returned or said to each of ``(index, count)``; process 0 comes ``late`` seconds after all."""
+    """The port that :func:`meet` gave to each of ``(index, count)``, or the sentence; process 0 comes ``late``."""
 
     def visit(guest):
         if not guest[0]:
             time.sleep(late)
         try:
-            return meet("127.0.0.1", port, *guest, seconds)
+            return port_of(meet("127.0.0.1", port, *guest, seconds))
         except BadInput as error:
             return str(error)
 
@@ -36,6 +43,21 @@ def test_all_hear_of_one_port_that_is_free_and_the_agreed_one_is_free_again(late
         assert len(set(ports)) == 1 and ports[0] != agreed
         with socket.create_server(("", ports[0])):
             pass
+
+
+def test_the_connections_end_with_the_process():
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        guests = [pool.submit(meet, "127.0.0.1", port, index, 3, 10) for index in (1, 2)]
+        _, lines = meet("127.0.0.1", port, 0, 3, 10)
+        (_, one), (_, two) = (guest.result() for guest in guests)
+    assert sorted(lines) == [1, 2] and all(map(is_there, (*lines.values(), one[0], two[0])))
+    two[0].close()
+    assert is_there(lines[1]) and not is_there(lines[2])
+    lines[1].close()
+    assert not is_there(one[0])
+    one[0].close()
+    lines[2].close()
 
 
 def test_who_has_not_come_is_named():
@@ -57,7 +79,7 @@ def test_a_rank_that_comes_twice_is_sent_away_and_the_others_meet():
         two = pool.submit(meeting, port, (0, 3), (1, 3))
         time.sleep(1)
         assert "another process is process 1 of 3 already" in said(lambda: meet("127.0.0.1", port, 1, 3, 10))
-        third = meet("127.0.0.1", port, 2, 3, 10)
+        third = port_of(meet("127.0.0.1", port, 2, 3, 10))
         assert two.result() == [third, third]
 
 
@@ -74,7 +96,7 @@ def test_one_that_died_while_it_waited_is_replaced_and_strangers_are_ignored():
         ):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(words)
-        assert meeting(port, (1, 3), (2, 3)) == [first.result()] * 2
+        assert meeting(port, (1, 3), (2, 3)) == [port_of(first.result())] * 2
 
 
 def test_a_port_that_is_taken_or_speaks_something_else():

@@ -6,6 +6,7 @@ For a process alone every function here does nothing.
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import jax
 
 from jspeed.errors import BadInput
 from jspeed.parallel.place import Place, find_place, local_devices
+from jspeed.parallel.relay import relay
 from jspeed.parallel.rendezvous import WAIT_SECONDS, meet
 from jspeed.parallel.within import within
 
@@ -22,6 +24,7 @@ Result = TypeVar("Result")
 
 _place: Place | None = None
 _joined = False
+lines: dict[int, socket.socket] = {}  # open connections by the process at the far end: process 0's, or to process 0
 
 
 def initialise(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
@@ -39,14 +42,16 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     wait, silence = seconds_of(WAIT_SECONDS, 120), silence_seconds()
     devices = local_devices(place, os.environ)
     host, _, agreed_port = (place.coordinator or _detected(place)).rpartition(":")
-    port = meet(host, int(agreed_port), place.index, place.count, wait)
+    port, met = meet(host, int(agreed_port), place.index, place.count, wait)
+    lines.update(met)
+    address = f"127.0.0.1:{relay(host, port)}" if place.index else f"{host}:{port}"
     # With the service on, SIGTERM would be noted by JAX and then ignored.
     jax.config.update("jax_enable_preemption_service", False)
 
     def join() -> None:
         # JAX ends the process, with a stack trace, when one of its own waits is over: they are longer than ours.
         jax.distributed.initialize(
-            f"{host}:{port}",
+            address,
             place.count,
             place.index,
             local_device_ids=devices,

@@ -1,13 +1,15 @@
 """An error on one process, or its silence, is the end of all: one sentence from process 0, the exit code of its cause.
 
-A thread on every process says that it is alive and hears what others tell. It ends the process from there, because the
-main thread may be waiting, deep in a collective, for somebody who will never come. JAX has a heartbeat too, which ends
-a process with a stack trace in C++; ours is sooner, except that JAX ends the others at once when process 0 is killed.
+Two threads on every process watch the others and end the process from there, because the main thread may be waiting,
+deep in a collective, for somebody who will never come. One holds the connections to them, which end when a process is
+killed. The other says that this one is alive and hears what others tell. JAX has a heartbeat too, which ends a process
+with a stack trace in C++; ours is sooner.
 """
 
 import itertools
 import json
 import os
+import select
 import sys
 import threading
 import traceback
@@ -18,7 +20,8 @@ from typing import Any
 import jax
 
 from jspeed.errors import FAULT, BadInput
-from jspeed.parallel.distributed import barrier, client, is_alone, process_count, process_index, silence_seconds
+from jspeed.parallel.distributed import barrier, client, is_alone, lines, process_count, process_index, silence_seconds
+from jspeed.parallel.rendezvous import is_there
 from jspeed.parallel.within import within
 
 PEER_LOST = 75  # sysexits.h's EX_TEMPFAIL: a failure that may pass
@@ -59,6 +62,7 @@ def watch() -> None:
     if client() is not None and not _threads:
         when_told(_FAILURE, lambda text: _obey())
         _start(_listen)
+        _start(_look)
 
 
 def when_told(name: str, call: Callable[[str], None]) -> None:
@@ -85,7 +89,7 @@ def pause(seconds: float) -> bool:
 
 def _start(function: Callable[..., None], *arguments: Any) -> None:
     def run() -> None:
-        with suppress(jax.errors.JaxRuntimeError):  # process 0 has gone, which _listen notices too
+        with suppress(jax.errors.JaxRuntimeError):  # process 0 has gone, which _look notices too
             function(*arguments)
 
     _threads.append(threading.Thread(target=run, daemon=True))
@@ -118,10 +122,25 @@ def _listen() -> None:
         except TimeoutError:
             _leave(_silent(0, silence), PEER_LOST)
         except jax.errors.JaxRuntimeError:
-            _leave("process 0 has ended, or cannot be reached any more", PEER_LOST)
+            continue  # a moment's trouble; if it stays, others call this process silent
         for index, (_, last) in beats.items():
             if process_index() == 0 and (tick - last) * TICK > silence:
                 _fail(_silent(int(index), silence), PEER_LOST)
+
+
+def _look() -> None:
+    """Wait for the end of a process that this one is connected with, and end with it."""
+    ends = select.poll()
+    for line in lines.values():
+        ends.register(line, select.POLLIN)
+    while not _over.is_set():
+        ends.poll(1000 * TICK)
+        for index, line in lines.items():
+            if not is_there(line) and not _over.is_set():
+                text = f"process {index} has ended and did not say why; its own output, or its launcher's, may"
+                if process_index():
+                    _leave(text, PEER_LOST)
+                _fail(text, PEER_LOST)
 
 
 def _silent(index: int, seconds: float) -> str:
@@ -138,6 +157,7 @@ def _described(error: BaseException) -> tuple[str, int]:
         return "ended before it began", error.code if isinstance(error.code, int) else 1
     text = str(error)
     if isinstance(error, jax.errors.JaxRuntimeError) and any(word in text for word in LOST_WORDS):
+        _over.wait(2)  # a thread above knows better who it was
         first = text.splitlines()[0][:200]
         return f"another process has ended, or cannot be reached any more ({first})", PEER_LOST
     traceback.print_exception(error)
@@ -168,7 +188,10 @@ def _obey() -> None:
     with _leaving:
         print(f"error: {failure['text']}", file=sys.stderr, flush=True)
         store.key_value_set(_SAID, "")
-        threading.Event().wait(1)
+        for _ in range(50):
+            if not any(map(is_there, lines.values())):
+                break
+            threading.Event().wait(0.1)
         _leave(None, failure["code"], held=True)
 
 

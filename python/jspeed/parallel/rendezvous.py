@@ -3,7 +3,7 @@
 JAX's own service takes whoever speaks to it for one of its run: a second run on the same port ends the first, a rank
 that comes twice or with another count ends or hangs all of them, with a C++ stack trace for a message. So JAX's
 service gets a fresh port, of which only processes that have met here know; and the agreed port is free again as soon
-as they have. No jax in here.
+as they have. The connections stay open: they end when a process does. No jax in here.
 """
 
 import json
@@ -21,8 +21,9 @@ _GREETING = "jspeed 1"
 _LONGEST = 4096  # bytes of one message
 
 
-def meet(host: str, port: int, index: int, count: int, seconds: float) -> int:
-    """Return the port, on process 0's ``host``, for JAX's service, once all ``count`` processes have called this.
+def meet(host: str, port: int, index: int, count: int, seconds: float) -> tuple[int, dict[int, socket.socket]]:
+    """Return the port, on process 0's ``host``, for JAX's service, once all ``count`` processes have called this; and
+    the open connections: process 0's to every other, another's to process 0, each under the index of its far end.
 
     Raises :class:`BadInput` when they have not after ``seconds``, when two give one ``index`` or another ``count``,
     and on process 0 when it cannot listen on ``port``.
@@ -37,7 +38,18 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _host(port: int, count: int, seconds: float) -> int:
+def is_there(line: socket.socket) -> bool:
+    """Whether the process at the far end lives: it says nothing more, so all there can be to read is its end."""
+    line.setblocking(False)
+    try:
+        return line.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _host(port: int, count: int, seconds: float) -> tuple[int, dict[int, socket.socket]]:
     guests: dict[int, socket.socket] = {}
     with ExitStack() as open_sockets:
         try:
@@ -54,8 +66,8 @@ def _host(port: int, count: int, seconds: float) -> int:
             while len(guests) < count - 1 and not enough.is_set():
                 with suppress(TimeoutError):
                     _admit(open_sockets.enter_context(listener.accept()[0]), guests, count)
-                for index in [index for index, guest in guests.items() if not _is_there(guest)]:
-                    del guests[index]  # it died; it may be started again
+                for index in [index for index, guest in guests.items() if not is_there(guest)]:
+                    guests.pop(index).close()  # it died; it may be started again
 
         try:
             within(seconds, gather)
@@ -70,7 +82,9 @@ def _host(port: int, count: int, seconds: float) -> int:
             raise BadInput(text) from None
         chosen = free_port()
         _say_to_all(guests, {"port": chosen})
-    return chosen
+        open_sockets.pop_all()
+        listener.close()
+    return chosen, guests
 
 
 def _listener(port: int, count: int) -> socket.socket:
@@ -91,56 +105,47 @@ def _admit(guest: socket.socket, guests: dict[int, socket.socket], count: int) -
         return
     index = said["index"]
     if said["count"] != count:
-        _say_to_all({index: guest}, {"error": _other_count(index, said["count"], count)})
-        raise BadInput(_other_count(index, said["count"], count))
+        guests[index] = guest  # to be told with the others
+        raise BadInput(
+            f"process {index} was started as one of {said['count']} but process 0 as one of {count}; "
+            "start all with the same number of processes"
+        )
     if index in guests:
         text = (
             f"another process is process {index} of {count} already; give each its own rank, and each run its own port"
         )
         _say_to_all({index: guest}, {"error": text})
+        guest.close()
     else:
         guests[index] = guest
 
 
-def _other_count(index: int, theirs: int, count: int) -> str:
-    return (
-        f"process {index} was started as one of {theirs} but process 0 as one of {count}; "
-        "start all with the same number of processes"
-    )
-
-
-def _is_there(guest: socket.socket) -> bool:
-    """A guest says nothing more, so the only thing there can be to read is its end."""
-    guest.setblocking(False)
-    try:
-        return guest.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def _visit(host: str, port: int, index: int, count: int, seconds: float) -> int:
+def _visit(host: str, port: int, index: int, count: int, seconds: float) -> tuple[int, dict[int, socket.socket]]:
     state = "it does not answer"
     enough = threading.Event()
 
-    def visit() -> dict[str, Any]:
+    def visit() -> tuple[dict[str, Any], socket.socket]:
         nonlocal state
         while not enough.wait(0.2):
             try:
-                with socket.create_connection((host.strip("[]"), port), timeout=5) as line:
-                    line.settimeout(seconds)
-                    line.sendall(_message({"index": index, "count": count}))
-                    state = "somebody listens there, but has not answered yet"
-                    return _hear(line)
+                line = socket.create_connection((host.strip("[]"), port), timeout=5)
+            except OSError as error:
+                state = error.strerror or str(error)
+                continue
+            try:
+                line.settimeout(seconds)
+                line.sendall(_message({"index": index, "count": count}))
+                state = "somebody listens there, but has not answered yet"
+                return _hear(line), line
             except ValueError:
                 state = "something else answers there"
             except OSError as error:
                 state = error.strerror or str(error)
+            line.close()
         raise TimeoutError
 
     try:
-        answer = within(seconds + 2, visit)  # process 0, should it give up too, knows who is absent
+        answer, line = within(seconds + 2, visit)  # process 0, should it give up too, knows who is absent
     except TimeoutError:
         enough.set()
         raise BadInput(
@@ -148,8 +153,9 @@ def _visit(host: str, port: int, index: int, count: int, seconds: float) -> int:
             f"processes, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
         ) from None
     if "error" in answer:
+        line.close()
         raise BadInput(answer["error"])
-    return answer["port"]
+    return answer["port"], {0: line}
 
 
 def _message(content: dict[str, Any]) -> bytes:

@@ -21,13 +21,22 @@ METRICS = "metrics.jsonl"
 
 
 class Claim:
-    """A run directory that this run has for itself: process 0 keeps ``metrics.jsonl`` open and locked.
+    """A run directory that this run has for itself: process 0 keeps ``metrics.jsonl`` open and locked until the context
+    manager ends.
 
     ``step`` is that of the checkpoint to go on from, or None; ``shared`` says whether all processes see the directory.
     """
 
     def __init__(self, run_dir: Path, started: str, step: int | None, shared: bool, metrics: Lines | None) -> None:
         self.run_dir, self.started, self.step, self.shared, self.metrics = run_dir, started, step, shared, metrics
+        self._fresh = not held(run_dir)
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.metrics:
+            self.metrics.file.close()
 
     def begin(self) -> None:
         """Drop what an earlier part of this run wrote and this one will write again."""
@@ -38,9 +47,10 @@ class Claim:
 
     def abandon(self) -> None:
         """Take back what this run has put into its directory, and the directory when nothing else is in it."""
-        if self.metrics and self.step is None:
+        if self.metrics and self._fresh:
             for name in (*RUN_FILES, METRICS):
                 (self.run_dir / name).unlink(missing_ok=True)
+            self.metrics.file.close()
             with suppress(OSError):  # not empty
                 self.run_dir.rmdir()
 
@@ -89,11 +99,9 @@ def claim_here(run_dir: Path, resume: bool) -> Lines:
                 raise BadInput(
                     f"another run is writing to {run_dir} now; wait for its end, or choose another --run-dir"
                 ) from None
-        held = [name for name in (*RUN_FILES, "checkpoints") if (run_dir / name).exists()]
-        held += [METRICS] * bool(path.stat().st_size)
-        if held and not resume:
+        if not resume and (names := held(run_dir)):
             raise BadInput(
-                f"--run-dir {run_dir} already holds a run ({held[0]}); go on with it by --resume, choose another "
+                f"--run-dir {run_dir} already holds a run ({names[0]}); go on with it by --resume, choose another "
                 "folder, or move it away"
             )
         if resume and (run_dir / "run.json").exists() and read_run(run_dir)["status"] in ("finished", "diverged"):
@@ -101,8 +109,16 @@ def claim_here(run_dir: Path, resume: bool) -> Lines:
     except BaseException:
         if new:
             path.unlink(missing_ok=True)
+        metrics.file.close()
         raise
     return metrics
+
+
+def held(run_dir: Path) -> list[str]:
+    """Names of what a run has left in ``run_dir``."""
+    names = [name for name in (*RUN_FILES, "checkpoints") if (run_dir / name).exists()]
+    metrics = run_dir / METRICS
+    return names + [METRICS] * (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def find_checkpoint(run_dir: Path, same: dict[str, Any], say: Console) -> int | None:

@@ -54,7 +54,7 @@ def run(options: Options) -> tuple[int, Path]:
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     agreement = Agreement()
     logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
-    with logs as opened, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
+    with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
         with Display(console, asked, options.progress) as display:
             progress = Progress(clock, setup.claim.metrics, display, sinks=opened)
             try:

@@ -1,0 +1,68 @@
+"""A run directory belongs to one run at a time, and what a run takes back is its own."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from jspeed.run.claim import claim, claim_here
+
+from ..several import said
+
+SAY = Console(quiet=True)
+
+
+def start(run_dir, resume=False):
+    return claim(run_dir, "toy-{}-seed1", resume, checkpoints=True, same={}, say=SAY)
+
+
+def test_two_runs_cannot_have_one_directory_whatever_they_ask_for(tmp_path):
+    run_dir = tmp_path / "run"
+    with start(run_dir) as first:
+        for resume in (False, True):
+            assert "another run is writing to" in said(lambda resume=resume: start(run_dir, resume))
+        first.metrics.write("{}")
+    assert "already holds a run (metrics.jsonl)" in said(lambda: start(run_dir))
+    with start(run_dir, resume=True) as again:
+        again.begin()
+    assert again.step is None and (run_dir / "metrics.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize("name", ["run.json", "config.json", "checkpoints"])
+def test_a_directory_that_holds_a_run_is_left_as_it_was(tmp_path, name):
+    (tmp_path / name).write_text("{}")
+    assert f"already holds a run ({name})" in said(lambda: start(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_abandoning_takes_back_what_is_ours_only(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for run_dir, left in [(tmp_path, ["notes.txt"]), (tmp_path / "deep" / "run", None)]:
+        claimed = start(run_dir)
+        (run_dir / "config.json").write_text("{}")
+        claimed.abandon()
+        assert [path.name for path in run_dir.iterdir()] == left if left else not run_dir.exists()
+    claimed = start(tmp_path, resume=True)
+    claimed.abandon()
+    with start(tmp_path) as claimed:
+        (tmp_path / "config.json").write_text("{}")
+    with start(tmp_path, resume=True) as claimed:
+        claimed.abandon()
+    assert (tmp_path / "config.json").exists()
+
+
+def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_path, monkeypatch):
+    monkeypatch.setattr("jspeed.run.claim.read_run", lambda path: json.loads((path / "run.json").read_text()))
+    for status, refused in [("finished", True), ("diverged", True), ("interrupted", False), ("stopped", False)]:
+        (tmp_path / "run.json").write_text(json.dumps({"status": status}))
+        if refused:
+            assert "has ended" in said(lambda: claim_here(tmp_path, resume=True))
+        else:
+            claim_here(tmp_path, resume=True).file.close()
+    assert "--resume needs --run-dir" in said(lambda: start(None, resume=True))
+
+
+def test_the_name_holds_the_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with start(None) as claimed:
+        assert claimed.run_dir.match("runs/toy-20*T*Z-seed1")

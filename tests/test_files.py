@@ -1,0 +1,44 @@
+"""Files without room: a sentence, and neither half a file nor half a line."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from jspeed.files import Lines, write_whole
+
+from .several import said
+
+
+@pytest.fixture
+def no_room():
+    """No file of this process may grow beyond 100 bytes; a disk that is full answers in the same places."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_whole_file_that_does_not_fit_leaves_the_old_one(tmp_path, no_room):
+    path = tmp_path / "run.json"
+    write_whole(path, "old")
+    assert "run.json cannot be written (File too large); make room" in said(lambda: write_whole(path, "x" * 101))
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_line_that_does_not_fit_is_not_begun(tmp_path, no_room):
+    path = tmp_path / "metrics.jsonl"
+    with Lines(path) as lines:
+        lines.write("a" * 59)
+        assert "metrics.jsonl cannot be written" in said(lambda: lines.write("b" * 59))
+        lines.write("c" * 39)
+    assert path.read_text() == "a" * 59 + "\n" + "c" * 39 + "\n"
+    with Lines(path) as again:
+        again.clear()
+        again.write("d")
+    assert path.read_text() == "d\n"
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    for call in (lambda: Lines(tmp_path / "no" / "file"), lambda: write_whole(tmp_path / "no" / "file", "")):
+        assert "no/file cannot be written (No such file or directory)" in said(call)
