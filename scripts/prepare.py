@@ -26,8 +26,9 @@ def _default(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
-def _prepare(work: Callable[..., Path], unit: str) -> None:
-    """Call ``work(progress)`` under a progress bar, then say what the folder holds and how fast it was made."""
+def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) -> None:
+    """Call ``work(progress)`` under a progress bar, then say what the folder holds, how fast it was made, and how to
+    train ``recipe`` on it."""
     counts = (DownloadColumn(), Speed()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
     started = False
@@ -42,6 +43,16 @@ def _prepare(work: Callable[..., Path], unit: str) -> None:
         folder = work(progress)
         seconds = bar.tasks[task].elapsed
     _report(folder, seconds if started else None)
+    if recipe:
+        print(f"train on it: python scripts/speedrun.py {recipe} --data {folder}{_sets(folder)}")
+
+
+def _sets(folder: Path) -> str:
+    """The fields of a recipe that depend on which symbols a text has."""
+    manifest: dict[str, Any] = complete_manifest(folder) or {}
+    ids = {"VOCAB": "vocab_size", "BOS": "bos_id", "PAD": "pad_id"}
+    sets = [f"{field}={manifest[name]}" for field, name in ids.items() if manifest.get(name) is not None]
+    return f" --set {' '.join(sets)}" if "symbols" in manifest else ""
 
 
 def _report(folder: Path, seconds: float | None) -> None:
@@ -123,7 +134,7 @@ def names(
         out: Folder to make; default: one in the cache, where speedrun.py finds it.
     """
     folder = out or _default("names")
-    _prepare(lambda progress: classics.prepare_names(folder, input, row, progress), "bytes")
+    _prepare(lambda progress: classics.prepare_names(folder, input, row, progress), "bytes", "microgpt-names")
 
 
 def shakespeare_char(input: Annotated[Path | None, arg(metavar="FILE")] = None, out: Path | None = None) -> None:
@@ -134,7 +145,7 @@ def shakespeare_char(input: Annotated[Path | None, arg(metavar="FILE")] = None, 
         out: Folder to make; default: one in the cache, where speedrun.py finds it.
     """
     folder = out or _default("shakespeare-char")
-    _prepare(lambda progress: classics.prepare_shakespeare(folder, True, input, progress), "bytes")
+    _prepare(lambda progress: classics.prepare_shakespeare(folder, True, input, progress), "bytes", "shakespeare-char")
 
 
 def shakespeare(input: Annotated[Path | None, arg(metavar="FILE")] = None, out: Path | None = None) -> None:
@@ -166,7 +177,11 @@ def tinystories(
     """
     folder = out or _default("tinystories")
     options = {"mark": end_of_text, "processes": processes}
-    _prepare(lambda progress: classics.prepare_tinystories(folder, input, val_input, progress, **options), "bytes")
+    _prepare(
+        lambda progress: classics.prepare_tinystories(folder, input, val_input, progress, **options),
+        "bytes",
+        "tinystories",
+    )
 
 
 def openwebtext(

@@ -83,7 +83,7 @@ class Generator:
         self._places = -(-self.limit // CHUNK) * CHUNK
         context = eval_context(recipe, device_of(model.mesh, "xla"))
         self._params = jax.jit(lambda params: computing(recipe, params))(model.params)
-        self._name, self._checked = recipe.name, False
+        self._name = recipe.name
         vocabulary = model.facts["vocab_size"]
 
         def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ class Generator:
         texts = [self._led(prompt) for prompt in prompts]
         running = np.ones(self.rows, bool)
         cache, lengths = self._read_all(texts)
-        self._check(cache, texts)
+        cache = self._checked(cache, texts)
         for place in range(tokens):
             if lengths.max() > self.limit:
                 texts = [text[-max(1, self.limit // 2) :] for text in texts]
@@ -147,25 +147,23 @@ class Generator:
             cache = self.read(self._params, cache, np.full(self.rows, start, np.int32), chunk)
         return cache, lengths
 
-    def _check(self, cache: Cache, texts: Sequence[Sequence[int]]) -> None:
-        """A token's keys must be the same whether it is read among others or alone: else the recipe looks about by
-        itself. Looks at the second token of the first text that has one, once."""
-        long = next((row for row, text in enumerate(texts) if len(text) > 1), None)
-        if self._checked or long is None:
-            return
-        self._checked = True
+    def _checked(self, cache: Cache, texts: Sequence[Sequence[int]]) -> Cache:
+        """Raise BadInput unless a token's keys are the same whether it is read among others or alone: else the recipe
+        looks about by itself. Reads the second token of each text once more; returns the cache."""
+        row = next((row for row, text in enumerate(texts) if len(text) > 1), None)
+        if row is None:
+            return cache
         ones = np.ones(self.rows, np.int32)
         second = np.array([text[1] if len(text) > 1 else 0 for text in texts], np.int32)
-        read = np.asarray(cache.keys[-1][long, 1].astype(jnp.float32))
-        copied = jax.tree.map(jnp.copy, cache)  # the step takes it over
-        stepped = np.asarray(
-            self.step(self._params, copied, ones, second, np.int32(0))[0].keys[-1][long, 1], np.float32
-        )
-        if np.max(np.abs(read - stepped)) > 0.05 * (1 + np.max(np.abs(read))):
+        read = np.asarray(cache.keys[-1])[row, 1].astype(np.float32)
+        cache, _ = self.step(self._params, cache, ones, second, np.int32(0))
+        alone = np.asarray(cache.keys[-1])[row, 1].astype(np.float32)
+        if np.max(np.abs(read - alone)) > 0.05 * (1 + np.max(np.abs(read))):
             raise BadInput(
                 f"recipe {self._name} looks across positions by something else than jspeed.model's attention, rotary, "
                 "positions, previous and find_documents, so it cannot be generated from; use these"
             )
+        return cache
 
 
 def write(

@@ -34,10 +34,11 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             progress.validated(loss)
             with clock.section("probes"):
                 verdicts = probes.run_all(setup, state, loss)
-            with clock.section("parameters"):
-                keep_parameters(setup, state, console)
         except KeyboardInterrupt:
             progress.status, verdicts = "interrupted", {}
+    if state and progress.status != "diverged" and progress.interrupted_by != 143:
+        with clock.section("parameters"):
+            keep_parameters(setup, state, console)
     val_loss = None
     if progress.status in ("finished", "stopped"):
         val_loss = progress.curve[-1]["val_loss"]
