@@ -5,9 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
 TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
@@ -20,11 +24,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def words(count: int, seed: int) -> bytes:
+    """Words of one sentence in random order: a toy learns them in a few steps, and two seeds share no long piece."""
+    return b" ".join(np.random.default_rng(seed).choice(b"the quick brown fox jumps over the lazy dog.".split(), count))
+
+
 def shards(folder: Path) -> Path:
-    """A folder of bytes that repeat, so that a toy learns something in a few steps."""
-    tokens = np.concatenate([[256], np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8)])
+    """A folder of bytes to train and validate on."""
+    train, val = (np.append(256, np.frombuffer(words(n, n), np.uint8)) for n in (7000, 400))
     folder.mkdir(parents=True)
-    for name, part in [("toy_train_000001.bin", tokens), ("toy_val_000000.bin", tokens[:2000])]:
+    for name, part in [("toy_train_000001.bin", train), ("toy_val_000000.bin", val)]:
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(part)
         (folder / name).write_bytes(header.tobytes() + part.astype("<u2").tobytes())
@@ -69,3 +78,10 @@ def toy(*more: str) -> list[str]:
 def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[kind] for line in lines if kind in line}
+
+
+def said(call: Callable[[], object]) -> str:
+    """The sentence of the BadInput that ``call`` must raise."""
+    with pytest.raises(BadInput) as caught:
+        call()
+    return str(caught.value)

@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "record": set(),
     "errors": set(),
     "files": set(),
+    "markup": set(),
     "stage": set(),
 }
-UNDER_ALL = {"errors", "files", "stage"}
+UNDER_ALL = {"errors", "files", "markup", "stage"}
 
 
 def room(path: Path) -> str:

@@ -3,8 +3,11 @@
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
 
 
 class BadInput(Exception):
@@ -22,7 +25,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 @contextmanager
 def as_sentences() -> Iterator[None]:
-    """Turn :class:`BadInput` into its sentence and exit code 2, and Ctrl-C into exit code 130."""
+    """Turn :class:`BadInput` into its sentence and exit code 2, Ctrl-C into 130, and what nobody foresaw into 70."""
     try:
         yield
     except BadInput as error:
@@ -30,6 +33,9 @@ def as_sentences() -> Iterator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(FAULT)
 
 
 def run_script(main: Callable[[], int | None]) -> None:

@@ -1,11 +1,14 @@
 """Files that are whole or not there at all, their hashes, and the folder where jspeed keeps what it prepared."""
 
+import errno
 import hashlib
 import os
 import tempfile
 from pathlib import Path
 
 import platformdirs
+
+from jspeed.errors import BadInput
 
 
 def cache_folder() -> Path:
@@ -14,19 +17,55 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part."""
+    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
+
+    Raises :class:`BadInput` when there is no room, or another reason why it cannot be written.
+    """
     data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.fchmod(file.fileno(), 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+class Lines:
+    """A text file that grows by whole lines: one that does not fit is not begun."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path``, made if it is not there. Raises :class:`BadInput`."""
+        self._path = path
+        try:
+            self.file = open(path, "ab", buffering=0)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def write(self, line: str) -> None:
+        """Add ``line``, which has no line end. Raises :class:`BadInput` when there is no room for it."""
+        size, data = os.fstat(self.file.fileno()).st_size, line.encode() + b"\n"
+        try:
+            if self.file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.file.truncate(size)
+            raise _unwritable(self._path, error) from None
+
+    def clear(self) -> None:
+        """Make the file empty."""
+        self.file.truncate(0)
+
+
+def _unwritable(path: Path, error: OSError) -> BadInput:
+    return BadInput(f"{path} cannot be written ({error.strerror}); make room there, or choose another folder")
 
 
 def sha256_of(path: Path) -> str:

@@ -50,6 +50,36 @@ class ParamSpec:
         """Number of elements, padding left out."""
         return (self.shape[0] - self.padding) * math.prod(self.shape[1:]) if self.shape else 1
 
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether the first axis goes through the layers."""
+        return self.axes[:1] in (("layer",), ("matrix",))
+
+
+def run_blocks(
+    block: Callable[[dict[str, jax.Array], Any], Any],
+    table: Mapping[str, ParamSpec],
+    layers: int,
+    params: Mapping[str, jax.Array],
+    x: Any,
+) -> Any:
+    """Apply ``block(p, x)`` for every layer in order, ``p`` being its part of each of ``params`` that stacks layers.
+
+    ``table`` describes ``params`` over all ``layers``: an array of one entry a layer gives that entry, one of k entries
+    a layer gives ``[k, ...]``. A device that holds fewer layers applies those.
+    """
+    entries = {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
+    held = {params[name].shape[0] // k for name, k in entries.items()}
+    for layer in range(*held):
+        x = block(
+            {
+                name: params[name][layer] if k == 1 else params[name][k * layer : k * layer + k]
+                for name, k in entries.items()
+            },
+            x,
+        )
+    return x
+
 
 def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
     return table_VD[ids_BT]
@@ -63,6 +93,7 @@ class Context:
     multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``. In training
     ``step`` is the number of steps before this one, an int32 scalar, and ``phase`` its remainder by
     ``Recipe.period``. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
+    ``blocks`` is :func:`run_blocks`, or what the layout has in its place.
     """
 
     stage: Stage
@@ -72,6 +103,7 @@ class Context:
     phase: int = 0
     step: Any = 0
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
+    blocks: Callable[..., Any] = run_blocks
 
     def use_fp8(self, asked: str) -> bool:
         """Decide on a recipe's FP8 field: ``on``, ``off``, or ``auto`` (in training, where it is native).
@@ -114,8 +146,9 @@ class Recipe:
     whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
     devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``, with
     ``eval_windows`` where they are not those of the last stage.
-
     Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
+    ``alike`` says that the layers are one function of their parameters, which ``forward`` runs through ``ctx.blocks``:
+    only such layers can be gathered, recomputed or spread over a pipeline one by one.
     """
 
     name: str
@@ -135,6 +168,7 @@ class Recipe:
     attention_width: int
     layers: int
     eval_windows: tuple[int, ...] = ()
+    alike: bool = False
 
     @property
     def period(self) -> int:

@@ -15,7 +15,7 @@ from rich.table import Table
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
-from jspeed.record.schema import read_run
+from jspeed.record.runfile import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 Points = list[tuple[float, float | None]]

@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from benches.kernels import Profile, profile
 from jspeed.data import Shards
 from jspeed.data.batches import to_global
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, batch_rows, replicated
+from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Recipe, Stage, flops_per_token, leaves, replace
 from jspeed.run.clock import now
 from jspeed.run.device import Device

@@ -11,6 +11,12 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "
 SLURM |= {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in zip(["RANK", "SIZE"], "13", strict=True)}
 OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+# What Kubeflow's Trainer 2 and Training Operator 1 set:
+# https://github.com/kubeflow/trainer/blob/master/pkg/runtime/framework/plugins/jax/jax.go
+# https://github.com/kubeflow/training-operator/blob/release-1.9/pkg/controller.v1/jax/envvar.go
+TRAINER = {"JAX_PROCESS_ID": "1", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:29500"}
+TRAINER |= {"JAX_COORDINATOR_PORT": "29500"}
+JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-worker-0", "COORDINATOR_PORT": "6666"}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +31,12 @@ OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),  # no srun
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:9"}, Place(1, 3, None, 1, 3)),
-        (OPEN_MPI | {"PMIX_NAMESPACE": "@"}, Place(1, 3, "127.0.0.1:61504", 1, 3)),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "@"}, Place(1, 3, "127.0.0.1:65053", 1, 3)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "JAX_COORDINATOR_ADDRESS": "a:1"}, Place(2, 4, "a:1", 0, 8)),
+        (TRAINER, Place(1, 2, "job-node-0-0.job:29500")),
+        (JAXJOB, Place(1, 2, "job-worker-0:6666")),
+        ({"RANK": "3"}, None),  # left by something else
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
         (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place(1, 3, "a:1", 1, 3)),
     ],
 )
@@ -41,6 +52,9 @@ def test_flags_come_before_variables():
     ("word", "environment", "flags"),
     [
         ("MASTER_PORT", {name: TORCHRUN[name] for name in TORCHRUN if name != "MASTER_PORT"}, ()),
+        ("WORLD_SIZE is not", {name: TORCHRUN[name] for name in TORCHRUN if name != "WORLD_SIZE"}, ()),
+        ("'http'", TORCHRUN | {"JAX_COORDINATOR_PORT": "http"}, ()),
+        ("NUM_PROCESSES is 2", JAXJOB | {"PROCESS_ID": "2"}, ()),
         ("RANK is 4", TORCHRUN | {"RANK": "4"}, ()),
         ("'one'", TORCHRUN | {"RANK": "one"}, ()),
         ("--process-id", {}, ("b:9", 8)),

@@ -62,7 +62,11 @@ def test_one_that_fails_ends_all_and_its_code_counts(launch):
     done = launch("--nproc-per-node 2 --grace 1", program)
     assert done.returncode == 128 + 9 and time.monotonic() - before < 30
     assert done.stdout == "told\n"
-    assert done.stderr.splitlines() == ["launch: rank 1 was killed by SIGKILL", "launch: rank 0 did not end; SIGKILL"]
+    assert done.stderr.splitlines() == [
+        "launch: rank 1 was killed by SIGKILL",
+        "launch: rank 1 was killed by SIGKILL; ending rank 0",
+        "launch: rank 0 did not end; SIGKILL",
+    ]
 
 
 def test_a_failed_run_starts_again_but_not_for_bad_input(launch, tmp_path):

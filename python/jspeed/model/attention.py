@@ -1,10 +1,12 @@
 """Causal attention over packed lanes: which keys a query sees, the reference that runs anywhere, and the choice."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
 from jspeed.model import kernels
@@ -62,8 +64,9 @@ def attention(
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
     others (:mod:`jspeed.model.kernels`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more than
-    ``max_docs`` documents comes out as NaN, never as a mask that is quietly another one. Raises BadInput for what a
-    backend cannot do.
+    ``max_docs`` documents comes out as NaN, never as a mask that is quietly another one. Where a mesh has an axis that
+    XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads
+    that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -77,7 +80,7 @@ def attention(
         ids_BT = None if documents is None else documents.ids
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
         path = _unrolled if short else _looped
-        return path(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window)
+        return _over_heads(lambda q, k, v: path(q, k, v, ids_BT, scale, window), q_BTHK, k_BTHK, v_BTHK)
     if documents is not None and documents.offsets is None:
         raise BadInput(
             f"attention backend '{backend}' reads where documents start; give find_documents a max_docs, "
@@ -85,7 +88,25 @@ def attention(
         )
     offsets_BO = None if documents is None else documents.offsets
     kernel = kernels.cudnn if backend == "cudnn" else kernels.fa4
-    return kernel(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window)
+    run = partial(kernel, scale=scale, offsets_BO=offsets_BO, window=window)
+    return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
+
+
+def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
+    """Run ``path(q, k, v)``, each device of the mesh axes that are XLA's to use taking some of the heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    if not axes or mesh.are_all_axes_auto:  # outside of shard_map XLA may do as it likes
+        return path(q_BTHK, k_BTHK, v_BTHK)
+    devices, heads = math.prod(mesh.shape[axis] for axis in axes), q_BTHK.shape[2]
+    if heads % devices:
+        raise BadInput(
+            f"attention has {heads} heads, which {devices} devices cannot share; use a number that divides it"
+        )
+    cut = PartitionSpec(None, None, axes)
+    return jax.shard_map(path, in_specs=(cut,) * 3, out_specs=cut, axis_names=set(axes), check_vma=False)(
+        q_BTHK, k_BTHK, v_BTHK
+    )
 
 
 def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window):

@@ -1,13 +1,11 @@
 """One step at which all processes stop, whichever of them was asked to."""
 
 import threading
-from contextlib import suppress
 
-import jax
+from jspeed.parallel.distributed import client, process_count, process_index
+from jspeed.parallel.failure import pause, tell, when_told
 
-from jspeed.parallel import distributed
-
-_WISH = "jspeed/stop"
+_WISH, _STEPS = "stop", "jspeed/steps/"
 
 
 class Agreement:
@@ -21,36 +19,32 @@ class Agreement:
         self._lock = threading.Lock()
         self._step = -1
         self._stop: tuple[int, str] | None = None
-        self._wished = False
-        if distributed.process_count() > 1:
-            distributed.when_told(_WISH, self._agree)
+        self._wish: str | None = None
+        self._told = False
+        when_told(_WISH, self._agree)
 
     def wish(self, why: str) -> None:
         """Ask for the end, for example with the status to write down. Safe in a signal handler; the first wish wins."""
-        if self._wished:
-            return
-        self._wished = True
-        if distributed.process_count() == 1:
-            self._stop = 0, why
-        else:
-            threading.Thread(target=self._tell, args=(why,), daemon=True).start()
+        self._wish = self._wish or why
 
     def reached(self, step: int) -> str | None:
         """Say that ``step`` is about to begin; returns why to stop instead, on all processes at the same step."""
+        if process_count() == 1:
+            return self._wish
+        if self._wish and not self._told:
+            self._told = True
+            tell(_WISH, self._wish)
         with self._lock:
             if self._stop and step >= self._stop[0]:
                 return self._stop[1]
             self._step = step
         return None
 
-    def _tell(self, why: str) -> None:
-        with suppress(jax.errors.JaxRuntimeError):  # another process was first
-            distributed.client().key_value_set(_WISH, why)
-
     def _agree(self, why: str) -> None:
-        store = distributed.client()
-        with self._lock, suppress(jax.errors.JaxRuntimeError):
-            store.key_value_set(f"{_WISH}-{distributed.process_index()}", str(self._step))
-            everyone = range(distributed.process_count())
-            steps = [int(store.blocking_key_value_get(f"{_WISH}-{index}", 60_000)) for index in everyone]
-            self._stop = max(steps) + 1, why
+        store = client()
+        with self._lock:
+            store.key_value_set(f"{_STEPS}{process_index()}", str(self._step))
+            steps: list[str] = []
+            while len(steps) < process_count() and not pause(0.05):
+                steps = [value for _, value in store.key_value_dir_get(_STEPS)]
+            self._stop = max(map(int, steps), default=self._step) + 1, why

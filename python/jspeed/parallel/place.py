@@ -1,5 +1,6 @@
-"""Who a process is among several: from flags, torchrun's variables, Slurm's or Open MPI's. No jax in here."""
+"""Who a process is among several, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 from jspeed.errors import BadInput
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_JAX = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")  # Kubeflow Trainer's, address with port
+_JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PORT")  # Kubeflow Training Operator's
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,18 @@ def find_place(
         if coordinator is None or processes is None or process_id is None:
             raise BadInput("several processes need all of --coordinator HOST:PORT, --processes N and --process-id I")
         return _checked(Place(process_id, processes, coordinator), "--process-id", "--processes")
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    told = [name for name in _TORCHRUN if name in environment]
+    if told[:2] == ["RANK", "WORLD_SIZE"] or len(told) > 2:
         return _of_torchrun(environment)
-    slurm = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-    if all(name in environment for name in slurm):
-        ntasks, procid, localid = (_whole(environment, name) for name in slurm[2:])
-        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]
-        return _checked(Place(procid, ntasks, None, localid, max(int(tasks), localid + 1)), *reversed(slurm[2:4]))
+    if all(name in environment for name in _JAX):
+        place = Place(_whole(environment, _JAX[0]), _whole(environment, _JAX[1]), environment[_JAX[2]])
+        return _checked(place, *_JAX[:2])
+    if all(name in environment for name in _JAXJOB):
+        address = f"{environment[_JAXJOB[2]]}:{environment[_JAXJOB[3]]}"
+        place = Place(_whole(environment, _JAXJOB[0]), _whole(environment, _JAXJOB[1]), address)
+        return _checked(place, *_JAXJOB[:2])
+    if all(name in environment for name in _SLURM):
+        return _of_slurm(environment)
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _of_open_mpi(environment)
     return None
@@ -46,17 +55,17 @@ def find_place(
 
 def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
     missing = [name for name in _TORCHRUN if name not in environment]
-    if environment["WORLD_SIZE"] == "1":
+    if environment.get("WORLD_SIZE") == "1":
         return None
     if missing:
         raise BadInput(
-            f"RANK and WORLD_SIZE are set but {missing[0]} is not; set all of {', '.join(_TORCHRUN)}, as torchrun and "
-            "scripts/launch.py do, or unset RANK to run one process"
+            f"{', '.join(name for name in _TORCHRUN if name in environment)} are set but {missing[0]} is not; set all "
+            f"of {', '.join(_TORCHRUN)}, as torchrun and scripts/launch.py do, or unset RANK to run one process"
         )
     port = _whole(environment, "MASTER_PORT")
     if "TORCHELASTIC_RUN_ID" in environment:  # torchrun's own store listens there
         port += 1
-    port = int(environment.get("JAX_COORDINATOR_PORT", port))
+    port = _whole(environment, "JAX_COORDINATOR_PORT", port)
     place = Place(
         _whole(environment, "RANK"),
         _whole(environment, "WORLD_SIZE"),
@@ -65,6 +74,18 @@ def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
         _whole(environment, "LOCAL_WORLD_SIZE", 1),
     )
     return _checked(place, "RANK", "WORLD_SIZE")
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Place | None:
+    """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``: what matters here is how GPUs are divided, evenly."""
+    count, index, local = (_whole(environment, name) for name in _SLURM[2:])
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
+    tasks_here = max(int(tasks) if tasks.isdigit() else 1, local + 1)
+    return _checked(
+        Place(index, count, environment.get("JAX_COORDINATOR_ADDRESS"), local, tasks_here),
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+    )
 
 
 def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
@@ -80,7 +101,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
                 "with the host that mpirun starts rank 0 on (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
             )
         job = environment.get("PMIX_NAMESPACE", "")
-        coordinator = f"127.0.0.1:{61_440 + sum(job.encode()) % 4_096}"
+        coordinator = f"127.0.0.1:{61_440 + zlib.crc32(job.encode()) % 4_096}"
     return _checked(Place(index, count, coordinator, local_index, local_count), "rank", "size")
 
 
@@ -101,14 +122,23 @@ def _checked(place: Place, index: str, count: str) -> Place | None:
     return place if place.count > 1 else None
 
 
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a process see."""
+    told = environment.get("CUDA_VISIBLE_DEVICES")
+    if told is not None:
+        return len([device for device in told.split(",") if device])
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def local_devices(place: Place, environment: Mapping[str, str]) -> list[int] | None:
     """This process's equal share of the GPUs it can see; None leaves all to it (it is alone here, or no GPUs)."""
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
-    told = environment.get("CUDA_VISIBLE_DEVICES")
-    seen = len(list(Path("/dev").glob("nvidia[0-9]*"))) if told is None else len([d for d in told.split(",") if d])
-    if seen < place.local_count:  # none, or each process was given its own
-        return list(range(seen)) or None
+    seen = visible_gpus(environment)
+    if not seen:
+        return None
+    if seen < place.local_count and "CUDA_VISIBLE_DEVICES" in environment:  # each process was given its own
+        return list(range(seen))
     if seen % place.local_count:
         raise BadInput(
             f"{seen} GPUs cannot be divided over {place.local_count} processes of this node; start a number of "

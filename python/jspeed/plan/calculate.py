@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.mesh import check_layout, cut_dim, partition
+from jspeed.parallel.layout import check_layout, cut_dim, partition
 from jspeed.recipe import (
     ParamSpec,
     Recipe,
@@ -106,7 +106,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch:
     that is unknown or a batch that does not divide.
     """
     mesh = absent_mesh(devices)
-    check_layout(layout, mesh)
+    check_layout(layout, mesh, recipe)
     parts, at_once = micro_batching(recipe, stage, devices, micro_batch)
     state, _ = state_shardings(recipe, layout, mesh)
     specs = [spec for _, spec in leaves(recipe.parameters)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, cut_dim, partition
+from jspeed.parallel.layout import DEFAULT_LAYOUT, cut_dim, partition
 from jspeed.plan import calculate, chinchilla
 from jspeed.recipe import ParamSpec, Recipe, flops_per_token, is_matrix, leaves, matmul_parameters, parameter_count
 from jspeed.run.console import opening

@@ -1,26 +1,32 @@
 """Checkpoints: the whole state of a run on disk, written by Orbax while training goes on, and found again.
 
-A run directory's ``checkpoints/STEP/`` holds the arrays, sharded as they lie, and ``record``, a JSON object with all
-that is not on the devices. Orbax makes it under another name and renames it when it is whole. ``STEP.json`` beside it
-has the hash of every file; only with it does a checkpoint count, because Orbax itself reads flipped bits as numbers.
+A run directory's ``checkpoints/STEP/`` holds the arrays, sharded as they lie; ``record``, a JSON object with all that
+is not on the devices; and ``sha256.json``, the hash of every file, because Orbax itself reads flipped bits as numbers.
+Orbax makes the folder under another name and renames it when it is whole, hashes included.
 """
 
 import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
 from jspeed.parallel import distributed
+from jspeed.parallel.within import within
 from jspeed.run.step import State
 
 KEEP = 2  # the newest, and one before it should the newest be damaged
+HASHES = "sha256.json"
+UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is being written
+NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
 MUST_AGREE = ("recipe hash", "seed", "training data", "validation data")
 
 
@@ -30,15 +36,20 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self._folder = folder.absolute()
         self._manager: Any = None
+        self._step = 0
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._manager and kind is None:
+        if self._manager is None:
+            return
+        if kind is None:
             self._guarded(self._manager.wait_until_finished)
             self._manager.close()
-            self._guarded(self._seal)  # the background thread may have ended before the last name was in place
+            return
+        with suppress(Exception):  # the one that is being written may be the last; what went wrong is known already
+            within(60, self._manager.wait_until_finished)
 
     def save(self, step: int, state: State, record: Mapping[str, Any]) -> None:
         """Copy ``state`` to the host and write it in the background, with ``record``; waits for the save before.
@@ -55,27 +66,43 @@ class Checkpoints:
         frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
         args = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), record=ocp.args.JsonSave(frozen))
         with jax.transfer_guard("allow"):
+            self._guarded(self._manager.wait_until_finished)
+            self._step = step
             self._guarded(lambda: self._manager.save(step, args=args, force=True))
 
-    def _guarded(self, call: Any) -> None:
+    def _guarded(self, call: Callable[[], object]) -> None:
         try:
             call()
         except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+            if isinstance(error, JaxRuntimeError):
+                raise
+            if isinstance(error.__cause__, JaxRuntimeError):  # Orbax calls what another process's end did a time-out
+                raise error.__cause__ from None
+            remove_unfinished(self._folder)
             raise BadInput(
-                f"a checkpoint could not be written to {self._folder} ({reason}); make room or choose another "
+                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room or choose another "
                 "--run-dir, then go on from the one before with --resume"
             ) from error
 
     def _seal(self) -> None:
-        if distributed.process_index() == 0:
-            for step in steps_in(self._folder):
-                if not _seal_of(self._folder, step).exists():
-                    hashes = {name: sha256_of(path) for name, path in _files(self._folder / str(step)).items()}
-                    write_whole(_seal_of(self._folder, step), json.dumps(hashes, indent=1) + "\n")
-            for seal in self._folder.glob("*.json"):
-                if not (self._folder / seal.stem).is_dir():
-                    seal.unlink(missing_ok=True)
+        """Write the hashes; Orbax calls this on process 0 when all is written and before it renames the folder."""
+        for folder in self._folder.glob(f"{self._step}{UNFINISHED}*"):
+            hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
+            write_whole(folder / HASHES, json.dumps(hashes, indent=1) + "\n")
+
+
+def _reason(error: Exception) -> str:
+    """A few words for a page of Orbax's or TensorStore's."""
+    if found := re.search(r"No space left on device|Disk quota exceeded|Read-only file system", str(error)):
+        return found.group()
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a save that failed, or the process of which was killed, has left in ``folder``. For process 0."""
+    if distributed.process_index() == 0:
+        for path in folder.glob(f"*{UNFINISHED}*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -83,28 +110,26 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit() and path.is_dir())
 
 
-def _seal_of(folder: Path, step: int) -> Path:
-    return folder / f"{step}.json"
-
-
 def _files(folder: Path) -> dict[str, Path]:
-    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file but Orbax's own notes, which it writes again after the hashes, and the hashes."""
+    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if name not in (HASHES, *NOTES)}
 
 
 def damage(folder: Path, step: int) -> str | None:
     """Return what is wrong with the checkpoint of ``step``, or None."""
     try:
-        hashes = json.loads(_seal_of(folder, step).read_text())
+        hashes = json.loads((folder / str(step) / HASHES).read_text())
+        found = _files(folder / str(step))
+        for name, digest in hashes.items():
+            if name not in found:
+                return f"{name} is missing"
+            if sha256_of(found[name]) != digest:
+                return f"{name} is not what was written"
     except FileNotFoundError:
-        return "it was not finished"
-    except (OSError, ValueError):
-        return f"{step}.json cannot be read"
-    for name, digest in hashes.items():
-        path = folder / str(step) / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if sha256_of(path) != digest:
-            return f"{name} is not what was written"
+        return f"it has no {HASHES}"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"it cannot be read: {error}"
     return None
 
 
@@ -114,13 +139,13 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
     Newer ones are removed, so that the run can write them again. For process 0.
     """
     said: list[str] = []
+    remove_unfinished(folder)
     for step in reversed(steps_in(folder)):
         wrong = damage(folder, step)
         if wrong is None:
             return step, said
-        said.append(f"the checkpoint of step {step} in {folder} is damaged ({wrong}); taking the one before")
+        said.append(f"the checkpoint of step {step} in {folder} is damaged ({wrong}); removing it")
         shutil.rmtree(folder / str(step))
-        _seal_of(folder, step).unlink(missing_ok=True)
     return None, said
 
 

@@ -5,13 +5,16 @@ of the gradients it computed, both in the compute dtype, until the step that upd
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jspeed.parallel.mesh import owned, partitions
+from jspeed.errors import BadInput
+from jspeed.parallel.layout import owned, partition, partitions
+from jspeed.parallel.rows import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, leaves
 
 Held = dict[str, dict[str, Any]]
@@ -63,6 +66,18 @@ def add(recipe: Recipe, ctx: Context, held: Held, whole: Any, grads: Any) -> tup
     slow = [path for path, spec in leaves(recipe.parameters) if spec.every > 1]
     found = [dict(zip(_paths(recipe), jax.tree.leaves(tree), strict=True)) for tree in (whole, grads)]
     return grads, {"whole": {p: found[0][p] for p in slow}, "sums": {p: found[1][p][None] for p in slow}}
+
+
+def fetcher(recipe: Recipe, layout: str, mesh: Mesh) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return ``Context.fetch``: rows of tables, asked of their owners if they lie in parts, which all must or none."""
+    tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
+    far = sum(owned(spec, partition(spec, layout, mesh)) for spec in tables)
+    if far not in (0, len(tables)):
+        raise BadInput(
+            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {far} can be cut over the devices; "
+            "give all a number of rows that the devices divide"
+        )
+    return partial(fetch, axis="data" if far else None)
 
 
 def _both(recipe: Recipe, layout: str, mesh: Mesh | None, whole: Callable, sums: Callable) -> Held:

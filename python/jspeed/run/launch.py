@@ -9,7 +9,6 @@ import os
 import queue
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,8 @@ from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 from jspeed.errors import BadInput
+from jspeed.parallel.place import visible_gpus
+from jspeed.parallel.rendezvous import free_port
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second, and process 0 says it last
 ENDED = {0, 1, 2, 130, 143}  # exit codes that another start would not change: done, missed, bad input, told to stop
@@ -85,7 +86,10 @@ def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
 
 def _processes(text: str) -> int:
     if text in ("gpu", "auto"):
-        return len(list(Path("/dev").glob("nvidia[0-9]*"))) or 1
+        count = visible_gpus(os.environ)
+        if not count and text == "gpu":
+            raise BadInput("--nproc-per-node gpu: this machine shows no GPU; give a number")
+        return count or 1
     if not text.isdigit() or text == "0":
         raise BadInput(f"--nproc-per-node {text}: give a number from 1 on, or gpu")
     return int(text)
@@ -118,13 +122,6 @@ def shown(launch: Launch) -> list[str]:
     return lines
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run(launch: Launch) -> int:
     """Start, watch, restart; returns the exit code of the first process that failed (128 + signal), or 0."""
     for attempt in range(launch.max_restarts + 1):
@@ -138,15 +135,19 @@ def run(launch: Launch) -> int:
 
 
 class Node:
-    """The processes of one attempt on this node."""
+    """The processes of one attempt on this node.
+
+    Signals and ends are events in one queue, so that nothing happens inside a signal handler.
+    """
 
     def __init__(self, launch: Launch, attempt: int) -> None:
         self._launch = launch
-        self._ends: queue.Queue[int] = queue.Queue()
+        self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._told: int | None = None
         self._timers: list[threading.Timer] = []
         self._writing = threading.Lock()
-        self._previous = {s: signal.signal(s, self._pass) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._previous = {number: signal.signal(number, self._note) for number in signals}
         self._first = launch.node_rank * launch.nproc_per_node
         self._processes: list[subprocess.Popen[str]] = []
         for local in range(launch.nproc_per_node):
@@ -154,6 +155,9 @@ class Node:
         self._threads = [threading.Thread(target=self._wait, args=(n,)) for n in range(len(self._processes))]
         for thread in self._threads:
             thread.start()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(("signal", number))
 
     def _start(self, told: Mapping[str, str]) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE if self._launch.prefix else None
@@ -176,10 +180,10 @@ class Node:
             if source is not None:
                 pumps.append(threading.Thread(target=self._pump, args=(source, target, self._first + number)))
                 pumps[-1].start()
-        for pump in pumps:
-            pump.join()
         process.wait()
-        self._ends.put(number)
+        for pump in pumps:
+            pump.join(5)  # a child of its own may hold the pipe open
+        self._events.put(("end", number))
 
     def _pump(self, source: TextIO, target: TextIO, rank: int) -> None:
         with source:
@@ -188,48 +192,62 @@ class Node:
                     target.write(f"[rank {rank}] {line.rstrip(chr(10))}\n")
                     target.flush()
 
-    def _pass(self, number: int, frame: FrameType | None) -> None:
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            with suppress(OSError):
+                process.send_signal(number)
+
+    def _alive(self) -> str:
+        return ", ".join(str(self._first + n) for n, process in enumerate(self._processes) if process.poll() is None)
+
+    def _end(self, why: str) -> None:
+        """Ask all to end, and make them when the grace is over."""
+        if alive := self._alive():
+            print(f"launch: {why}; ending rank {alive}", file=sys.stderr, flush=True)
+            self._send(signal.SIGTERM)
+            self._later(min(10.0, self._launch.grace), self._kill)
+
+    def _kill(self) -> None:
+        if alive := self._alive():
+            print(f"launch: rank {alive} did not end; SIGKILL", file=sys.stderr, flush=True)
+            self._send(signal.SIGKILL)
+
+    def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
+        self._timers.append(threading.Timer(seconds, call, arguments))
+        self._timers[-1].daemon = True
+        self._timers[-1].start()
+
+    def watch(self) -> int:
+        """Return when all processes have ended: the code of the first that failed, or 0."""
+        code, left = 0, len(self._processes)
+        while left:
+            what, number = self._events.get()
+            if what == "signal":
+                self._pass(number)
+                continue
+            left -= 1
+            ended = self._processes[number].returncode
+            if ended and not code:
+                code = 128 - ended if ended < 0 else ended
+                if self._told is None:
+                    self._tell(self._first + number, ended)
+        for timer in self._timers:
+            timer.cancel()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        return 128 + self._told if self._told and code not in (0, 1) else code
+
+    def _pass(self, number: int) -> None:
         """Pass a signal on; the grace starts with the first that asks for the end."""
         self._send(number)
         if number != signal.SIGUSR1 and self._told is None:
             self._told = number
             self._later(self._launch.grace, self._kill)
 
-    def _send(self, number: int) -> None:
-        for process in self._processes:
-            with suppress(OSError):
-                process.send_signal(number)
-
-    def _kill(self) -> None:
-        alive = [self._first + n for n, process in enumerate(self._processes) if process.poll() is None]
-        print(f"launch: rank {', '.join(map(str, alive))} did not end; SIGKILL", file=sys.stderr, flush=True)
-        self._send(signal.SIGKILL)
-
-    def _end(self) -> None:
-        self._send(signal.SIGTERM)
-        self._later(min(10.0, self._launch.grace), self._kill)
-
-    def _later(self, seconds: float, call: Any) -> None:
-        self._timers.append(threading.Timer(seconds, call))
-        self._timers[-1].daemon = True
-        self._timers[-1].start()
-
-    def watch(self) -> int:
-        """Return when all processes have ended: the code of the first that failed, or 0."""
-        code = 0
-        for left in reversed(range(len(self._processes))):
-            number = self._ends.get()
-            ended = self._processes[number].returncode
-            if ended and not code:
-                code = 128 - ended if ended < 0 else ended
-                how = f"was killed by {signal.Signals(-ended).name}" if ended < 0 else f"ended with exit code {ended}"
-                if self._told is None and (left or ended < 0):
-                    print(f"launch: rank {self._first + number} {how}", file=sys.stderr, flush=True)
-                    self._later(SETTLE_SECONDS, self._end)
-        for timer in self._timers:
-            timer.cancel()
-        for thread in self._threads:
-            thread.join()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        return 128 + self._told if self._told and code not in (0, 1) else code
+    def _tell(self, rank: int, ended: int) -> None:
+        """Say what happened, unless the process could say so itself, and give the others time to end by themselves."""
+        how = f"rank {rank} ended with exit code {ended}"
+        if ended < 0:
+            how = f"rank {rank} was killed by {signal.Signals(-ended).name}"
+            print(f"launch: {how}", file=sys.stderr, flush=True)
+        self._later(SETTLE_SECONDS, self._end, how)

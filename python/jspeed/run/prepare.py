@@ -14,24 +14,20 @@ from rich.console import Console
 
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.tokenise import complete_manifest, prepare_stdlib
-from jspeed.errors import BadInput, writable_folder
+from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.distributed import at_failure, process_index, same_everywhere, share
-from jspeed.parallel.mesh import (
-    DEFAULT_LAYOUT,
-    check_layout,
-    make_mesh,
-    parse_mesh,
-    place,
-    replicated,
-    request_cpu_devices,
-)
+from jspeed.parallel.distributed import process_index, same_everywhere
+from jspeed.parallel.failure import at_failure
+from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
+from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
+from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, describe, replace
-from jspeed.record.schema import read_run
+from jspeed.record.planned import place_in_plan
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
-from jspeed.run.checkpoint import check_same, newest, read_record, restore
-from jspeed.run.clock import Clock, utc_now
+from jspeed.run.checkpoint import restore
+from jspeed.run.claim import Claim, claim
+from jspeed.run.clock import Clock
 from jspeed.run.cpu import keep_freed_memory
 from jspeed.run.device import Device, device_of, micro_batches
 from jspeed.run.find import Found, find
@@ -44,8 +40,7 @@ from jspeed.run.program import (
     warm_up,
 )
 from jspeed.run.step import State
-
-RUN_FILES = ("run.json", "metrics.jsonl", "config.json")
+from jspeed.run.witness import Witness, checksum
 
 
 @dataclass(frozen=True)
@@ -87,28 +82,25 @@ class Setup:
     manifest: dict[str, Any]
     run_dir: Path
     started: str
+    claim: Claim
     program: Program
     validation: evaluate.ValidationSet
     state: State
     identity: dict[str, Any]
     record: dict[str, Any] | None
+    witness: Witness
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
     check_numbers(options)
-    found = find(options.recipe, options.sets)
+    use_compile_cache()
+    found, mesh = find_and_place(options)
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
-    axes = parse_mesh(options.mesh) if options.mesh else None
-    if axes:
-        request_cpu_devices(axes)
-    use_compile_cache()
-    mesh = make_mesh(axes)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    check_layout(options.layout, mesh)
     device = device_of(mesh, options.attention)
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
@@ -118,15 +110,19 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         loader = open_loader(recipe, shards, options.seed)
     same = identity(options, found, shards, val_shards)
-    same_everywhere(same | {"mesh": dict(mesh.shape), "jax": jax.__version__})
-    run_dir, started, step = claim_for_all(options, recipe, same, console)
-    undo = (lambda: None) if step is not None else lambda: abandon(run_dir)
-    forget = at_failure(undo)
+    how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
+    same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
+    plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
+    name = f"{recipe.name}-{{}}-seed{options.seed}"
+    claimed = claim(options.run_dir, name, options.resume, options.checkpoint_every > 0, same, console)
+    run_dir, step = claimed.run_dir, claimed.step
+    forget = at_failure(claimed.abandon)
     try:
         config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+            write_whole(run_dir / "recipe.py", found.source)
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         facts = [
@@ -137,14 +133,16 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
                 str(devices["count"]),
             ),
-            ("accumulation", "lanes / devices / lanes at once", accumulation),
+            ("accumulation", "lanes / devices / lanes at once", accumulation + idle(mesh, parts[-1])),
             ("kernels", "attention backend, FP8 matrix multiplication", f"{device.attention}, FP8 {device.fp8}"),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
         say.opening(console, facts)
         with clock.section("compile"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
+        seed = place(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"):
+            fresh = checksum(program.init(seed))
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
@@ -152,11 +150,14 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             if step is not None:
                 state, record = restore(run_dir / "checkpoints", step, state_shardings(recipe, options.layout, mesh)[0])
                 loader.load_state_dict(record["loader"])
+                after_warm_up = checksum(program.init(seed))
             else:
-                state = program.init(place(np.asarray(options.seed, np.uint32), replicated(mesh)))
+                state = program.init(seed)
+                after_warm_up = checksum(state)
             jax.block_until_ready(state)
+            witness = Witness(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
-        undo()
+        claimed.abandon()
         raise
     forget()
     return Setup(
@@ -170,13 +171,32 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         loader=loader,
         manifest=complete_manifest(folder) or {},
         run_dir=run_dir,
-        started=started,
+        started=claimed.started,
+        claim=claimed,
         program=program,
         validation=validation,
         state=state,
         identity=same,
         record=record,
+        witness=witness,
     )
+
+
+def find_and_place(options: Options) -> tuple[Found, Mesh]:
+    """Return the recipe and the mesh it is to lie on. Raises :class:`BadInput` where the layout does not fit."""
+    found = find(options.recipe, options.sets)
+    axes = parse_mesh(options.mesh) if options.mesh else None
+    if axes:
+        request_cpu_devices(axes)
+    mesh = make_mesh(axes)
+    check_layout(options.layout, mesh, found.recipe)
+    return found, mesh
+
+
+def idle(mesh: Mesh, parts: int) -> str:
+    """What a pipeline loses, in words."""
+    stages = mesh.shape.get("pipe", 1)
+    return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
 def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
@@ -228,54 +248,3 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-
-
-def claim_for_all(
-    options: Options, recipe: Recipe, same: dict[str, Any], console: Console
-) -> tuple[Path, str, int | None]:
-    """Have process 0 claim the run directory; returns it, the start time and the step to resume from, the same on all.
-
-    That step is that of the newest whole checkpoint with --resume, None without, or where there is none yet.
-    """
-    claimed: tuple[str, str, int | None] | None = None
-    if process_index() == 0:
-        run_dir, step = claim(options, recipe), None
-        if options.resume:
-            folder = run_dir / "checkpoints"
-            step, said = newest(folder)
-            if step is not None:
-                check_same(read_record(folder, step), same, run_dir)
-                said.append(f"resuming {run_dir} after step {step}")
-            else:
-                said.append(f"{run_dir} has no checkpoint to resume from; starting at step 0")
-            for line in said:
-                console.print(line, markup=False, soft_wrap=True)
-        claimed = str(run_dir), utc_now(), step
-    run, started, step = json.loads(share("run", json.dumps(claimed)))
-    return Path(run), started, step
-
-
-def claim(options: Options, recipe: Recipe) -> Path:
-    """Create the run directory. Raises :class:`BadInput` if it cannot be written or already holds a run."""
-    name = f"{recipe.name}-{utc_now().replace(':', '').replace('-', '')}-seed{options.seed}"
-    run_dir = options.run_dir or Path("runs") / name
-    if options.resume:
-        if options.run_dir is None:
-            raise BadInput("--resume needs --run-dir, the folder of the run to go on with")
-        if (run_dir / "run.json").exists() and read_run(run_dir)["status"] in ("finished", "diverged"):
-            raise BadInput(f"--resume: {run_dir} holds a run that has ended; choose another --run-dir, or leave it")
-    held = [name for name in (*RUN_FILES, "checkpoints") if (run_dir / name).exists()]
-    if held and not options.resume:
-        raise BadInput(f"--run-dir {run_dir} already holds a run ({held[0]}); choose another folder or move it away")
-    writable_folder(run_dir, "run directory")
-    return run_dir
-
-
-def abandon(run_dir: Path) -> None:
-    """Take back what this run has put into its directory, and the directory when nothing else is in it."""
-    if process_index():
-        return
-    for name in RUN_FILES:
-        (run_dir / name).unlink(missing_ok=True)
-    if not any(run_dir.iterdir()):
-        run_dir.rmdir()

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
-from jspeed.parallel.mesh import batch_rows, check_layout, partitions, place, replicated
+from jspeed.parallel.layout import check_layout, partitions
+from jspeed.parallel.mesh import batch_rows, place, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run import held
 from jspeed.run.device import Device, device_of, lanes_at_once, micro_batches
@@ -64,7 +65,7 @@ def compile_program(
     Raises :class:`BadInput` for a layout the mesh does not fit, a micro-batch that does not divide, or a step that
     needs more memory than a device has, with the micro-batch that would fit.
     """
-    check_layout(layout, mesh)
+    check_layout(layout, mesh, recipe)
     device = device or device_of(mesh)
     _, shardings = state_shardings(recipe, layout, mesh)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
@@ -178,7 +179,7 @@ def eval_context(recipe: Recipe, device: Device) -> Context:
 
 def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
     """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most ``micro_tokens``."""
-    at_once = max(1, micro_tokens // recipe.eval_len) * mesh.shape["data"]
+    at_once = max(1, micro_tokens // recipe.eval_len) * row_shards(mesh)
     parts = -(-rows // at_once)
     return parts, parts * at_once
 

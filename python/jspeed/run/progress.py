@@ -3,18 +3,19 @@
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
+from jspeed.files import Lines
 from jspeed.run.clock import Clock
 from jspeed.run.console import Display
 
 
 @dataclass
 class Progress:
-    """What has happened since the clock started. ``status`` is a word of run.json's table."""
+    """What has happened since the clock started. ``status`` is a word of run.json's table; process 0 has metrics."""
 
     clock: Clock
-    metrics: TextIO
+    metrics: Lines | None
     display: Display
     steps: int = 0
     tokens: int = 0
@@ -55,7 +56,8 @@ class Progress:
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
-        self.metrics.write(json.dumps(line) + "\n")
+        if self.metrics:
+            self.metrics.write(json.dumps(line))
 
     def record(self) -> dict[str, Any]:
         """All of this that a checkpoint keeps; :meth:`resume` takes it."""

@@ -1,22 +1,31 @@
 """What a training step and an evaluation compute: gather, gradients of a device's rows, reduce, update."""
 
-import dataclasses
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
-from jspeed.errors import BadInput
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, gather, owned, partitions, reduce
-from jspeed.parallel.rows import fetch
-from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
+from jspeed.parallel.layout import (
+    DEFAULT_LAYOUT,
+    at_use,
+    blocks,
+    find_layout,
+    gather,
+    gather_all,
+    partitions,
+    reduce,
+    rows_only,
+)
+from jspeed.parallel.mesh import ROW_AXES, rows_spec
+from jspeed.recipe import Context, Recipe, init_parameters, map_specs
 from jspeed.run import held
 
 State = dict[str, Any]
-ROWS = PartitionSpec("data")
 
 
 def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
@@ -34,33 +43,31 @@ def train_step(
 
     The loss is the mean over all tokens of the batch, formed row by row so that it does not depend on how rows
     are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
-    its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie.
+    its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie. In a
+    pipeline the micro-batches are the pipeline's.
     """
-    cuts, holds = partitions(recipe.parameters, layout, mesh), held.cuts(recipe, layout, mesh)
+    cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout, mesh)
     weight = 1 / recipe.tokens_per_step(ctx.stage)
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), fetch=held.fetcher(recipe, layout, mesh))
+    parts = 1 if "pipe" in mesh.shape else parts
 
     def on_device(params: Any, kept: held.Held, step: jax.Array, tokens: jax.Array) -> tuple[Any, held.Held, jax.Array]:
-        now = dataclasses.replace(ctx, step=step, fetch=fetcher(recipe, cuts))
-        whole = held.recall(recipe, now, kept, assembled(recipe, params, cuts))
+        now = replace(ctx, step=step)
+        whole = held.recall(recipe, now, kept, jax.tree.map(gather, computing(recipe, params), cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
         grads, kept = held.add(recipe, now, kept, whole, grads)
-        return (
-            each(recipe, lambda spec, g, cut: g if owned(spec, cut) else reduce(g, cut), grads, cuts),
-            kept,
-            row_losses,
-        )
+        return jax.tree.map(partial(reduce, mesh), grads, cuts, later), kept, row_losses
 
-    grads, kept, row_losses = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(cuts, holds, PartitionSpec(), ROWS),
-        out_specs=(cuts, holds, ROWS),
-        check_vma=False,
-    )(state["params"], state["held"], state["step"], tokens)
+    rows, holds = rows_spec(mesh), held.cuts(recipe, layout, mesh)
+    out = rows_only(cuts), holds, rows
+    grads, kept, row_losses = by_hand(mesh, on_device, (*out[:2], PartitionSpec(), rows), out)(
+        state["params"], state["held"], state["step"], tokens
+    )
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
     optimizer = optax.with_extra_args_support(recipe.optimizer())
     due = ctx.phase == recipe.period - 1
-    updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
+    with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).through_matrices else nullcontext():
+        updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
     params = optax.apply_updates(state["params"], updates)
     done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "held": kept}
     return done, {"loss": jnp.mean(row_losses)}
@@ -95,11 +102,12 @@ def evaluate(
     recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
 ) -> jax.Array:
     """Return the mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
-    cuts = partitions(recipe.parameters, layout, mesh)
-    ctx = dataclasses.replace(ctx, fetch=fetcher(recipe, cuts))
+    cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout, mesh)
+    run = blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1))
+    ctx = replace(ctx, blocks=run, fetch=held.fetcher(recipe, layout, mesh))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:
-        whole = assembled(recipe, params, cuts)
+        whole = jax.tree.map(gather, computing(recipe, params), cuts, later)
 
         def losses(part: jax.Array) -> jax.Array:
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
@@ -108,43 +116,26 @@ def evaluate(
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
         return jax.lax.map(losses, tokens).reshape(-1)
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=(cuts, ROWS), out_specs=ROWS, check_vma=False)(params, rows)
+    return by_hand(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
 
 
-def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
-    """Return jitted ``function(whole params in their compute dtype, array, ctx)``; all devices do the same work."""
+def on_one_row(recipe: Recipe, layout: str, mesh: Mesh, function: Any) -> Any:
+    """Return jitted ``function(whole params in their compute dtype, array)``; every device does the same work."""
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
-    ctx = dataclasses.replace(ctx, fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, array: jax.Array) -> Any:
-        return function(assembled(recipe, params, cuts), array, ctx)
+        return function(jax.tree.map(gather_all, computing(recipe, params), cuts), array)
 
-    return jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=(cuts, whole), out_specs=whole, check_vma=False))
-
-
-def assembled(recipe: Recipe, params: Any, cuts: Any) -> Any:
-    """Inside ``shard_map``: the parameters as the forward pass sees them, whole but for tables fetched by row, each in
-    its ``compute`` dtype."""
-
-    def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec) -> jax.Array:
-        p = p.astype(spec.compute or spec.dtype)
-        return p if owned(spec, cut) else gather(p, cut)
-
-    return each(recipe, one, params, cuts)
+    return jax.jit(by_hand(mesh, on_device, (rows_only(cuts), whole), whole))
 
 
-def each(recipe: Recipe, function: Any, *trees: Any) -> Any:
-    """Map ``function(spec, ...)`` over the table of parameters and trees like it."""
-    return jax.tree.map(function, recipe.parameters, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))
+def by_hand(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """``shard_map`` along the axes that rows are spread over; along the others XLA divides the work."""
+    axes = {axis for axis in ROW_AXES if axis in mesh.shape}
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
 
-def fetcher(recipe: Recipe, cuts: Any) -> Any:
-    """Return how rows of tables are looked up: of their owners if they lie in parts, which all must or none."""
-    tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
-    far = sum(jax.tree.leaves(each(recipe, owned, cuts)))
-    if far not in (0, len(tables)):
-        raise BadInput(
-            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {far} can be cut over the devices; "
-            "give all a number of rows that the devices divide"
-        )
-    return partial(fetch, axis="data" if far else None)
+def computing(recipe: Recipe, params: Any) -> Any:
+    """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
+    dtypes = map_specs(lambda spec: spec.compute or spec.dtype, recipe.parameters)
+    return jax.tree.map(lambda p, dtype: p.astype(dtype), params, dtypes)

@@ -1,11 +1,10 @@
 """The training loop: batch, dispatch, read the previous step's loss; now and then a pause to evaluate."""
 
 import math
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from typing import Any
 
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
-from jspeed.parallel import distributed
+from jspeed.parallel import distributed, failure
 from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
@@ -23,7 +22,7 @@ from jspeed.run.clock import Clock, now
 from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.finish import finish
-from jspeed.run.prepare import Options, Setup, abandon, prepare
+from jspeed.run.prepare import Options, Setup, prepare
 from jspeed.run.program import StepProgram
 from jspeed.run.progress import Progress
 from jspeed.run.step import State
@@ -32,34 +31,35 @@ from jspeed.run.step import State
 def train(options: Options) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C,
     143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all."""
-    with distributed.ends_all(), sigterm_is(lambda: sys.exit(143)):
+    with failure.ends_all(), sigterm_is(lambda: sys.exit(143)):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
+        failure.watch()
         return run(options)
 
 
 def run(options: Options) -> int:
     """Make one run in this process, which knows the others."""
-    first = distributed.process_index() == 0
-    console, clock = Console(highlight=False, quiet=not first), Clock()
+    console, clock = Console(highlight=False, quiet=distributed.process_index() > 0), Clock()
     setup = prepare(options, clock, console)
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
-    path = setup.run_dir / "metrics.jsonl" if first else os.devnull
     agreement = Agreement()
-    with open(path, "w", buffering=1) as metrics, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
+    with setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
         with Display(console, asked, options.progress) as display:
-            progress = Progress(clock, metrics, display)
-            if setup.record:
-                progress.resume(setup.record)
+            progress = Progress(clock, setup.claim.metrics, display)
             try:
+                setup.claim.begin()
+                if setup.record:
+                    progress.resume(setup.record)
                 with ctrl_c_ends(agreement), jax.transfer_guard("disallow"):
                     with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
                         state = loop(setup, progress, agreement, checkpoints, asked)
-            except BadInput:  # a shard that went bad: before the first step nothing is worth keeping
+            except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
-                    abandon(setup.run_dir)
+                    setup.claim.abandon()
                     raise
                 progress.status = "interrupted"
-                finish(setup, progress, None, console)
+                with suppress(BadInput):  # there may be no room for this either
+                    finish(setup, progress, None, console)
                 raise
         return finish(setup, progress, state, console)
 
@@ -124,7 +124,8 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
             break
     read()
     clock.stop(state)
-    if (every or progress.interrupted_by == 143) and progress.steps > saved and progress.status != "diverged":
+    wanted = every or progress.interrupted_by == 143
+    if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
         save()
     return state
 
@@ -156,9 +157,11 @@ def ctrl_c_ends(agreement: Agreement) -> Iterator[None]:
 
 @contextmanager
 def sigterm_is(call: Callable[[], object]) -> Iterator[None]:
-    """Let SIGTERM ``call`` instead of killing."""
-    previous = signal.signal(signal.SIGTERM, lambda signum, frame: call())
+    """Let SIGTERM, or the SIGUSR1 that Slurm can send before it, ``call`` instead of killing."""
+    numbers = signal.SIGTERM, signal.SIGUSR1
+    previous = [signal.signal(number, lambda signum, frame: call()) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
