@@ -20,6 +20,10 @@ test-aot: .venv/aot/installed
 test-page: .venv/page/installed
 	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/record/test_page_in_chromium.py
 
+# What the default tests try on one recipe or mesh, on all of them.
+test-slow: .venv/dev
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
+
 test-faults: .venv/dev
 	JSPEED_TEST_FAULTS=1 $(BIN)/python -m pytest tests/faults
 
@@ -67,4 +71,4 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-aot test-page test-faults page check clean
+.PHONY: speedrun test test-slow test-aot test-page test-faults page check clean

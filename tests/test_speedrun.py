@@ -125,7 +125,7 @@ def gpt2_like_shards(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "own"),
     [
-        ("r21", ["WINDOW=8", "FP8=on"]),
+        pytest.param("r21", ["WINDOW=8", "FP8=on"], marks=pytest.mark.slow),
         ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"]),
     ],
 )

@@ -92,7 +92,9 @@ def test_first_loss_at_the_real_vocabulary(name):
     assert float(loss_BT.mean()) == pytest.approx(10.8258, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["r21", "r29", "r62", "r89"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("r21", marks=pytest.mark.slow), "r29", pytest.param("r62", marks=pytest.mark.slow), "r89"]
+)
 def test_fp8_head_learns_as_the_exact_one_does(name):
     """Emulated on CPU: same loss in the forward pass to FP8's precision, and gradients that point the same way."""
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 257)

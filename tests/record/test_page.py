@@ -158,6 +158,7 @@ def test_the_committed_page_and_readme_are_what_the_records_make():
     assert page.stale(files) == []
 
 
+@pytest.mark.slow
 def test_ten_thousand_runs(tmp_path):
     """Seconds of this process, because other processes are not its fault: 4 s to verify and 5 s for the page."""
     count = synthetic.fill(tmp_path, "fineweb/8xH100", 700, 8) + synthetic.fill(tmp_path, "stdlib/cpu", 880, 5)

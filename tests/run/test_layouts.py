@@ -33,8 +33,10 @@ WAYS = {  # layout, mesh, lanes a device takes at once
     "pp, 8 micro-batches": ("pp", {"data": 2, "pipe": 4}, 1),
     "pp+remat": ("pp+remat", {"data": 4, "pipe": 2}, 1),
 }
-CASES = [("track3", way) for way in WAYS]
-CASES += [(name, way) for name in ("llmc", "stdlib") for way in ("fsdp+tp 4x2", "pp, 4 micro-batches")]
+QUICK = ("zero1+remat", "fsdp", "tp 2", "fsdp+tp 4x2", "pp, 4 micro-batches")
+CASES = [("track3", way) for way in QUICK]
+CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way not in QUICK]
+CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in QUICK[-2:]]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +64,7 @@ def test_every_layout_gives_the_losses_of_one_device(name, way):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["fsdp+tp 4x2", "tp 4", "pp, 4 micro-batches"])
+@pytest.mark.parametrize("way", ["fsdp+tp 4x2", pytest.param("tp 4", marks=pytest.mark.slow), "pp, 4 micro-batches"])
 def test_gradients_are_those_of_one_device(way):
     """Read from an optimizer that keeps the gradient and changes nothing; weights are drawn so that none of it is 0."""
 
@@ -85,6 +87,7 @@ def test_gradients_are_those_of_one_device(way):
         assert np.linalg.norm(found[name] - gradient) < 1e-5 * norm, name
 
 
+@pytest.mark.slow
 def test_replicas_stay_equal_to_the_bit(monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)  # gains and biases stay whole
     recipe = toy("llmc", "STEPS=100")

@@ -34,8 +34,15 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-@pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize(("devices", "lanes_at_once"), [(8, 1), (4, 1), (2, 4)])
+QUICK = [(name, 8, 1) for name in TOYS if name not in ("r62", "r89")]
+QUICK += [(name, 2, 4) for name in ("llmc", "track3", "r29")]
+ALL = [(name, *way) for name in TOYS for way in ((8, 1), (4, 1), (2, 4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "lanes_at_once"),
+    QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK],
+)
 def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_at_once):
     recipe = toy(name)
     expected = losses_on_one_device(name)
@@ -102,6 +109,7 @@ def test_step_is_gradient_descent_on_the_mean_loss(name):
         assert loss == pytest.approx(float(expected), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
     """Against the recipe's loss and optimizer and one sum, without any of the step's machinery, through both stages."""
     recipe = toy("r62")

@@ -5,7 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspeed.errors import BadInput
 from jspeed.model.attention import Documents, attention
+from jspeed.model.cache import opened
 
 
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:
@@ -22,7 +24,9 @@ def attention_in_pairs(
     q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, *, documents: Documents, **rest: Any
 ) -> jax.Array:
     """:func:`jspeed.model.attention.attention` of paired heads: ``[B, T, H, K]``; a window of w reaches back w / 2
-    tokens."""
+    tokens. Raises BadInput while a cache is open: pairs of tokens not yet seen cannot be kept."""
+    if opened() is not None:
+        raise BadInput("heads that attend in pairs cannot be generated from token by token; choose another recipe")
     paired = map(pair_heads, (q_BTHK, k_BTHK, v_BTHK))
     return attention(*paired, documents=pair_documents(documents), **rest).reshape(v_BTHK.shape)
 

@@ -223,7 +223,8 @@ def given_state(recipe: Recipe, given: Any, state: State) -> State:
     """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
     params = jax.tree.map(lambda array, old: place(array, old.sharding), given, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
-    return {"params": params, "optimizer": jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)}
+    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)
+    return state | {"params": params, "optimizer": optimizer}
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
