@@ -225,15 +225,15 @@ def test_seeds_rows_and_meshes():
     """The same seed gives the same text, alone, among others, and from parameters spread over devices."""
     model = toy("stdlib")
     prompts = ["abc", "x", "hello wor"]
-    texts = sample(model, prompts, 12, Sampling(1.0, seed=3))
-    assert texts == sample(model, prompts, 12, Sampling(1.0, seed=3))
-    assert texts != sample(model, prompts, 12, Sampling(1.0, seed=4))
-    assert texts[0] == sample(model, prompts[:1], 12, Sampling(1.0, seed=3))[0]
+    texts = sample(model, prompts, 8, Sampling(1.0, seed=3))
+    assert texts == sample(model, prompts, 8, Sampling(1.0, seed=3))
+    assert texts != sample(model, prompts, 8, Sampling(1.0, seed=4))
+    assert texts[0] == sample(model, prompts[:1], 8, Sampling(1.0, seed=3))[0]
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
     mesh = make_mesh({"data": 4, "model": 2})
     cuts = partitions(model.recipe.parameters, "zero1", mesh)
     spread = jax.tree.map(lambda array, cut: place(np.asarray(array), jax.NamedSharding(mesh, cut)), model.params, cuts)
-    assert sample(Model(model.found, spread, mesh, BYTES), prompts, 12, Sampling(1.0, seed=3)) == texts
+    assert sample(Model(model.found, spread, mesh, BYTES), prompts, 8, Sampling(1.0, seed=3)) == texts
 
 
 class Scripted:
