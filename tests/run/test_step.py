@@ -16,7 +16,7 @@ from jspeed.run.device import device_of
 from jspeed.run.find import find
 from jspeed.run.train import every_step
 
-from ..toys import TOYS
+from ..toys import ALIKE, TOYS
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", [name for name in TOYS if name not in ALIKE or name == "stdlib-adamw"])
 @pytest.mark.parametrize(("devices", "lanes_at_once"), [(8, 1), (4, 1), (2, 4)])
 def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_at_once):
     recipe = toy(name)
