@@ -40,7 +40,11 @@ def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) ->
             started = True
             bar.update(task, completed=done, total=total)
 
-        folder = work(progress)
+        try:
+            folder = work(progress)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on with what is done", file=sys.stderr)
+            raise
         seconds = bar.tasks[task].elapsed
     _report(folder, seconds if started else None)
     if recipe:

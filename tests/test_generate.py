@@ -18,7 +18,7 @@ from jspeed.run.find import find, known_recipes
 from jspeed.run.program import eval_context
 from jspeed.trained import Model
 
-from .toys import TOYS
+from .toys import ALIKE, TOYS
 
 GREEDY = Sampling(temperature=0)
 BYTES = tokenizers.bytes_tokenizer().described()
@@ -57,17 +57,6 @@ def whole_forward(model):
     return chosen
 
 
-def unlike_models():
-    """Recipes whose forward passes differ; the others are equal to one of these to the letter."""
-    seen = {}
-    for name in known_recipes():
-        if name in IN_PAIRS:
-            continue
-        source = find(name, trace=False).source
-        seen.setdefault(source[source.index("def hidden(") : source.index("def loss(")], name)
-    return list(seen.values())
-
-
 @pytest.mark.parametrize("name", IN_PAIRS)
 def test_heads_in_pairs_are_refused(name):
     model = toy(name, facts=BYTES | {"bos_id": 5})
@@ -75,7 +64,7 @@ def test_heads_in_pairs_are_refused(name):
         list(Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
 
 
-@pytest.mark.parametrize("name", unlike_models())
+@pytest.mark.parametrize("name", [name for name in known_recipes() if name not in (*ALIKE, *IN_PAIRS)])
 def test_cached_tokens_are_those_of_whole_forward_passes(name):
     """Prompts of unlike lengths, a document mark inside one of them, windows: all as without a cache."""
     model = toy(name, facts=BYTES | {"bos_id": 5})
@@ -269,7 +258,7 @@ def test_a_text_ends_before_its_stop(monkeypatch):
 def test_a_row_ends_at_the_mark():
     found = find("stdlib", TOYS["stdlib"])
     params = noisy(found.recipe)
-    params["head"] = np.zeros_like(params["head"])  # every id is as likely as another: the mark comes, soon or late
+    params["head"] = jnp.zeros_like(params["head"])  # every id is as likely as another: the mark comes, soon or late
     model = Model(found, params, one_device(), BYTES | {"vocab_size": 4, "bos_id": 3})
     steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
     ends = [np.flatnonzero(steps[:, row] == STOPPED)[0] for row in range(8)]

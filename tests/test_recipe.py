@@ -12,7 +12,7 @@ from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.run.find import find, known_recipes
 
-from .toys import TOYS
+from .toys import ALIKE, TOYS
 
 
 @pytest.fixture(params=known_recipes())
@@ -55,6 +55,14 @@ def test_same_seed_same_arrays_and_layers_differ():
     bound = 0.5 * (3 / one["up"].shape[1]) ** 0.5
     assert float(jnp.max(jnp.abs(one["up"]))) <= bound
     assert float(jnp.std(one["up"])) == pytest.approx(bound / 3**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize(("name", "other"), ALIKE.items())
+def test_recipes_said_to_be_alike_are(name, other):
+    ours, theirs = (find(each, trace=False).source for each in (name, other))
+    begin, end = "def hidden(", "def schedule(" if other == "llmc" else "def falling("
+    part = ours[ours.index(begin) : ours.index("def optimizer(" if other == "llmc" else end)]
+    assert part == theirs[theirs.index(begin) : theirs.index(end)]
 
 
 def noisy(recipe):

@@ -62,3 +62,6 @@ TOYS = {
     ],
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }
+
+# Recipes that compute what another one does, at another size: tests of the step and of generation leave them out.
+ALIKE = {"gpt2": "llmc", "shakespeare-char": "stdlib", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu"}

@@ -15,7 +15,7 @@ from jspeed.run import evaluate, program, step
 from jspeed.run.device import device_of
 from jspeed.run.find import find
 
-from ..toys import TOYS
+from ..toys import ALIKE, TOYS
 from .steps import batches, mesh_of, run, start
 
 
@@ -34,7 +34,7 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-QUICK = [(name, 8, 1) for name in TOYS if name not in ("r62", "r89")]
+QUICK = [(name, 8, 1) for name in TOYS if name not in (*ALIKE, "r62", "r89")]
 QUICK += [(name, 2, 4) for name in ("llmc", "track3", "r29")]
 ALL = [(name, *way) for name in TOYS for way in ((8, 1), (4, 1), (2, 4))]
 
