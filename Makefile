@@ -24,8 +24,13 @@ test-page: .venv/page/installed
 test-slow: .venv/dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
+# Workers killed, stopped and starved; data and disks that fail. Real processes, minutes.
 test-faults: .venv/dev
 	JSPEED_TEST_FAULTS=1 $(BIN)/python -m pytest tests/faults
+
+# The lines of docs/launch.md with every launcher that is installed here.
+test-launchers: .venv/dev
+	JSPEED_TEST_LAUNCHERS=1 $(BIN)/python -m pytest -rs tests/launchers
 
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
@@ -71,4 +76,4 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-slow test-aot test-page test-faults page check clean
+.PHONY: speedrun test test-slow test-aot test-page test-faults test-launchers page check clean

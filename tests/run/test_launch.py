@@ -97,6 +97,19 @@ def test_sigterm_is_passed_on_and_becomes_sigkill(launch, stubborn, code):
     assert process.returncode == code and ("SIGKILL" in err) == stubborn
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_none_is_left_over_when_the_launcher_is_killed(launch):
+    program = """
+    signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(143)))
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    with launch("--nproc-per-node 2", program, start=True) as process:
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        process.kill()
+        assert process.stdout.read() == "told\n" * 2
+
+
 @pytest.mark.parametrize(
     ("word", "flags"),
     [

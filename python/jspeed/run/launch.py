@@ -5,6 +5,7 @@ themselves, then SIGTERM, then SIGKILL; then all of them may be started again.
 """
 
 import argparse
+import ctypes
 import os
 import queue
 import shlex
@@ -134,6 +135,15 @@ def run(launch: Launch) -> int:
     return code
 
 
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel send this process SIGTERM should launch.py be killed, so that none is left over."""
+    if _prctl:
+        _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
 class Node:
     """The processes of one attempt on this node.
 
@@ -170,6 +180,7 @@ class Node:
             text=True,
             errors="replace",
             start_new_session=True,
+            preexec_fn=_end_with_launcher,
         )
         return process
 

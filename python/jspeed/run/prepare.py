@@ -18,7 +18,7 @@ from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
 from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.distributed import process_index, same_everywhere
+from jspeed.parallel.distributed import barrier, process_index, same_everywhere
 from jspeed.parallel.failure import at_failure
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
@@ -152,6 +152,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         say.opening(console, facts)
         with clock.section("compile"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
+            barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
         seed = place(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"):
             fresh = checksum(program.init(seed))
