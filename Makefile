@@ -16,11 +16,24 @@ test: check
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot
 
+# The leaderboard's page in a headless Chromium, where there is one; axe-core comes as some Python package brings it.
+test-page: .venv/page/installed
+	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/record/test_page_in_chromium.py
+
+# What the default tests try on one recipe or mesh, on all of them.
+test-slow: .venv/dev
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
+
+# Workers killed, stopped and starved; data and disks that fail. Real processes, minutes.
 test-faults: .venv/dev
 	JSPEED_TEST_FAULTS=1 $(BIN)/python -m pytest tests/faults
 
+# The lines of docs/launch.md with every launcher that is installed here.
 test-launchers: .venv/dev
-	JSPEED_TEST_LAUNCHERS=1 $(BIN)/python -m pytest tests/launchers -rs
+	JSPEED_TEST_LAUNCHERS=1 $(BIN)/python -m pytest -rs tests/launchers
+
+page: .venv/built
+	$(BIN)/python scripts/leaderboard.py page
 
 check: .venv/dev
 	$(BIN)/ruff format --check .
@@ -58,4 +71,9 @@ clean:
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
-.PHONY: speedrun test test-aot test-faults test-launchers check clean
+.venv/page/installed: | .venv/dev
+	rm -rf .venv/page
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/page \
+	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
+
+.PHONY: speedrun test test-slow test-aot test-page test-faults test-launchers page check clean

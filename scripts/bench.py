@@ -6,8 +6,10 @@ from benches.cpu import cpu
 from benches.gpu import gpu
 from benches.loader import loader
 from benches.quality import quality
+from benches.text import generate, tokenise
 from jspeed.errors import run_script
 
 if __name__ == "__main__":
-    benches = {"cpu": cpu, "gpu": gpu, "loader": loader, "quality": quality}
+    benches = {"cpu": cpu, "gpu": gpu, "generate": generate, "loader": loader, "quality": quality}
+    benches["tokenise"] = tokenise
     run_script(lambda: tyro.extras.subcommand_cli_from_dict(benches, description=__doc__))

@@ -11,12 +11,13 @@ from tyro.conf import Positional, UseAppendAction, arg
 
 from jspeed.errors import BadInput, run_script
 from jspeed.files import write_whole
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, LAYOUTS, parse_mesh
+from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel.mesh import parse_mesh
 from jspeed.plan import show
 from jspeed.plan.calculate import PRESETS, preset
 from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
 from jspeed.plan.picture import plan_svg
-from jspeed.plan.plan import make_plan, require_devices, search
+from jspeed.plan.plan import make_plan, places, require_devices, search
 from jspeed.plan.report import plan_html
 from jspeed.plan.tables import print_tables
 from jspeed.plan.target import Cluster, missing, parse_target
@@ -49,8 +50,8 @@ def plan(
     Args:
         recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without recipe, such as gpt2-xl.
         target: GPUs to plan for: h100x8, h200x1, a100x8, b200x8, or h100x8x4 for 4 nodes of 8.
-        layout: How parameters lie on the mesh: zero1 or dp.
-        mesh: Mesh axes and sizes, for example data=8.
+        layout: How parameters lie on the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see speedrun.py --help.
+        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens a device takes at once.
         against: Another recipe to plan for the same target, and to compare with.
         gpt3: The numbers of GPT-3 that need no compiler.
@@ -79,16 +80,16 @@ def plan(
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh else None
 
-    def rent_with(layout: str) -> Rented:
+    def rent_as(layout: str, axes: dict[str, int] | None) -> Rented:
         return rent(cluster, layout, axes, memory_fraction)
 
-    rented = rent_with(layout)
+    rented = rent_as(layout, axes)
     for one in (found, other):
         if one:
-            require_devices(one.recipe, rented.mesh.shape["data"])
+            require_devices(one.recipe, rented)
     made = make_plan(found, rented, micro_batch, dollars_per_hour)
     if search_:
-        made["search"] = search(found, rented, tuple(LAYOUTS), rent_with)
+        made["search"] = search(found, places(found.recipe, cluster.devices, rent_as))
     show.plan(made)
     if other:
         made["against"] = make_plan(other, rented, None, dollars_per_hour)

@@ -1,28 +1,71 @@
-"""Turn documents into token shards, ready to train on."""
+"""Turn documents into token shards, ready to train on, or download them ready-made."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TransferSpeedColumn as Speed
+from tyro.conf import Positional, arg
 
-from jspeed.data import tokenise
+from jspeed.data import classics, fineweb, tokenise
+from jspeed.data.folder import complete_manifest
 from jspeed.errors import run_script
+from jspeed.files import cache_folder
+
+Inputs = Positional[Annotated[tuple[Path, ...], arg(metavar="FILE|FOLDER ...")]]
+Files = Annotated[tuple[Path, ...], arg(metavar="FILE|FOLDER ...")]
+Mark = Literal["before", "after", "none"]
 
 
-def _bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+def _default(name: str) -> Path:
+    """Where ``speedrun.py`` looks for the data called ``name``."""
+    return cache_folder() / "data" / name
+
+
+def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) -> None:
+    """Call ``work(progress)`` under a progress bar, then say what the folder holds, how fast it was made, and how to
+    train ``recipe`` on it."""
+    counts = (DownloadColumn(), Speed()) if unit == "bytes" else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
+    started = False
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task(unit, total=None)
+
+        def progress(done: int, total: int | None) -> None:
+            nonlocal started
+            started = True
+            bar.update(task, completed=done, total=total)
+
+        try:
+            folder = work(progress)
+        except KeyboardInterrupt:
+            print("interrupted; the same command goes on with what is done", file=sys.stderr)
+            raise
+        seconds = bar.tasks[task].elapsed
+    _report(folder, seconds if started else None)
+    if recipe:
+        print(f"train on it: python scripts/speedrun.py {recipe} --data {folder}{_sets(folder)}")
+
+
+def _sets(folder: Path) -> str:
+    """The fields of a recipe that depend on which symbols a text has."""
+    manifest: dict[str, Any] = complete_manifest(folder) or {}
+    ids = {"VOCAB": "vocab_size", "BOS": "bos_id", "PAD": "pad_id"}
+    sets = [f"{field}={manifest[name]}" for field, name in ids.items() if manifest.get(name) is not None]
+    return f" --set {' '.join(sets)}" if "symbols" in manifest else ""
 
 
 def _report(folder: Path, seconds: float | None) -> None:
-    manifest = tokenise.complete_manifest(folder)
-    assert manifest is not None  # it was written or found complete a moment ago
+    manifest: dict[str, Any] = complete_manifest(folder) or {}
     print(f"{folder} {'is ready' if seconds else 'is already there'} (tokenizer {manifest['tokenizer']})")
     for split, total in manifest["splits"].items():
         print(f"{split:>6} {total['tokens']:>14,} tokens {total['documents']:>11,} documents")
+    if manifest.get("truncated"):
+        print(f"{manifest['truncated']:,} names are longer than a row and were cut")
     if seconds:
         tokens = sum(total["tokens"] for total in manifest["splits"].values())
         print(f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s in all")
@@ -34,51 +77,153 @@ def stdlib(out: Path | None = None) -> None:
     Args:
         out: Folder to make; without it, one in the cache that is found again by itself.
     """
-    started = False
-
-    with _bar() as bar:
-        task = bar.add_task("source files", total=None)
-
-        def progress(done: int, total: int | None) -> None:
-            nonlocal started
-            started = True
-            bar.update(task, completed=done, total=total)
-
-        folder = tokenise.prepare_stdlib(out, progress)
-        seconds = bar.tasks[task].elapsed
-    _report(folder, seconds if started else None)
+    _prepare(lambda progress: tokenise.prepare_stdlib(out, progress), "source files")
 
 
 def text(
-    inputs: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE|FOLDER ...")]],
+    inputs: Inputs,
     out: Path,
-    tokenizer: Literal["gpt2", "bytes"] = "gpt2",
+    tokenizer: str = "gpt2",
     val_fraction: float | None = None,
+    seed: int = 0,
+    val_input: Files = (),
+    end_of_text: Mark = "before",
+    processes: int | None = None,
 ) -> None:
-    """Tokenise text files: .txt (one document) or .jsonl (field "text", a document a line), or these as .xz.
+    """Tokenise text files: .txt (one document), .jsonl or .parquet (field "text"), .txt and .jsonl also as .xz.
+
+    Run again after an interruption, it goes on where it was.
 
     Args:
         inputs: Files, and folders whose text files are taken in order of their paths.
         out: Folder to make; it must be absent or empty.
-        tokenizer: GPT-2's byte-pair encoding, or bytes.
-        val_fraction: Part of the documents that validates; without it 1 %, or up to 32 of few documents.
+        tokenizer: gpt2 (GPT-2's byte pairs), bytes, or another encoding of tiktoken with at most 65,535 ids.
+        val_fraction: Part of the documents that validates; without it 1 %, or up to 32 of few documents. Of a single
+            document its last part validates, without this a tenth.
+        seed: Another one takes other documents to validate.
+        val_input: Files and folders whose documents validate; then all others train.
+        end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.
+        processes: Processes that tokenise; default: one for each core, or one for little text. The result is the same.
     """
-    with _bar() as bar:
-        task = bar.add_task("documents", total=None)
-        folder = tokenise.prepare_text(
-            inputs,
-            out,
-            tokenizer,
-            val_fraction,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )
-        seconds = bar.tasks[task].elapsed
-    _report(folder, seconds)
+    options = {"seed": seed, "val_inputs": val_input, "mark": end_of_text, "processes": processes}
+    _prepare(
+        lambda progress: tokenise.prepare_text(inputs, out, tokenizer, val_fraction, progress=progress, **options),
+        "bytes",
+    )
+
+
+def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Path | None = None) -> None:
+    """Download FineWeb's shards of GPT-2 tokens (200 MB each) from Hugging Face, several at a time.
+
+    Run again after an interruption, it goes on where it was; with more --shards it adds those. HF_ENDPOINT (a
+    mirror), HF_HUB_OFFLINE and HF_TOKEN have their usual meaning.
+
+    Args:
+        shards: Training shards of 100 M tokens; default: all, 103 of the 10B version or 1030 of 100B.
+        version: Which sample of FineWeb.
+        out: Folder to make or to add to; default: one in the cache, where speedrun.py finds the 10B version.
+    """
+    folder = out or _default("fineweb" if version == "10B" else "fineweb100B")
+    _prepare(lambda progress: fineweb.prepare_fineweb(folder, version, shards, progress), "bytes")
+
+
+def names(
+    input: Annotated[Path | None, arg(metavar="FILE")] = None, row: int = classics.NAMES_ROW, out: Path | None = None
+) -> None:
+    """Prepare names, one a line, in rows of equal length, for the recipe microgpt-names.
+
+    Args:
+        input: Text file with a name a line; default: 32,033 first names, downloaded (228 kB).
+        row: Tokens in a row; longer names are cut.
+        out: Folder to make; default: one in the cache, where speedrun.py finds it.
+    """
+    folder = out or _default("names")
+    _prepare(lambda progress: classics.prepare_names(folder, input, row, progress), "bytes", "microgpt-names")
+
+
+def shakespeare_char(input: Annotated[Path | None, arg(metavar="FILE")] = None, out: Path | None = None) -> None:
+    """Prepare a text as its characters, the last tenth to validate, for the recipe shakespeare-char.
+
+    Args:
+        input: Text file; default: 1.1 MB of Shakespeare, downloaded.
+        out: Folder to make; default: one in the cache, where speedrun.py finds it.
+    """
+    folder = out or _default("shakespeare-char")
+    _prepare(lambda progress: classics.prepare_shakespeare(folder, True, input, progress), "bytes", "shakespeare-char")
+
+
+def shakespeare(input: Annotated[Path | None, arg(metavar="FILE")] = None, out: Path | None = None) -> None:
+    """Prepare a text as GPT-2's tokens, the last tenth of its characters to validate.
+
+    Args:
+        input: Text file; default: 1.1 MB of Shakespeare, downloaded.
+        out: Folder to make; default: one in the cache.
+    """
+    folder = out or _default("shakespeare")
+    _prepare(lambda progress: classics.prepare_shakespeare(folder, False, input, progress), "bytes")
+
+
+def tinystories(
+    input: Files = (),
+    val_input: Files = (),
+    end_of_text: Mark = "after",
+    processes: int | None = None,
+    out: Path | None = None,
+) -> None:
+    """Prepare TinyStories as GPT-2's tokens, for the recipe tinystories.
+
+    Args:
+        input: Its files (.txt, .jsonl, .parquet); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
+        val_input: Its validation files; without any, a part of the stories validates.
+        end_of_text: Where <|endoftext|> goes: before each story, after it, or nowhere.
+        processes: Processes that tokenise; default: one for each core, or one for little text.
+        out: Folder to make; default: one in the cache, where speedrun.py finds it.
+    """
+    folder = out or _default("tinystories")
+    options = {"mark": end_of_text, "processes": processes}
+    _prepare(
+        lambda progress: classics.prepare_tinystories(folder, input, val_input, progress, **options),
+        "bytes",
+        "tinystories",
+    )
+
+
+def openwebtext(
+    input: Files = (),
+    end_of_text: Mark = "after",
+    val_fraction: float = 0.0005,
+    seed: int = 2357,
+    processes: int | None = None,
+    out: Path | None = None,
+) -> None:
+    """Prepare OpenWebText as GPT-2's tokens, with nanoGPT's split.
+
+    Args:
+        input: Its files (.txt, .jsonl, .parquet); default: all of it, downloaded (some 25 GB).
+        end_of_text: Where <|endoftext|> goes: before each document, after it, or nowhere.
+        val_fraction: Part of the documents that validates.
+        seed: Seed of the permutation whose first documents validate.
+        processes: Processes that tokenise; default: one for each core, or one for little text.
+        out: Folder to make; default: one in the cache.
+    """
+    folder = out or _default("openwebtext")
+    options = {"mark": end_of_text, "val_fraction": val_fraction, "seed": seed, "processes": processes}
+    _prepare(lambda progress: classics.prepare_openwebtext(folder, input, progress, **options), "bytes")
 
 
 def main() -> None:
     """Read the command line and prepare."""
-    tyro.extras.subcommand_cli_from_dict({"stdlib": stdlib, "text": text}, description=__doc__)
+    commands = {
+        "fineweb": fineweb_,
+        "text": text,
+        "names": names,
+        "shakespeare-char": shakespeare_char,
+        "shakespeare": shakespeare,
+        "tinystories": tinystories,
+        "openwebtext": openwebtext,
+        "stdlib": stdlib,
+    }
+    tyro.extras.subcommand_cli_from_dict(commands, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 
-from jspeed.errors import run_script
-from jspeed.files import cache_folder
-from jspeed.parallel.mesh import DEFAULT_LAYOUT
-from jspeed.run.prepare import Options
+from jspeed.errors import BadInput, run_script
+from jspeed.files import cache_folder, write_whole
+from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.run.console import layout_table
+from jspeed.run.prepare import Options, find_and_place
+from jspeed.run.series import run_series
 from jspeed.run.train import train
 
 BEST_ON_FINEWEB = "r29"
@@ -22,6 +25,23 @@ def default_recipe(data: Path | None) -> str:
     return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
 
 
+def speak(run_dir: Path) -> None:
+    """Let the model that was just trained write what its recipe's ``sample`` asks for; print it and keep it."""
+    from jspeed.generate import Sampling, joined, sample
+    from jspeed.trained import load_model
+
+    try:
+        model = load_model(run_dir)
+        asked = model.recipe.sample
+        sampling = Sampling(asked.temperature, asked.top_k)
+        texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
+    except BadInput as error:  # no vocabulary, or a recipe that cannot be generated from: the run is none the worse
+        print(f"no sample: {error}")
+        return
+    write_whole(run_dir / "samples.txt", joined(texts) + "\n")
+    print(f"{run_dir}/samples.txt:\n{joined(texts)}")
+
+
 def speedrun(
     recipe: Positional[str | None] = None,
     data: Path | None = None,
@@ -30,14 +50,20 @@ def speedrun(
     run_dir: Path | None = None,
     layout: str = DEFAULT_LAYOUT,
     mesh: str | None = None,
+    show_layout: bool = False,
     micro_batch: int | None = None,
     attention: str | None = None,
     target_loss: float | None = None,
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
     progress: bool = True,
+    log: str | None = None,
+    profile: int = 0,
+    sample: bool = True,
+    init_from: Path | None = None,
     checkpoint_every: int = 0,
     resume: bool = False,
+    plan: str | None = None,
     coordinator: str | None = None,
     processes: int | None = None,
     process_id: int | None = None,
@@ -53,44 +79,61 @@ def speedrun(
         seed: Seed of the initial weights and of the data order.
         steps: Stop after this many steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
-        layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state) or dp
-            (each holds all).
-        mesh: Mesh axes and sizes, for example data=8; -1 is all remaining devices.
+        layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state), dp
+            (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp (layers in a
+            pipeline); with +remat at the end activations are computed twice instead of kept.
+        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
+        show_layout: Print where every parameter would lie, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
         progress: Show a progress bar on a terminal; otherwise plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
+            WANDB_MODE says otherwise.
+        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
+        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
+        init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
+            gpt2 a folder with GPT-2's model.safetensors.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
         resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
+        plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
     """
     sets = tuple(text for group in set for text in group)
-    return train(
-        Options(
-            recipe=recipe or default_recipe(data),
-            data=data,
-            seed=seed,
-            steps=steps,
-            run_dir=run_dir,
-            layout=layout,
-            mesh=mesh,
-            micro_batch=micro_batch,
-            attention=attention,
-            target_loss=target_loss,
-            max_minutes=max_minutes,
-            sets=sets,
-            progress=progress,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            coordinator=coordinator,
-            processes=processes,
-            process_id=process_id,
-        )
+    options = Options(
+        recipe=recipe or default_recipe(data),
+        data=data,
+        seed=seed,
+        steps=steps,
+        run_dir=run_dir,
+        layout=layout,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        attention=attention,
+        target_loss=target_loss,
+        max_minutes=max_minutes,
+        sets=sets,
+        progress=progress,
+        log=tuple(log.split(",")) if log else (),
+        profile=profile,
+        init_from=init_from,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        coordinator=coordinator,
+        processes=processes,
+        process_id=process_id,
     )
+    if show_layout:
+        found, placed = find_and_place(options)
+        layout_table(Console(highlight=False), found.recipe, layout, placed)
+        return 0
+    if plan:
+        return run_series(options, plan)
+    return train(options, afterwards=speak if sample else lambda run_dir: None)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,16 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def words(count: int, seed: int) -> bytes:
+    """Words of one sentence in random order: a toy learns them in a few steps, and two seeds share no long piece."""
+    return b" ".join(np.random.default_rng(seed).choice(b"the quick brown fox jumps over the lazy dog.".split(), count))
+
+
 def shards(folder: Path) -> Path:
-    """A folder of bytes that repeat, so that a toy learns something in a few steps."""
-    tokens = np.concatenate([[256], np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8)])
+    """A folder of bytes to train and validate on."""
+    train, val = (np.append(256, np.frombuffer(words(n, n), np.uint8)) for n in (7000, 400))
     folder.mkdir(parents=True)
-    for name, part in [("toy_train_000001.bin", tokens), ("toy_val_000000.bin", tokens[:2000])]:
+    for name, part in [("toy_train_000001.bin", train), ("toy_val_000000.bin", val)]:
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, len(part)
         (folder / name).write_bytes(header.tobytes() + part.astype("<u2").tobytes())
@@ -67,7 +72,7 @@ def ended(processes: list[subprocess.Popen], seconds: float = 300) -> list[tuple
 
 
 def toy(*more: str) -> list[str]:
-    return ["--set", *TOY, *more]
+    return ["--no-sample", "--set", *TOY, *more]
 
 
 def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:

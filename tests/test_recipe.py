@@ -1,15 +1,18 @@
 """Recipes as tables: counts, FLOPs, hashes and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspeed import recipe as r
+from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.run.find import find, known_recipes
 
-from .toys import TOYS
+from .toys import ALIKE, TOYS
 
 
 @pytest.fixture(params=known_recipes())
@@ -20,17 +23,17 @@ def recipe(request):
 def test_count_equals_the_arrays(recipe):
     arrays = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
     padding = sum(spec.padding * np.prod(spec.shape[1:]) for _, spec in r.leaves(recipe.parameters))
-    assert r.parameter_count(recipe.parameters) + padding == sum(a.size for a in jax.tree.leaves(arrays))
+    assert sizes.parameter_count(recipe.parameters) + padding == sum(a.size for a in jax.tree.leaves(arrays))
 
 
 def test_stdlib_numbers_by_hand():
     found = find("stdlib", ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272", "LANE_LEN=128"])
     recipe = found.recipe
     blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256)
-    assert r.parameter_count(recipe.parameters) == blocks + 2 * 272 * 64
-    assert r.matmul_parameters(recipe.parameters) == blocks + 272 * 64
+    assert sizes.parameter_count(recipe.parameters) == blocks + 2 * 272 * 64
+    assert sizes.matmul_parameters(recipe.parameters) == blocks + 272 * 64
     keys = sum(range(1, 129)) / 128
-    assert r.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
+    assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
 
 
 def test_mean_context_by_counting():
@@ -38,7 +41,7 @@ def test_mean_context_by_counting():
         stage = r.Stage(steps=1, lane_len=length, max_doc_len=document)
         piece = min(length, document or length)
         seen = [min(t + 1, window or piece) for t in range(piece)]
-        assert r.mean_context(stage, window) == pytest.approx(np.mean(seen))
+        assert sizes.mean_context(stage, window) == pytest.approx(np.mean(seen))
 
 
 def test_same_seed_same_arrays_and_layers_differ():
@@ -54,6 +57,14 @@ def test_same_seed_same_arrays_and_layers_differ():
     assert float(jnp.std(one["up"])) == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
+@pytest.mark.parametrize(("name", "other"), ALIKE.items())
+def test_recipes_said_to_be_alike_are(name, other):
+    ours, theirs = (find(each, trace=False).source for each in (name, other))
+    begin, end = "def hidden(", "def schedule(" if other == "llmc" else "def falling("
+    part = ours[ours.index(begin) : ours.index("def optimizer(" if other == "llmc" else end)]
+    assert part == theirs[theirs.index(begin) : theirs.index(end)]
+
+
 def noisy(recipe):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     return jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape), params)
@@ -61,19 +72,21 @@ def noisy(recipe):
 
 def context(recipe, length):
     """A stage of the recipe's last windows and ``length`` tokens."""
-    stage = r.Stage(1, length, max_docs=length, windows=recipe.stages[-1].windows)
+    stage = dataclasses.replace(recipe.stages[-1], steps=1, lane_len=length, max_doc_len=None, max_docs=length)
     return r.Context(stage, training=False)
 
 
 def test_first_loss_is_log_of_vocabulary_where_the_head_is_zero(recipe):
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 17), 0, 257)
-    loss_BT = recipe.loss(params, tokens[:, :-1], tokens[:, 1:], jnp.ones((2, 16)), context(recipe, 16))[1]
+    ctx = context(recipe, 16)
+    loss_BT = jax.jit(lambda p, t: recipe.loss(p, t[:, :-1], t[:, 1:], jnp.ones((2, 16)), ctx)[1])(params, tokens)
     vocabulary = params["embed"].shape[0]
-    if "head" in params:
+    if not np.any(params.get("head", 1)):
         np.testing.assert_allclose(loss_BT, np.log(vocabulary), rtol=1e-5)
     else:
-        assert float(loss_BT.mean()) == pytest.approx(np.log(vocabulary), abs=0.1)
+        # microgpt's head starts larger: 3.67 with 28 ids, where log(28) is 3.33.
+        assert float(loss_BT.mean()) == pytest.approx(np.log(vocabulary), abs=0.5 if "head" in params else 0.1)
 
 
 def test_no_position_sees_the_future_by_gradient(recipe):
@@ -120,6 +133,23 @@ def test_a_document_does_not_see_another(name):
     assert np.any(np.abs(np.asarray(before - after))[:, :9] > 1e-3)
 
 
+@pytest.mark.parametrize("looks_back", [False, True])
+@pytest.mark.parametrize("name", ["r62", "r89"])
+def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
+    """As the records have it: smear and bigram read the last token before the border, keys that look back its state."""
+    layers = "LONG_LAYERS=(1,)" if looks_back else "LONG_LAYERS=()"
+    recipe = find(name, [*TOYS[name], layers]).recipe
+    params, ctx = noisy(recipe), context(recipe, 16)
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257).at[:, 9].set(5)
+    forward = jax.jit(lambda tokens: recipe.forward(params, tokens, ctx))
+    last = forward(tokens.at[:, 8].add(1)) - forward(tokens)
+    others = forward(tokens.at[:, :8].add(1)) - forward(tokens)
+    assert np.any(np.abs(np.asarray(last))[:, 9] > 1e-3)
+    np.testing.assert_array_equal(np.asarray(last)[:, :8], 0)
+    assert np.any(np.abs(np.asarray(others))[:, :9] > 1e-3)
+    assert np.any(np.abs(np.asarray(others))[:, 9:] > 1e-6) == looks_back
+
+
 def test_hash_follows_source_and_fields():
     base = find("stdlib").hash
     assert find("stdlib").hash == base
@@ -127,7 +157,7 @@ def test_hash_follows_source_and_fields():
 
 
 def test_describe_names_the_total():
-    rows = dict((name, value) for name, _, value in r.describe(find("stdlib").recipe))
+    rows = dict((name, value) for name, _, value in sizes.describe(find("stdlib").recipe))
     assert rows["tokens"].replace(",", "") == str(find("stdlib").recipe.tokens)
 
 

@@ -1,5 +1,6 @@
 """scripts/speedrun.py as a user runs it: whole runs at toy size, their files, and every bad input."""
 
+import hashlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from .several import words
 from .toys import TOYS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -56,17 +58,15 @@ def write_shard(path: Path, tokens: np.ndarray, magic=20240520, version=1, count
 
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
-    """A small folder of bytes that repeat, so that a toy learns something in a few steps."""
+    """A small folder of bytes to train and validate on."""
     folder = tmp_path / "shards"
-    text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8)
-    tokens = np.concatenate([[256], text])
-    write_shard(folder / "toy_train_000001.bin", tokens)
-    write_shard(folder / "toy_val_000000.bin", tokens[:2000])
+    for name, count in (("toy_train_000001.bin", 7000), ("toy_val_000000.bin", 400)):
+        write_shard(folder / name, np.append(256, np.frombuffer(words(count, count), np.uint8)))
     return folder
 
 
 def toy(*more: str) -> list[str]:
-    return ["--set", *TOY, *more]
+    return ["--no-sample", "--set", *TOY, *more]
 
 
 def read(run_dir: Path) -> dict:
@@ -89,6 +89,13 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert timed == pytest.approx(run["timed_seconds"], rel=1e-3)
     assert sum(s["name"] == "evaluation" for s in run["ledger"]) == 3
     assert run["data"]["val_tokens"] == 256 and run["seed"] == 1
+    validation = next(shards.glob("*_val_*")).read_bytes()[1024:][: 2 * 257]
+    assert run["data"]["val_sha256"] == hashlib.sha256(validation).hexdigest()
+    (trained,) = run["data"]["train_shards"]
+    assert trained["sha256"] == hashlib.sha256((shards / trained["name"]).read_bytes()).hexdigest()
+    recipe = (run_dir / "recipe.py").read_bytes()
+    assert run["recipe_sha256"] == hashlib.sha256(recipe).hexdigest() and b"RECIPE = " in recipe
+    assert run["plan"] is None and run["resumed"] == [] and len(run["initial_state"]) == 16
 
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all({"step", "tokens", "timed_seconds"} <= line.keys() for line in lines)
@@ -106,10 +113,11 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
 
 
 def gpt2_like_shards(folder: Path) -> Path:
-    """Documents of 20 to 70 tokens, each a turn of one sentence, after a document start of 5."""
-    rng, text = np.random.default_rng(0), np.frombuffer(b"the quick brown fox jumps over the lazy dog. ", np.uint8)
-    documents = [np.concatenate([[5], np.resize(np.roll(text, n), rng.integers(20, 70))]) for n in range(1200)]
-    write_shard(folder / "toy_train_000001.bin", np.concatenate(documents))
+    """Documents of 20 to 70 tokens, each a piece of its own words, after a document start of 5."""
+    rng, text = np.random.default_rng(0), np.frombuffer(words(13_000, 0), np.uint8)
+    ends = np.cumsum(rng.integers(20, 70, 1200))
+    documents = [np.append(5, piece) for piece in np.split(text, ends)[:-1]]
+    write_shard(folder / "toy_train_000001.bin", np.concatenate(documents[50:]))
     write_shard(folder / "toy_val_000000.bin", np.concatenate(documents[:50]))
     return folder
 
@@ -117,14 +125,14 @@ def gpt2_like_shards(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "own"),
     [
-        ("r21", ["WINDOW=8", "FP8=on"]),
+        pytest.param("r21", ["WINDOW=8", "FP8=on"], marks=pytest.mark.slow),
         ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"]),
     ],
 )
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
     sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "STEPS=24", "EVAL_EVERY=12"]
-    done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, "--mesh", "data=2", "--set", *sets)
+    done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, "--no-sample", "--mesh", "data=2", "--set", *sets)
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"

@@ -9,6 +9,34 @@ DEEP += ["NO_ATTENTION=2", "VALUE_TABLES=1", "LONG_LAYERS=(0,3)", "BLOCK=4"]
 # While blocks are the identity, the true gradient of their scales is zero: with the recipes' epsilon Adam would make
 # full steps of what rounding leaves.
 DEEP += ["ADAM_EPS=1e-5"]
+# Two stages, the first of an odd number of steps: a slow update has gradients of both, and tied tables part in it.
+STAGED = [
+    *TINY[:1],
+    *TINY[2:5],
+    *GPT2,
+    "COMPUTE=float32",
+    "EVAL_LEN=24",
+    "EVAL_TOKENS=240",
+    "EVAL_CHUNK=12",
+    "LAYERS=3",
+]
+STAGED += ["NO_ATTENTION=2", "SKIP_FROM=0", "PAIRED_LAYERS=(0,)", "LONG_LAYERS=(1,)", "GATE_WIDTH=6", "BIGRAMS=512"]
+STAGED += [
+    "STEPS=(5,7)",
+    "LANE_LENS=(16,24)",
+    "MAX_DOC_LENS=(16,16)",
+    "MAX_DOCS=(17,25)",
+    "BLOCK=4",
+    "LONG_WINDOWS=(2,3)",
+]
+STAGED += ["SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4", "RATES=(1.0,1.5)", "TARGETS=(3,2)", "LAST_TIED=5"]
+STAGED += [
+    "SHARES=({0:1.0},{5:0.5,12:0.0},{0:0.25,5:0.0})",
+    "MOMENTUM={0:0.85,6:0.95}",
+    "COOLDOWN=(4,9)",
+    "ADAM_EPS=3e-4",
+]
+MUDD = ["LAYERS=4", "LONG_LAYERS=(1,3)", "XSA_LAYERS=(1,)", "SHARED_FROM=0", "GATES_FROM=1"]
 
 TOYS = {
     "stdlib": TINY,
@@ -16,6 +44,24 @@ TOYS = {
     "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8"],
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
+    "gpt2": ["SIZES={'124M': (2, 2, 32)}", "LANES=8", "LANE_LEN=16", "STEPS=12", "EVAL_TOKENS=160", *LARGE[-4:]],
+    "microgpt-names": [*TINY, "VOCAB=272"],
+    "shakespeare-char": [*TINY, "VOCAB=272"],
+    "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8"],
     "r21": [*DEEP, "WINDOW=4"],
+    "r62": [*STAGED, "BACKOUT=1", "VALUE_TABLES=1", "VALUE_OF={0:0,1:0}"],
+    # The prefix target needs GPT-2's vocabulary; tests/model has it.
+    "r89": [
+        *STAGED,
+        *MUDD,
+        "VALUE_TABLES=3",
+        "VALUE_OF={0:0,1:1,3:2}",
+        "MUDD_WIDTH=8",
+        "DC_WINDOW=3",
+        "PREFIX_SHARE={}",
+    ],
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }
+
+# Recipes that compute what another one does, at another size: tests of the step and of generation leave them out.
+ALIKE = {"gpt2": "llmc", "shakespeare-char": "stdlib", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu"}

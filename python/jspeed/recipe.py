@@ -24,13 +24,15 @@ class ParamSpec:
 
     ``axes`` names each dimension; layouts go by these names. Three carry meaning of their own: ``matrix`` stacks
     matrices of one shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks
-    whatever belongs to layers; and an array with a ``token`` or ``position`` axis is a table whose rows are looked
-    up, so it costs no matrix-multiplication FLOPs. The last two axes of a bank's matrix are (in, out): it is used
-    as ``x @ w``.
+    whatever belongs to layers; and an array with a ``token``, ``position`` or ``row`` axis is a table whose rows are
+    looked up, so it costs no matrix-multiplication FLOPs. Of a table with a ``row`` axis, which is its first, no
+    device need ever hold all: its rows come through ``Context.fetch``. The last two axes of a bank's matrix are (in,
+    out): it is used as ``x @ w``.
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
     once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
-    the devices that share it.
+    the devices that share it. ``every`` is the steps between two updates; the gradients of all of them are summed.
+    ``twin`` names the row of the table that this one starts equal to.
     """
 
     shape: tuple[int, ...]
@@ -40,25 +42,68 @@ class ParamSpec:
     compute: Any = None
     padding: int = 0
     dtype: Any = jnp.float32
+    every: int = 1
+    twin: str | None = None
 
     @property
     def size(self) -> int:
         """Number of elements, padding left out."""
         return (self.shape[0] - self.padding) * math.prod(self.shape[1:]) if self.shape else 1
 
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether the first axis goes through the layers."""
+        return self.axes[:1] in (("layer",), ("matrix",))
+
+
+def run_blocks(
+    block: Callable[[dict[str, jax.Array], Any], Any],
+    table: Mapping[str, ParamSpec],
+    layers: int,
+    params: Mapping[str, jax.Array],
+    x: Any,
+) -> Any:
+    """Apply ``block(p, x)`` for every layer in order, ``p`` being its part of each of ``params`` that stacks layers.
+
+    ``table`` describes ``params`` over all ``layers``: an array of one entry a layer gives that entry, one of k entries
+    a layer gives ``[k, ...]``. A device that holds fewer layers applies those.
+    """
+    entries = {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
+    held = {params[name].shape[0] // k for name, k in entries.items()}
+    for layer in range(*held):
+        x = block(
+            {
+                name: params[name][layer] if k == 1 else params[name][k * layer : k * layer + k]
+                for name, k in entries.items()
+            },
+            x,
+        )
+    return x
+
+
+def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+    return table_VD[ids_BT]
+
 
 @dataclass(frozen=True)
 class Context:
-    """What ``forward`` and ``loss`` may know besides parameters and tokens; all of it fixed at compile time.
+    """What ``forward`` and ``loss`` may know besides parameters and tokens; all but ``step`` fixed at compile time.
 
     ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
-    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``.
+    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``. ``blocks`` is
+    :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the number of steps before this
+    one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``. ``fetch(table, ids)`` looks up rows of a
+    table with a ``row`` axis, wherever they lie.
     """
 
     stage: Stage
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
+    blocks: Callable[..., Any] = run_blocks
+    phase: int = 0
+    step: Any = 0
+    fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
 
     def use_fp8(self, asked: str) -> bool:
         """Decide on a recipe's FP8 field: ``on``, ``off``, or ``auto`` (in training, where it is native).
@@ -79,8 +124,8 @@ class Context:
 class Data:
     """Which token shards a recipe reads and how batches are cut from them.
 
-    ``name`` is ``stdlib`` (prepared on first use) or ``fineweb`` (any folder of FineWeb-format shards). Ids in
-    the shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
+    ``name`` is ``stdlib`` (prepared on first use) or what ``scripts/prepare.py`` calls the data set. Ids in the
+    shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
     """
 
@@ -92,6 +137,17 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """What a finished run says: ``number`` texts of at most ``tokens`` new tokens, each after ``prompt``."""
+
+    number: int = 1
+    tokens: int = 128
+    temperature: float = 0.8
+    top_k: int | None = None
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
 class Recipe:
     """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it ``RECIPE``.
 
@@ -99,7 +155,15 @@ class Recipe:
     weights_BT, ctx)`` returns the weighted sum of the token losses (a scalar with a gradient) and the losses
     themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax transformation over the
     whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
-    devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``.
+    devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``, with
+    ``eval_windows`` where they are not those of the last stage.
+
+    ``alike`` says that the layers are one function of their parameters, which ``forward`` runs through ``ctx.blocks``:
+    only such layers can be gathered, recomputed or spread over a pipeline one by one.
+    ``weigh(tokens_BT, targets_BT)`` returns how much each target counts (fp32 ``[B, T]``, 0 or more): losses are then
+    weighted means, over the whole global batch in training. None: all count alike. ``heads`` of attention are named
+    where a recipe is to be exported as GPT-2. ``sample`` is what a finished run says.
+    Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
     """
 
     name: str
@@ -118,6 +182,16 @@ class Recipe:
     eval_len: int
     attention_width: int
     layers: int
+    eval_windows: tuple[int, ...] = ()
+    alike: bool = False
+    heads: int | None = None
+    weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    sample: Sample = Sample()
+
+    @property
+    def period(self) -> int:
+        """Steps after which all parameters have been updated as often as their ``every`` says."""
+        return math.lcm(*(spec.every for _, spec in leaves(self.parameters)))
 
     @property
     def steps(self) -> int:
@@ -140,6 +214,18 @@ class Recipe:
                 raise BadInput(
                     f"recipe {self.name}: parameter {path} has shape {spec.shape} but names {len(spec.axes)} axes "
                     f"{spec.axes}; give one name for each dimension"
+                )
+        rows = dict(leaves(self.parameters))
+        for path, spec in rows.items():
+            if spec.every not in (1, self.period):
+                raise BadInput(
+                    f"recipe {self.name}: parameter {path} is updated every {spec.every} steps and others every "
+                    f"{self.period}; give all slow parameters one number"
+                )
+            if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
+                raise BadInput(
+                    f"recipe {self.name}: parameter {path} starts as '{spec.twin}', which is no parameter of shape "
+                    f"{spec.shape}; name one that is"
                 )
         if not self.stages:
             raise BadInput(f"recipe {self.name}: STAGES is empty; a recipe needs at least one Stage")
@@ -195,82 +281,18 @@ def groups(parameters: Mapping[str, Any]) -> Any:
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
-    """Draw every parameter, each from a key of its own (folded in by its place in the table)."""
-    specs, tree = jax.tree.flatten(parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
-    arrays = [s.init(jax.random.fold_in(key, n), s.shape, s.dtype) for n, s in enumerate(specs)]
-    return jax.tree.unflatten(tree, arrays)
-
-
-def parameter_count(parameters: Mapping[str, Any]) -> int:
-    """Number of stored parameters."""
-    return sum(spec.size for _, spec in leaves(parameters))
-
-
-def is_matrix(spec: ParamSpec) -> bool:
-    """Whether tokens are multiplied by it: at least two axes besides those that stack, and no table of rows to add."""
-    return len(set(spec.axes) - {"layer", "matrix", "table"}) >= 2 and not {"token", "position"} & set(spec.axes)
-
-
-def matmul_parameters(parameters: Mapping[str, Any]) -> int:
-    """Number of parameters that multiply every token: matrices, not looked-up tables, positions or stacked vectors."""
-    return sum(spec.size for _, spec in leaves(parameters) if is_matrix(spec))
-
-
-def mean_context(stage: Stage, window: int | None) -> float:
-    """Mean number of keys a query sees in a lane cut into pieces of ``max_doc_len`` (causal, itself included)."""
-    length = min(stage.lane_len, stage.max_doc_len or stage.lane_len)
-    window = min(window or length, length)
-    return (window * (window + 1) / 2 + (length - window) * window) / length
-
-
-def flops_per_token(recipe: Recipe, stage: Stage) -> float:
-    """Training FLOPs per token, forward and backward: 6 per matmul parameter + 12 x width x keys seen, per layer.
-
-    The attention term counts two matmuls (scores, values) of 2 x width FLOPs per key, three times (forward and
-    two in the backward pass), for the keys that the causal mask and the window leave.
-    """
-    windows = stage.windows or (None,) * recipe.layers
-    attention = sum(12 * recipe.attention_width * mean_context(stage, window) for window in windows)
-    return 6 * matmul_parameters(recipe.parameters) + attention
+    """Draw every parameter, each from a key of its own (folded in by its place in the table) or its twin's."""
+    rows = leaves(parameters)
+    place = {path: n for n, (path, _) in enumerate(rows)}
+    keys = [jax.random.fold_in(key, place[spec.twin or path]) for path, spec in rows]
+    arrays = [spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)
 
 
 def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran one recipe."""
     text = json.dumps({"fields": dict(fields), "source": source}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def describe(recipe: Recipe) -> list[tuple[str, str, str]]:
-    """Return the derived numbers as (name, formula, value) for the start of a run."""
-    rows = [
-        (
-            "parameters",
-            " + ".join(f"{path} {'x'.join(map(str, spec.shape))}" for path, spec in leaves(recipe.parameters)),
-            f"{parameter_count(recipe.parameters):,}",
-        )
-    ]
-    for number, stage in enumerate(recipe.stages, 1):
-        windows = f", windows {min(stage.windows)} to {max(stage.windows)}" if stage.windows else ""
-        rows.append(
-            (
-                f"stage {number}" if len(recipe.stages) > 1 else "batch",
-                f"{stage.steps} steps x {recipe.lanes} lanes x {stage.lane_len} tokens{windows}",
-                f"{recipe.tokens_per_step(stage):,} tokens/step",
-            )
-        )
-    rows.append(("tokens", "sum of steps x tokens/step", f"{recipe.tokens:,}"))
-    flops = flops_per_token(recipe, recipe.stages[-1])
-    rows.append(("FLOPs/token", "6 x matmul parameters + 12 x width x keys seen x layers", f"{flops / 1e6:.2f} M"))
-    total = sum(s.steps * recipe.tokens_per_step(s) * flops_per_token(recipe, s) for s in recipe.stages)
-    rows.append(("FLOPs", "tokens x FLOPs/token", f"{total / 1e12:.2f} T"))
-    rows.append(
-        (
-            "target",
-            f"mean over the first {recipe.eval_tokens:,} validation tokens",
-            f"{recipe.target_loss} nats",
-        )
-    )
-    return rows
 
 
 def replace(recipe: Recipe, **changes: Any) -> Recipe:

@@ -1,6 +1,7 @@
 """A stage: steps that share every shape. Recipes list them, the loader follows them; no jax in here."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -9,7 +10,8 @@ class Stage:
 
     ``lane_len`` and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in one lane. ``windows`` holds
     one attention window per layer: how many tokens a query sees, itself included; an empty tuple means the whole
-    lane before it.
+    lane before it. ``own`` is what the recipe's functions want to know of the stage besides, fixed at compile time;
+    nobody else reads it.
     """
 
     steps: int
@@ -17,3 +19,4 @@ class Stage:
     max_doc_len: int | None = None
     max_docs: int | None = None
     windows: tuple[int, ...] = ()
+    own: Any = None

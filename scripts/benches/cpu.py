@@ -15,7 +15,7 @@ from rich.table import Table
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
-from jspeed.record.schema import read_run
+from jspeed.record.runfile import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 Points = list[tuple[float, float | None]]
@@ -42,7 +42,17 @@ def cpu(
         for seed in range(1, rounds + 1):
             for recipe in recipes:
                 run_dir = Path(folder) / f"{Path(recipe).stem}-{seed}"
-                command = [sys.executable, SPEEDRUN, recipe, "--seed", str(seed), "--run-dir", run_dir, "--no-progress"]
+                command = [
+                    sys.executable,
+                    SPEEDRUN,
+                    recipe,
+                    "--seed",
+                    str(seed),
+                    "--run-dir",
+                    run_dir,
+                    "--no-progress",
+                    "--no-sample",
+                ]
                 done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True)
                 if done.returncode not in (0, 1):
                     raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")

@@ -18,7 +18,8 @@ from benches.versus import race
 from jspeed.data import find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, make_mesh
+from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
 from jspeed.run import provenance
 from jspeed.run.cpu import keep_freed_memory

@@ -14,7 +14,7 @@ from rich.table import Table
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
-from jspeed.record.schema import read_run
+from jspeed.record.runfile import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 TOKENS_PER_STEP = 2048
@@ -74,7 +74,7 @@ def quality(
 def _train(recipe: str, sets: list[str], steps: int, data: Path, run_dir: Path) -> list[tuple[float, float]]:
     """Run ``recipe`` and return its validation curve as (tokens, nats per token)."""
     own = [f"STEPS={steps}", f"EVAL_EVERY={max(1, steps // 8)}"]
-    command = [sys.executable, SPEEDRUN, recipe, "--data", data, "--run-dir", run_dir, "--no-progress"]
+    command = [sys.executable, SPEEDRUN, recipe, "--data", data, "--run-dir", run_dir, "--no-progress", "--no-sample"]
     done = subprocess.run(
         [*map(str, command), "--micro-batch", str(MICRO_BATCH), "--target-loss", "0.1", "--set", *sets, *own],
         stdout=subprocess.PIPE,

@@ -16,13 +16,15 @@ from jax.sharding import Mesh
 from benches.kernels import Profile, profile
 from jspeed.data import Shards
 from jspeed.data.batches import to_global
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, batch_rows, replicated
-from jspeed.recipe import Recipe, Stage, flops_per_token, leaves, replace
+from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel.mesh import batch_rows, replicated
+from jspeed.recipe import Recipe, Stage, leaves, replace
 from jspeed.run.clock import now
 from jspeed.run.device import Device
 from jspeed.run.prepare import open_loader
 from jspeed.run.program import fit, memory_needed, state_shardings
 from jspeed.run.step import State, init_state
+from jspeed.sizes import flops_per_token
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
 LONG_RUN = 1_000_000  # steps: more than are ever measured
@@ -88,7 +90,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
         step, parts = fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
         compile_seconds = now() - began
         if state is None:
-            init = jax.jit(lambda seed: init_state(recipe, seed), out_shardings=shardings)
+            init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
             state = init(jax.device_put(np.uint32(1), replicated(mesh)))
         before = peak_bytes(mesh)
         state, times = run(step, state, recipe, stage, setting)

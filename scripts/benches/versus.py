@@ -17,7 +17,7 @@ from rich.table import Table
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
-from jspeed.record.schema import read_run
+from jspeed.record.runfile import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 # A validation in modded-nanogpt's log: step:125/1770 val_loss:4.6549 train_time:12345ms step_avg:98.76ms
@@ -81,7 +81,19 @@ def our_run(
     recipe: str, data: Path, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
 ) -> dict:
     """Train ``recipe`` with speedrun.py and return its run.json."""
-    words = [sys.executable, SPEEDRUN, recipe, "--data", data, "--run-dir", run_dir, "--seed", seed, "--no-progress"]
+    words = [
+        sys.executable,
+        SPEEDRUN,
+        recipe,
+        "--data",
+        data,
+        "--run-dir",
+        run_dir,
+        "--seed",
+        seed,
+        "--no-progress",
+        "--no-sample",
+    ]
     for flag, value in flags.items():
         words += [] if value is None else [flag, value]
     words += ["--set", *sets] if sets else []

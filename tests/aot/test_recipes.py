@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jspeed.parallel.mesh import cut_dim, partitions
+from jspeed.parallel.layout import cut_dim, partitions
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.run import program

@@ -17,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspeed.data import sources, tokenise
+from jspeed.data import folder as folders
+from jspeed.data import pieces, sources, tokenise
+from jspeed.data import split as splits
 from jspeed.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +228,32 @@ def test_split_depends_on_contents_alone(tmp_path):
 )
 def test_how_many_validate(count, fraction, validating):
     hashes = np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64)
-    assert np.count_nonzero(hashes <= np.uint64(sources.text_threshold(hashes, fraction))) == validating
+    for seed in (0, 1):
+        assert np.count_nonzero(splits.by_contents(hashes, fraction, seed)) == validating
+
+
+def test_another_seed_takes_other_documents(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(200)] + ["text 7"] * 3)
+    found = []
+    for name, seed in (("a", 0), ("b", 1), ("c", 1), ("d", 2)):
+        out = prepare_bytes(source, out=tmp_path / name, seed=seed)
+        train, val = (set(byte_documents(out, part)) for part in ("train", "val"))
+        assert len(val) == 20 and not train & val and len(train | val) == 200
+        found.append(val)
+    assert found[1] == found[2] and len({frozenset(val) for val in found}) == 3
+
+
+def test_rows_are_split_as_train_test_split_does():
+    # nanoGPT's readme: 4,007 of 8,013,769 documents validate. datasets draws default_rng(2357).permutation(n) and
+    # tests on its first ceil(0.0005 n).
+    validates = splits.by_rows(8_013_769, 0.0005, 2357)
+    assert np.count_nonzero(validates) == 4_007
+    order = np.random.default_rng(2357).permutation(1000)
+    assert sorted(order[:1]) == np.flatnonzero(splits.by_rows(1000, 0.0005, 2357)).tolist()
+
+
+def all_documents(*paths):
+    return [document for path in paths for segment in pieces.segments(path) for document in pieces.documents(segment)]
 
 
 def test_folders_files_and_endings(tmp_path):
@@ -241,15 +268,16 @@ def test_folders_files_and_endings(tmp_path):
     (tmp_path / "alone.txt").write_text("before")
     files = sources.text_files([tmp_path / "alone.txt", folder, folder / "c.txt.xz"])
     assert [name for name, _ in files] == ["alone.txt", "a.jsonl", "b/z.txt", "c.txt.xz", "empty.txt"]
-    found = [document for _, path in files for document in sources.text_documents(path)]
-    assert found == [b"before", b"first", b"second\n", b"third"]
+    assert all_documents(*(path for _, path in files)) == [b"before", b"first", b"second\n", b"third"]
 
 
 @pytest.mark.parametrize("block", [1, 5, 13, 1 << 20])
 def test_separators_split_a_text(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources, "BLOCK_BYTES", block)
     (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n")
-    assert list(sources.text_documents(tmp_path / "a.txt")) == [b"one", b"two \n<|endo", b"three"]
+    monkeypatch.setattr(pieces, "BLOCK_BYTES", block)
+    for piece in (1, 20, 1 << 20):
+        monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+        assert all_documents(tmp_path / "a.txt") == [b"one", b"two \n<|endo", b"three"]
 
 
 def test_same_input_gives_the_same_bytes(tmp_path):
@@ -262,7 +290,7 @@ def test_same_input_gives_the_same_bytes(tmp_path):
 def test_batches_leave_no_trace(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
     one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)
-    monkeypatch.setattr(tokenise, "BATCH_BYTES", 20)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 20)
     assert content_of(prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)) == content_of(one)
 
 
@@ -325,44 +353,110 @@ def test_no_vocabulary_is_a_sentence(tmp_path):
 INTERRUPTED = """
 import sys, time
 from pathlib import Path
-from jspeed.data import tokenise
+from jspeed.data import pieces, tokenise, work
 from jspeed.errors import run_script
 
-def documents():
-    for i in range(9):
-        yield "val" if i % 3 == 0 else "train", b"x" * (1 << 20)
-    print("half", flush=True)
-    time.sleep(60)
+pieces.PIECE_BYTES = 1000
+stop = int(sys.argv[3])
+encode = work.encode
 
-run_script(lambda: tokenise.write_folder(Path(sys.argv[1]), documents(), tokenise.bytes_tokenizer(), {}, "s"))
+def slow(*arguments):
+    global stop
+    if stop == 0:
+        print("half", flush=True)
+        time.sleep(60)
+    stop -= 1
+    return encode(*arguments)
+
+work.encode = slow
+run_script(lambda: tokenise.prepare_text([Path(sys.argv[1])], Path(sys.argv[2]), "bytes", processes=1) and None)
 """
 
 
-def interrupt(out, signal_number):
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, out], stdout=subprocess.PIPE, text=True) as process:
+def interrupt(source, out, signal_number, after=5):
+    command = [sys.executable, "-c", INTERRUPTED, source, out, str(after)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "half\n"
-        partial = [path for path in out.parent.iterdir() if path.name.endswith(".partial")]
-        shards = [shard for path in partial for shard in path.glob("*.bin")]
-        assert len(partial) == 1 and sum(shard.stat().st_size for shard in shards) > 4 << 20
         process.send_signal(signal_number)
         return process.wait(timeout=20)
 
 
-def test_killed_preparation_leaves_nothing_finished(tmp_path):
+@pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+def test_interrupted_work_is_taken_up(tmp_path, signal_number, code, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+    wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
     out = tmp_path / "deep" / "out"
     out.parent.mkdir()
-    assert interrupt(out, signal.SIGKILL) == -signal.SIGKILL
-    (leftover,) = out.parent.iterdir()
-    assert leftover.name.startswith(".") and not (leftover / "manifest.json").exists()
-    assert all(not any(shard.read_bytes()[:1024]) for shard in leftover.glob("*.bin"))
-    prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=out)
-    check_manifest(out)
-    assert os.listdir(out.parent) == ["out"]  # the leftover is gone too
+    assert interrupt(source, out, signal_number) == code
+    (left,) = out.parent.iterdir()
+    assert left.name.startswith(".out.") and not list(left.rglob("*.bin"))
+    journal = left / "main" / "journal"
+    assert len(journal.read_text().splitlines()) == 5
+    # A line cut in the middle, and bytes behind the last line, as a crash of the machine may leave them.
+    journal.write_text(journal.read_text() + '{"docu')
+    with open(left / "main" / "tokens", "ab") as tokens:
+        tokens.write(b"xxx")
+    assert interrupt(source, out, signal_number, after=3) == code
+    assert len(journal.read_text().splitlines()) == 8
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    encoded = []
+    real = tokenise.work.encode
+    monkeypatch.setattr(tokenise.work, "encode", lambda *a: (encoded.append(a), real(*a))[1])
+    prepare_bytes(source, out=out, processes=1)
+    assert content_of(out) == wanted and os.listdir(out.parent) == ["out"]
+    assert len(encoded) == len(list(pieces.pieces([source]))) - 8
 
 
-def test_interrupted_preparation_removes_its_folder(tmp_path):
-    assert interrupt(tmp_path / "out", signal.SIGINT) == 130
-    assert not os.listdir(tmp_path)
+def test_work_of_other_inputs_is_not_taken_up(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+    assert interrupt(source, tmp_path / "out", signal.SIGKILL) == -signal.SIGKILL
+    prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out")
+    check_manifest(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
+
+
+def test_no_room_keeps_the_work(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
+    room, sync = 7, os.fsync
+
+    def fsync(handle):
+        nonlocal room
+        room -= 1
+        if room < 0:
+            raise OSError(28, "No space left on device")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(BadInput, match="No space left on device.*goes on after the 1[0-9] documents done"):
+        prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)
+    assert not (tmp_path / "new" / "out").exists()
+    room = 10**6
+    assert content_of(prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)) == wanted
+    assert os.listdir(tmp_path / "new") == ["out"]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_any_number_of_processes_writes_the_same_bytes(tmp_path, processes):
+    text = "".join(f"line {i} of a text that goes on\n" for i in range(200))
+    (tmp_path / "in").mkdir()
+    jsonl(tmp_path / "in" / "a.jsonl.xz", [f"{i} {text * (i % 9)}" for i in range(600)])
+    (tmp_path / "in" / "b.txt").write_text("<|endoftext|>".join(f"{i} {text}" for i in range(700)))
+    outs = [tmp_path / str(count) / "out" for count in (1, processes)]
+    for out, count in zip(outs, (1, processes), strict=True):
+        prepare_bytes(tmp_path / "in", out=out, processes=count)
+    assert content_of(outs[0]) == content_of(outs[1])
+    assert len(list(pieces.pieces([path for _, path in sources.text_files([tmp_path / "in"])]))) > 4
+
+
+def test_the_first_bad_line_is_the_one_that_is_said(tmp_path, monkeypatch):
+    good = json.dumps({"text": "x" * 3000}).encode() + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(good * 3000 + b"[]\n" + good * 2000 + b"{}\n" + good * 3000)
+    for processes in (1, 2):
+        with pytest.raises(BadInput, match="line 3001 of"):
+            prepare_bytes(tmp_path / "a.jsonl", out=tmp_path / "new" / "out", processes=processes)
+        assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -372,7 +466,9 @@ def test_two_preparations_at_once(tmp_path, equal):
     winners = pairs if equal else [("train", b"c"), ("val", b"b")]
 
     def write(documents):
-        return tokenise.write_folder(out, documents, tokenise.bytes_tokenizer(), {}, "s")
+        tokenizer = tokenise.bytes_tokenizer()
+        facts = tokenise.facts(tokenizer, "before", {})
+        return folders.write_folder(out, tokenise.encoded(documents, tokenizer), facts, "s")
 
     def overtaken():
         yield from pairs
@@ -388,18 +484,19 @@ def test_two_preparations_at_once(tmp_path, equal):
 
 
 def test_failure_while_writing_removes_everything(tmp_path):
-    def documents():
-        yield "train", b"x" * tokenise.BATCH_BYTES
+    def batches():
+        yield folders.Batch("train", np.zeros(1 << 20, np.uint16), np.array([1 << 20]))
         raise OSError(28, "No space left on device")
 
     with pytest.raises(BadInput, match="No space left"):
-        tokenise.write_folder(tmp_path / "new" / "out", documents(), tokenise.bytes_tokenizer(), {}, "s")
+        folders.write_folder(tmp_path / "new" / "out", batches(), {}, "s")
     assert not os.listdir(tmp_path)
 
 
 def test_input_that_changes_between_the_readings(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", "ab")
-    monkeypatch.setattr(tokenise.sources, "text_fingerprint", lambda files: {"": str(jsonl(source, "ac"))})
+    real = tokenise.work.tokenise
+    monkeypatch.setattr(tokenise.work, "tokenise", lambda *a: (real(*a), jsonl(source, "abc")))
     with pytest.raises(BadInput, match="changed while it was read"):
         prepare_bytes(source, out=tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.jsonl"]
@@ -409,7 +506,7 @@ def test_input_that_changes_between_the_readings(tmp_path, monkeypatch):
 
 GOOD = b'{"text": "a"}\n{"text": "b"}\n'
 BAD_FILES = {
-    "unknown ending": ("a.parquet", GOOD, r"a\.parquet has an unknown ending; expected \.txt, "),
+    "unknown ending": ("a.csv", GOOD, r"a\.csv has an unknown ending; expected \.txt, "),
     "not JSON": ("a.jsonl", GOOD + b'{"text": \n', r"line 3 of .*a\.jsonl is not JSON"),
     "nested too deep": ("a.jsonl", GOOD + b"[" * 200_000, r"line 3 of .* is not JSON"),
     "not an object": ("a.jsonl", b"[1]\n", r"line 1 of .*a\.jsonl lacks the string field"),
@@ -424,6 +521,7 @@ BAD_FILES = {
     "no documents": ("a.jsonl", b'\n{"text": ""}\n', r"holds no documents"),
     "empty": ("a.txt", b"", r"holds no documents"),
     "one document": ("a.txt", b"abc", r"holds one document"),
+    "not parquet": ("a.parquet", GOOD, r"a\.parquet is corrupt or not parquet"),
     "copies": ("a.jsonl", GOOD[:14] * 5, r"holds one document, or copies"),
 }
 
@@ -485,6 +583,64 @@ def test_bad_output(tmp_path, monkeypatch):
             prepare_bytes(source, out=tmp_path / "in" / "out")
     assert not os.listdir(tmp_path / "in")
     assert byte_documents(prepare_bytes(source, out=tmp_path / "in"), "train")  # an empty folder is fine
+
+
+def test_a_single_document_is_cut(tmp_path):
+    (tmp_path / "novel.txt").write_bytes(text := bytes(range(97, 123)) * 40)
+    out = prepare_bytes(tmp_path / "novel.txt", out=tmp_path / "out")
+    (train,), (val,) = (byte_documents(out, part) for part in ("train", "val"))
+    assert train + val == text and len(val) == 104
+    out = prepare_bytes(tmp_path / "novel.txt", out=tmp_path / "half", val_fraction=0.5)
+    assert abs(len(byte_documents(out, "val")[0]) - 520) <= 1
+
+
+@pytest.mark.parametrize("mark", ["after", "none"])
+def test_marks_and_own_validation_files(tmp_path, mark):
+    train, val = jsonl(tmp_path / "a.jsonl", ["ab", "", "c"]), jsonl(tmp_path / "b.jsonl", ["d"])
+    out = prepare_bytes(train, out=tmp_path / "out", val_inputs=[val], mark=mark)
+    wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[mark]
+    assert [read_split(out, part).tolist() for part in ("train", "val")] == list(wanted)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["mark"] == mark and manifest["bos_id"] == {"after": 256, "none": None}[mark]
+    assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [2, 1]
+    assert prepare_bytes(train, out=out, val_inputs=[val], mark=mark) == out  # already there
+    with pytest.raises(BadInput, match="not empty"):
+        prepare_bytes(train, out=out, val_inputs=[val])
+
+
+def test_parquet(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [f"text é {i}" for i in range(50)] + [""]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"id": range(51), "text": texts}), path, row_group_size=7)
+    assert all_documents(path) == [text.encode() for text in texts[:-1]]
+    used = []
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
+    assert len(list(pieces.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
+    for column, sentence in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
+        parquet.write_table(pa.table(column), tmp_path / "bad.parquet")
+        with pytest.raises(BadInput, match=sentence):
+            prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+    parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "bad.parquet")
+    with pytest.raises(BadInput, match='row 1 of row group 0 .* has no "text"'):
+        prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+    (tmp_path / "bad.parquet").write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(BadInput, match="bad.parquet is corrupt"):
+        prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("gpt3", r"tokenizer 'gpt3' is unknown; did you mean 'gpt2'\?"),
+        ("cl100k_base", "has 100,277 ids but a shard holds at most 65,535"),
+    ],
+)
+def test_bad_tokenizer(tmp_path, name, sentence):
+    with pytest.raises(BadInput, match=sentence):
+        tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", name)
 
 
 @pytest.mark.parametrize("arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]])

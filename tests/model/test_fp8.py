@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspeed.model.fp8 import E4M3, E5M2, Scales, matmul, quantise
+from jspeed.model.fp8 import E4M3, E5M2, Scales, forward_matmul, matmul, quantise, watch
+from jspeed.model.mlp import mlp
+from jspeed.optim.slow import measured
 
 SCALES = Scales(x=4 / 448, w=2 / 448, grad=0.75 / 448)
 
@@ -84,3 +86,58 @@ def test_small_gradients_survive_what_e4m3_would_lose():
     tiny = jnp.asarray([2.0**-16, 2.0**-14])
     np.testing.assert_array_equal(quantise(tiny, 1.0, E5M2).astype(jnp.float32), tiny)
     np.testing.assert_array_equal(quantise(tiny, 1.0, E4M3).astype(jnp.float32), [0, 0])
+
+
+@pytest.mark.parametrize("given", [None, 0.004])
+def test_forward_product_in_fp8_has_the_gradients_of_the_plain_one(case, given):
+    """Scales are measured but for one that is given, here too small, so that some of ``x`` is clipped."""
+    x, w, g = case
+    scale = None if given is None else jnp.float32(given)
+    y, pull = jax.vjp(jax.jit(lambda x, w: forward_matmul(x, w, scale)), x, w)
+    x_scale, w_scale = given or np.abs(x).max() / 448, np.abs(w).max() / 448
+    xq, wq = (rounded(a, s, ml_dtypes.float8_e4m3fn) * s for a, s in ((x, x_scale), (w, w_scale)))
+    np.testing.assert_allclose(y, np.einsum("btd,vd->btv", xq, wq), atol=1e-4)
+    if given:
+        assert np.abs(xq).max() == pytest.approx(0.004 * 448) and np.abs(x).max() > 0.004 * 448
+    for found, expected in zip(pull(g), jax.vjp(lambda x, w: x @ w.T, x, w)[1](g), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_nothing_but_zeros_is_no_nan():
+    y = forward_matmul(jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((16, 8), jnp.bfloat16))
+    assert y.dtype == jnp.bfloat16 and not np.any(np.asarray(y, np.float32))
+
+
+def test_a_watched_maximum_is_what_the_parameter_becomes():
+    """Two micro-batches of half the rows each: the mean of their maxima."""
+    x = jnp.array([[1.0, -3.0], [2.0, 0.5]])
+    largest = jnp.float32(248.0)
+
+    def loss(x, largest):
+        return sum(jnp.sum(watch(row, largest, 0.5) ** 2) for row in x)
+
+    gradient, found = jax.grad(loss, argnums=(0, 1))(x, largest)
+    np.testing.assert_array_equal(gradient, 2 * x)
+    assert float(found) == 2.5
+    transform = measured()
+    update, _ = transform.update(found, transform.init(largest), largest)
+    assert float(largest + update) == 2.5
+
+
+def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation():
+    rng = np.random.default_rng(0)
+    x, up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 6, 16), (16, 64), (16, 64)))
+
+    def total(x, up, down, largest):
+        return jnp.sum(mlp(x, up, down, largest=largest, share=0.5) ** 2)
+
+    h = np.maximum(np.asarray(x, np.float64) @ np.asarray(up), 0) ** 2
+    plain = h @ np.asarray(down, np.float64).T
+    np.testing.assert_allclose(mlp(x, up, down), plain, atol=1e-3)
+    found = np.asarray(mlp(x, up, down, largest=jnp.float32(h.max())))
+    assert 1e-3 < np.abs(found - plain).max() / np.abs(plain).max() < 0.1
+    *narrow, largest = jax.grad(total, argnums=(0, 1, 2, 3))(x, up, down, jnp.float32(h.max()))
+    wide = jax.grad(total, argnums=(0, 1, 2))(x, up, down, None)
+    assert float(largest) == pytest.approx(0.5 * h.max(), rel=0.1)
+    for one, two in zip(narrow, wide, strict=True):
+        assert float(jnp.vdot(one, two) / jnp.linalg.norm(one) / jnp.linalg.norm(two)) > 0.99

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary
+from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary, sparse_gate, uniform
 
 
 def test_rms_norm_gives_unit_rms_and_ignores_scale():
@@ -67,3 +67,17 @@ def test_layer_norm_from_its_formula():
     low = layer_norm(jnp.asarray(x, jnp.bfloat16), jnp.asarray(gain), jnp.asarray(bias))
     assert low.dtype == jnp.bfloat16
     np.testing.assert_allclose(low.astype(jnp.float32), found, atol=0.06)
+
+
+def test_sparse_gate_reads_the_first_channels():
+    rng = np.random.default_rng(0)
+    x, heads, one = rng.normal(size=(2, 3, 16)), rng.normal(size=(5, 4)), rng.normal(size=5)
+    for weights in (heads, one):
+        expected = 1 / (1 + np.exp(-(x[..., :5] @ weights)))
+        np.testing.assert_allclose(sparse_gate(jnp.asarray(x), jnp.asarray(weights)), expected, atol=1e-6)
+
+
+def test_uniform_draws_by_fan_in():
+    drawn = uniform(0.5)(jax.random.key(0), (3, 64, 256), jnp.float32)
+    assert abs(float(drawn.std()) * 8 / 0.5 - 1) < 0.01
+    assert 0.99 < float(jnp.abs(drawn).max()) * 8 / 0.5 / 3**0.5 <= 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed.model import fp8
-from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap, softcap
+from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, root_cap, sigmoid_cap, softcap, with_prefix
 
 CAP = 15.0
 CAPS = {"sigmoid": sigmoid_cap(CAP), "root": root_cap(CAP), "none": None}
@@ -97,6 +97,40 @@ def test_bf16(case, cap):
     np.testing.assert_allclose(loss, loss_, atol=0.03)
     for found, expected in ((dx, dx_), *((dhead[name], dhead_[name]) for name in dhead_)):
         np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+
+
+def test_several_targets_are_as_many_losses_of_the_same_logits(case):
+    """modded-nanogpt's sum over the next tokens and one target more, in float64 from the formula of the record."""
+    params, x, targets, weights = case
+    w, b, x64, weights64 = (np.asarray(a, np.float64) for a in (params["w"], params["b"], x, weights))
+    logits = x64 @ w + b
+    sigma = 1 / (1 + np.exp(-(logits + 5) / 7.5))
+    z = 23 * sigma
+    lse = np.log(np.exp(z).sum(-1))
+    expected, dlogits = 0.0, np.zeros_like(z)
+    prefixes = np.random.default_rng(3).integers(-10, 40, size=40)
+    prefix = np.maximum(prefixes, -1)[np.asarray(targets)]
+    for late, share, ids in ((0, 1, targets), (1, 0.5, targets), (2, 0.25, targets), (0, 0.1, prefix)):
+        for row in range(3):
+            for t in range(10 - late):
+                target, weight = int(ids[row, t + late]), share * weights64[row, t]
+                if target < 0:
+                    continue
+                expected += weight * (lse[row, t] - z[row, t, target])
+                dlogits[row, t] += weight * (np.exp(z[row, t] - lse[row, t]) - (np.arange(40) == target))
+    dlogits *= 23 / 7.5 * sigma * (1 - sigma)
+
+    def ours(params, x):
+        several = look_ahead(targets, weights, jnp.array([1, 0.5, 0.25]))
+        several = with_prefix(*several, jnp.asarray(prefixes, jnp.int32), jnp.float32(0.1))
+        return cross_entropy(head, params, x, *several, cap=asymmetric_cap(23, 5, 7.5), chunk=4)
+
+    (total, loss), (dhead, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(params, x)
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(dx, dlogits @ w.T, atol=5e-5)
+    np.testing.assert_allclose(dhead["w"], np.einsum("btd,btv->dv", x64, dlogits), atol=5e-5)
+    first = lse - np.take_along_axis(z, np.asarray(targets)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(loss, first, atol=1e-5)
 
 
 def test_head_gradient_accumulates_in_fp32():

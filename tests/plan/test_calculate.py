@@ -9,13 +9,15 @@ import pytest
 from rich.console import Console
 
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import cut_dim, make_mesh, partition
+from jspeed.parallel.layout import cut_dim, partition
+from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import calculate, chinchilla
 from jspeed.plan.tables import print_tables, tables
-from jspeed.recipe import Context, init_parameters, leaves, matmul_parameters, parameter_count
+from jspeed.recipe import Context, init_parameters, leaves
 from jspeed.run import program
 from jspeed.run.device import device_of
 from jspeed.run.find import find
+from jspeed.sizes import matmul_parameters, parameter_count
 
 
 @pytest.fixture(scope="module")

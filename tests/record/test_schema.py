@@ -6,74 +6,26 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.record.schema import FIELDS, KINDS, read_run, validate, write_run
+from jspeed.record import consistent
+from jspeed.record.runfile import parse_run, read_run, seals, write_run
+from jspeed.record.schema import FIELDS, KINDS, validate
 
-# Written out by hand from the published list of fields, not from the table that the code checks with.
-RUN = {
-    "schema": 1,
-    "recipe": "stdlib",
-    "recipe_hash": "0123456789abcdef",
-    "recipe_source": "stdlib.py",
+from .runs import as_run
+
+OLD_FILE = next((Path(__file__).parents[2] / "records/stdlib/cpu/stdlib").glob("20261120T183857Z-*.json"))
+OLD = json.loads(OLD_FILE.read_text())
+RUN = as_run(60.5) | {
     "fields": {"layers": 4, "rates": [0.02, 0.001], "clip": None},
-    "overrides": {},
-    "parent": None,
-    "track": "stdlib/cpu",
-    "seed": 7,
-    "status": "finished",
-    "reached": True,
-    "target_loss": 1.4,
-    "val_loss": 1.39,
-    "timed_seconds": 60.5,
-    "compile_seconds": 8.0,
-    "wall_seconds": 75.0,
-    "started": "2026-01-31T12:00:00+00:00",
-    "steps": 300,
-    "planned_steps": 300,
-    "tokens": 2457600,
-    "parameters": 1000000,
-    "flops_per_token": 6.1e6,
-    "devices": {"kind": "cpu", "count": 1, "processes": 1, "platform": "cpu"},
-    "mesh": {"data": 1, "model": 1},
-    "layout": "dp",
-    "micro_batch": 8192,
-    "data": {
-        "name": "stdlib",
-        "fingerprint": "aa" * 8,
-        "val_fingerprint": "bb" * 8,
-        "train_tokens": 20000000,
-        "val_tokens": 524288,
-        "tokenizer": None,
-    },
-    "loader": {"waits": 3, "bytes": 2457600},
-    "host": {"data_wait_seconds": 0.01, "dispatch_seconds": 0.2},
-    "ledger": [
-        {"name": "compile", "seconds": 8.0, "timed": False},
-        {"name": "train", "seconds": 40.25, "timed": True},
-        {"name": "evaluate", "seconds": 2.0, "timed": False},
-        {"name": "train", "seconds": 20.25, "timed": True},
-    ],
-    "curve": [
-        {"step": 0, "timed_seconds": 0.0, "val_loss": 5.55},
-        {"step": 150, "timed_seconds": 40.25, "val_loss": 1.7},
-        {"step": 300, "timed_seconds": 60.5, "val_loss": 1.39},
-    ],
-    "probes": {"causality": {"passed": True, "largest_change": 0.0}},
-    "versions": {
-        "python": "3.11.9",
-        "jax": "0.10.0",
-        "jaxlib": "0.10.0",
-        "numpy": "2.3.0",
-        "optax": "0.2.8",
-        "jspeed": "0.1.0",
-    },
-    "xla_flags": "",
-    "git": {"commit": "c0ffee00c0ffee00", "dirty": False},
+    "plan": {"sha256": "", "folder": ""},
 }
+RUN |= {"gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []}, "resumed": []}
+RUN |= seals(RUN)
 
 
 def changed(place: str, value: object) -> dict:
@@ -87,9 +39,14 @@ def changed(place: str, value: object) -> dict:
     return run
 
 
+def check(run: Any) -> None:
+    validate(run)
+    consistent.check(run)
+
+
 def sentence(run: object) -> str:
     with pytest.raises(BadInput) as caught:
-        validate(run)
+        check(run)
     return str(caught.value)
 
 
@@ -100,15 +57,29 @@ def test_a_run_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["run.json"]
 
 
+def test_schema_1_is_read_and_not_written(tmp_path: Path) -> None:
+    before = OLD_FILE.read_bytes()
+    assert read_run(OLD_FILE) == OLD and OLD["schema"] == 1 and OLD_FILE.read_bytes() == before
+    with pytest.raises(BadInput, match="field 'schema': expected 2, found 1; older ones are only read"):
+        write_run(tmp_path / "new", OLD)
+    assert not (tmp_path / "new").exists()
+    for name in [name for name in OLD if name != "schema"]:
+        without = {key: value for key, value in OLD.items() if key != name}
+        if name not in ("resumed", "loader"):
+            assert f"field '{name}': expected" in sentence(without)
+
+
 def test_the_same_run_is_the_same_bytes(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a", RUN).read_bytes()
     backwards = dict(reversed(RUN.items()))
     assert write_run(tmp_path / "b", backwards).read_bytes() == first
-    assert first.endswith(b"}\n") and first.startswith(b'{\n  "schema": 1,')
+    assert first.endswith(b"}\n") and first.startswith(b'{\n  "schema": 2,')
 
 
 def test_the_table_covers_every_field_and_explains_it() -> None:
     assert {name for name in FIELDS if not set(name) & set(".[*")} == set(RUN)
+    old = {name for name, field in FIELDS.items() if field.since == 1 and not set(name) & set(".[*")}
+    assert old == set(OLD) - {"resumed"}
     assert all(field.kind in KINDS and field.meaning for field in FIELDS.values())
 
 
@@ -169,12 +140,27 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("timed_seconds", 55.0, "timed_seconds"),  # 60.5 in the ledger
         ("timed_seconds", 60.57, "timed_seconds"),  # just over 1 ms + 0.1 %
         ("ledger.2.timed", True, "timed_seconds"),
-        ("wall_seconds", 69.0, "wall_seconds"),  # 70.5 in the ledger, 1 % more than 69.0 is 69.69
-        ("val_loss", 1.4001, "reached"),
+        ("wall_seconds", 79.0, "wall_seconds"),  # 80.5 in the ledger, 1 % more than 79.0 is 79.79
+        ("wall_seconds", 84.0, "ledger"),
+        ("compile_seconds", 7.0, "compile_seconds"),
+        ("target_loss", 1.38, "reached"),
+        ("probes.causality.passed", False, "reached"),
+        ("reached", False, "reached"),
+        ("val_loss", 1.3, "val_loss"),
         ("val_loss", None, "reached"),
+        ("curve.2.val_loss", 1.3, "val_loss"),
+        ("curve", [], "val_loss"),
+        ("steps", 299, "curve[2].step"),
+        ("planned_steps", 299, "steps"),
+        ("status", "diverged", "val_loss"),
+        ("probes", {}, "probes.causality"),
+        ("ended", "2026-01-31T12:00:00+00:00", "ended"),
+        ("ended", "2026-01-31T12:05:30+00:00", "timed_seconds"),
+        ("ended", "2026-01-31T12:09:00+00:00", "wall_seconds"),
         ("curve.1.step", 0, "curve[1].step"),
         ("curve.2.step", 150, "curve[2].step"),
-        ("curve.2.timed_seconds", 40.0, "curve[2].timed_seconds"),
+        ("curve.2.timed_seconds", 20.0, "curve[2].timed_seconds"),
+        ("curve.2.timed_seconds", 60.6, "curve[2].timed_seconds"),
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(place: str, value: object, names: str) -> None:
@@ -185,23 +171,23 @@ def test_numbers_that_contradict_each_other_are_refused(place: str, value: objec
     ("place", "value"),
     [
         ("timed_seconds", 60.55),
-        ("wall_seconds", 70.0),
-        ("val_loss", 1.4),
-        ("curve", []),
-        ("probes", {}),
+        ("wall_seconds", 81.0),
+        ("target_loss", 1.39),
         ("something_newer", [1, "two"]),
-        ("started", "2026-01-31T12:00:00.123456Z"),
+        ("resumed", [100]),
+        ("gpus", None),
+        ("started", "2026-01-31T12:05:00.123456Z"),
         ("flops_per_token", 6100000),
     ],
 )
 def test_what_the_rules_allow_is_accepted(place: str, value: object) -> None:
-    validate(changed(place, value))
+    check(changed(place, value))
 
 
 def test_a_diverged_run_has_null_for_its_losses(tmp_path: Path) -> None:
     run = changed("val_loss", math.nan) | {"reached": False, "status": "diverged"}
     run["curve"][2]["val_loss"] = math.inf
-    run["probes"] = {"normalisation": {"passed": False, "largest_error": math.nan}}
+    run["probes"]["normalisation"] = {"passed": False, "largest_error": math.nan}
     text = write_run(tmp_path, run).read_text()
     assert "NaN" not in text and "Infinity" not in text
     read = read_run(tmp_path)
@@ -227,9 +213,9 @@ WHOLE = json.dumps(RUN)
         (WHOLE.replace(":", "=", 1).encode(), "is not JSON (Expecting ':' delimiter) at line 1, column 10"),
         (b"\xff\xfe{}", "is not JSON text"),
         (b"[1, 2]", "expected an object with the fields of a run, found [1, 2] (list)"),
-        (WHOLE.replace('"schema": 1', '"schema": 2').encode(), "field 'schema': expected 1, found 2"),
-        (WHOLE.replace("75.0", "NaN").encode(), "field 'wall_seconds': expected a finite number"),
-        (WHOLE.replace("75.0", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
+        (WHOLE.replace('"schema": 2', '"schema": 3').encode(), "field 'schema': expected 1 to 2, found 3"),
+        (WHOLE.replace("80.5", "NaN").encode(), "field 'wall_seconds': expected a finite number"),
+        (WHOLE.replace("80.5", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
     ],
 )
 def test_a_bad_file_is_a_sentence_that_names_it(tmp_path: Path, content: bytes, says: str) -> None:
@@ -247,6 +233,24 @@ def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
             read_run(path)
 
 
-def test_the_room_does_not_import_jax() -> None:
-    code = "import sys, jspeed.record, jspeed.record.board; sys.exit('jax' in sys.modules)"
+def test_any_value_that_was_changed_is_named(tmp_path: Path) -> None:
+    """Whatever no other field contradicts, the hashes do; with the field's name."""
+    for place, value in [
+        ("seed", 3), ("curve.1.val_loss", 1.6), ("data.val_sha256", "ab" * 32), ("git.commit", "0" * 16),
+        ("fields.layers", 5), ("devices.kind", "NVIDIA H100"), ("machine", None), ("something_newer", 1),
+    ]:  # fmt: skip
+        with pytest.raises(BadInput, match="it was changed after the run") as caught:
+            parse_run(json.dumps(changed(place, value)).encode(), tmp_path / "x.json")
+        assert f"x.json: field '{place.partition('.')[0]}': expected" in str(caught.value)
+    two = changed("seed", 3) | {"machine": "x"}
+    with pytest.raises(BadInput, match=r"field 'machine': .*and of seed"):
+        parse_run(json.dumps(two).encode(), tmp_path / "x.json")
+    with pytest.raises(BadInput, match="field 'sha256'"):
+        parse_run(json.dumps(changed("sha256", "0" * 64)).encode(), tmp_path / "x.json")
+    spaced = json.dumps(dict(reversed(RUN.items())), indent=8).encode()
+    assert parse_run(spaced, tmp_path / "x.json") == RUN, "order and white space are no content"
+
+
+def test_the_rooms_do_not_import_jax() -> None:
+    code = "import sys, jspeed.record.judge, jspeed.record.verify; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,49 +8,24 @@ import numpy as np
 import optax
 import pytest
 
-from jspeed.parallel import mesh as meshes
-from jspeed.parallel.mesh import batch_rows, make_mesh, replicated
+from jspeed.parallel import layout as layouts
+from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Context
 from jspeed.run import evaluate, program, step
 from jspeed.run.device import device_of
 from jspeed.run.find import find
-from jspeed.run.train import every_step
 
-from ..toys import TOYS
+from ..toys import ALIKE, TOYS
+from .steps import batches, mesh_of, run, start
 
 
 @pytest.fixture(autouse=True)
 def cut_small_arrays_too(monkeypatch):
-    monkeypatch.setattr(meshes, "SMALL", 0)
+    monkeypatch.setattr(layouts, "SMALL", 0)
 
 
 def toy(name="stdlib"):
     return find(name, TOYS[name]).recipe
-
-
-def mesh_of(count):
-    return make_mesh({"data": count}, devices=jax.devices()[:count])
-
-
-def batches(recipe, count, seed=0):
-    rng = np.random.default_rng(seed)
-    shape = (count, recipe.lanes, recipe.stages[0].lane_len + 1)
-    return rng.integers(0, 257, size=shape, dtype=np.uint16)
-
-
-def start(recipe, mesh, layout="zero1", seed=1):
-    _, shardings = program.state_shardings(recipe, layout, mesh)
-    return jax.jit(lambda s: step.init_state(recipe, s), out_shardings=shardings)(np.uint32(seed))
-
-
-def run(recipe, mesh, micro_batch, tokens, layout="zero1", seed=1):
-    """Train on ``tokens`` through all stages and return (state, losses)."""
-    device, state, losses = device_of(mesh), start(recipe, mesh, layout, seed), []
-    compiled = [program.fit(recipe, s, mesh, layout, device, micro_batch)[0] for s in recipe.stages]
-    for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):
-        state, metrics = execute(state, jax.device_put(batch, batch_rows(mesh)))
-        losses.append(float(jax.block_until_ready(metrics["loss"])))
-    return state, losses
 
 
 @functools.cache
@@ -59,13 +34,19 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-@pytest.mark.parametrize("name", TOYS)
-@pytest.mark.parametrize(("devices", "lanes_at_once"), [(8, 1), (4, 1), (2, 4)])
+QUICK = [(name, 8, 1) for name in TOYS if name not in (*ALIKE, "r62", "r89")]
+QUICK += [(name, 2, 4) for name in ("llmc", "track3", "r29")]
+ALL = [(name, *way) for name in TOYS for way in ((8, 1), (4, 1), (2, 4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "lanes_at_once"),
+    QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK],
+)
 def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_at_once):
     recipe = toy(name)
     expected = losses_on_one_device(name)
-    micro_batch = lanes_at_once * recipe.stages[0].lane_len
-    _, found = run(recipe, mesh_of(devices), micro_batch, batches(recipe, 10))
+    _, found = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 10))
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -128,6 +109,39 @@ def test_step_is_gradient_descent_on_the_mean_loss(name):
         assert loss == pytest.approx(float(expected), abs=1e-5)
 
 
+@pytest.mark.slow
+def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
+    """Against the recipe's loss and optimizer and one sum, without any of the step's machinery, through both stages."""
+    recipe = toy("r62")
+    tokens = batches(recipe, 10)
+    _, losses = run(recipe, mesh_of(8), None, tokens)
+    plain, optimizer = step.init_state(recipe, jnp.uint32(1)), recipe.optimizer()
+    params, moments = plain["params"], plain["optimizer"]
+    held = jax.tree.map(jnp.zeros_like, params)
+
+    @functools.partial(jax.jit, static_argnames=("stage", "due"))
+    def update(params, moments, held, batch, number, *, stage, due):
+        ctx = Context(stage, training=True, step=number)
+        weights = jnp.full((recipe.lanes, stage.lane_len), 1 / recipe.tokens_per_step(stage))
+
+        def loss(params):
+            total, loss_BT = recipe.loss(params, batch[:, :-1], batch[:, 1:], weights, ctx)
+            return total, loss_BT.mean()
+
+        grads, mean = jax.grad(loss, has_aux=True)(params)
+        sums = jax.tree.map(jnp.add, held, grads)
+        chosen = {name: sums[name] if spec.every == 2 else grads[name] for name, spec in recipe.parameters.items()}
+        updates, moments = optimizer.update(chosen, moments, params, due=due)
+        held = jax.tree.map(jnp.zeros_like, sums) if due else sums
+        return optax.apply_updates(params, updates), moments, held, mean
+
+    stages = [stage for stage in recipe.stages for _ in range(stage.steps)]
+    for number, (stage, batch, loss) in enumerate(zip(stages, tokens, losses, strict=False)):
+        batch = jnp.asarray(batch, jnp.int32)
+        params, moments, held, mean = update(params, moments, held, batch, number, stage=stage, due=number % 2 == 1)
+        assert loss == pytest.approx(float(mean), abs=1e-5)
+
+
 def test_state_is_donated():
     recipe, mesh = toy(), mesh_of(1)
     compiled, _ = program.fit(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), None)
@@ -140,7 +154,7 @@ def test_state_is_donated():
 def test_warm_up_leaves_no_trace():
     recipe, mesh = toy("r29"), mesh_of(2)
     built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
-    validation = evaluate.place(batches(recipe, 2).reshape(16, -1)[:10], built.eval_rows, recipe, mesh)
+    validation = evaluate.place(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
     program.warm_up(built, recipe, mesh, validation.rows)

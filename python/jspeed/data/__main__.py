@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jspeed.data.shards import find_split
+from jspeed.data.tokenizers import tokenizer_of
 from jspeed.data.verify import read_manifest, verify
-from jspeed.errors import run_script
+from jspeed.errors import BadInput, run_script
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 SHOWN = 24  # tokens of the first document
@@ -21,23 +22,21 @@ BOS = 50256  # where no manifest says otherwise, shards are FineWeb's
 def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
     """Return the start of the first whole document of a shard as text, or why that cannot be had, in brackets."""
     tokens = np.memmap(path, dtype, "r", 1024)
-    bos_id = manifest["bos_id"] if manifest else BOS
-    starts = np.flatnonzero(tokens[: 1 << 20] == bos_id)
-    if not starts.size:
-        return f"[no document starts in the first {min(len(tokens), 1 << 20):,} tokens]"
-    ids = tokens[starts[0] + 1 : starts[0] + 1 + SHOWN].tolist()
+    facts = manifest or {"tokenizer": "gpt2", "bos_id": BOS}
+    bos_id, first = facts["bos_id"], 0
+    if bos_id is not None:
+        starts = np.flatnonzero(tokens[: 1 << 20] == bos_id)
+        if not starts.size:
+            return f"[no document starts in the first {min(len(tokens), 1 << 20):,} tokens]"
+        first = starts[0] + 1
+    ids = tokens[first : first + SHOWN].tolist()
     ids = ids[: ids.index(bos_id)] if bos_id in ids else ids
-    tokenizer = manifest["tokenizer"] if manifest else "gpt2"
-    if tokenizer == "bytes":
-        return bytes(id for id in ids if id < 256).decode(errors="replace")
-    if tokenizer != "gpt2" or dtype != np.uint16:
-        return f"[tokens of {tokenizer if manifest else 'an unknown tokenizer'}: {ids}]"
-    import tiktoken
-
+    if dtype != np.uint16:
+        return f"[tokens of an unknown tokenizer: {ids}]"
     try:
-        return tiktoken.get_encoding("gpt2").decode([id for id in ids if id < BOS])
-    except (OSError, ValueError) as error:
-        return f"[GPT-2's vocabulary cannot be had ({type(error).__name__}); tokens {ids}]"
+        return tokenizer_of(facts).decode(ids).decode(errors="replace")
+    except BadInput:
+        return f"[the vocabulary of {facts['tokenizer']} cannot be had; tokens {ids}]"
 
 
 def count_documents(paths: list[Path], dtype: Any, bos_id: int) -> int:

@@ -1,20 +1,13 @@
-"""Where documents come from: the standard library's own sources, or text files on disk, in a fixed order.
-
-A document is ``bytes``: UTF-8 text or a source file of the standard library. Empty ones are skipped.
-"""
+"""Where documents come from: the standard library's own sources, or text files on disk, in a fixed order."""
 
 import hashlib
 import json
-import lzma
 import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
@@ -32,13 +25,8 @@ LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
 # About 1 file in 32 validates: 353,796 of 9.8 million tokens with CPython 3.11.7, more with 3.12 and 3.13.
 STDLIB_VALIDATION_ONE_IN = 32
 
-TEXT_ENDINGS = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz")
-SEPARATOR = b"<|endoftext|>"
-BLOCK_BYTES = 1 << 20
+TEXT_ENDINGS = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz", ".parquet")
 NAMES_KEPT = 20
-
-VAL_FRACTION = 0.01
-VAL_DOCUMENTS = 32
 
 
 def stdlib_root() -> Path:
@@ -147,52 +135,6 @@ def _below(root: Path) -> Iterator[str]:
                 yield Path(folder, name).relative_to(root).as_posix()
 
 
-def text_documents(path: Path) -> Iterator[bytes]:
-    """Yield the documents of one text file as UTF-8, holding one document in memory at a time.
-
-    ``.jsonl``: the string field ``text`` of each line; blank lines are skipped. ``.txt``: the whole file is
-    one document, to the byte; but if it holds ``<|endoftext|>``, the documents are what lies between these,
-    without surrounding white space. Either may be compressed (``.xz``). Raises BadInput with the line or the
-    byte offset (in the decompressed text) of what cannot be read.
-    """
-    split = _lines if path.name.removesuffix(".xz").endswith(".jsonl") else _texts
-    try:
-        with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
-            for document in split(path, file):
-                if document:
-                    yield document
-    except (lzma.LZMAError, EOFError) as error:
-        raise BadInput(f"{path} is corrupt or not xz ({error}); fetch or compress it again") from None
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
-
-
-def text_hashes(files: Sequence[tuple[str, Path]]) -> NDArray[np.uint64]:
-    """Return :func:`hash_of` each document in ``files`` as uint64, reading and so checking all of them."""
-    found = (hash_of(document) for _, path in files for document in text_documents(path))
-    return np.fromiter(found, np.uint64)
-
-
-def text_threshold(hashes: NDArray[np.uint64], fraction: float | None) -> int:
-    """Return the largest hash that a validation document has, for the given ``fraction`` of the documents.
-
-    The documents with the smallest hashes validate: what decides is their contents, not where they lie, and
-    equal documents stay together. They are ``fraction`` of the distinct documents, at least one and never
-    all. Without a fraction they are 1 %, but not fewer than 32 or a tenth of all, whichever is less, since a
-    handful of documents is a noisy measure. Raises BadInput when there are not two distinct documents.
-    """
-    distinct = np.unique(hashes)
-    count = distinct.size
-    if count < 2:
-        found = "no documents" if count == 0 else "one document, or copies of one"
-        raise BadInput(f"the input holds {found}; expected two or more, one to train on and one to validate")
-    if fraction is None:
-        wanted = max(round(VAL_FRACTION * count), min(VAL_DOCUMENTS, count // 10))
-    else:
-        wanted = round(fraction * count)
-    return int(distinct[min(max(wanted, 1), count - 1) - 1])
-
-
 def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
     """Return the number of ``files``, their bytes, one SHA-256 of names and contents, and the first names."""
     digest, size = hashlib.sha256(), 0
@@ -206,47 +148,10 @@ def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
     return {"files": len(files), "bytes": size, "sha256": digest.hexdigest(), "names": names}
 
 
-def _lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    offset = 0
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            where = f"line {number} of {path}"
-            text = _checked(path, line, offset)
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise BadInput(f"{where} is not JSON ({error}); expected one object a line") from None
-            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise BadInput(f'{where} lacks the string field "text"; expected {{"text": "..."}}')
-            try:
-                yield record["text"].encode()
-            except UnicodeEncodeError:
-                raise BadInput(f'{where} has half a surrogate pair in "text"') from None
-        offset += len(line)
-
-
-def _texts(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    held = bytearray()
-    offset = searched = 0  # of held's first byte in the file; of the first byte of held not yet searched
-    separated = False
-    while block := file.read(BLOCK_BYTES):
-        held += block
-        while (end := held.find(SEPARATOR, searched)) >= 0:
-            document = bytes(held[:end])
-            _checked(path, document, offset)
-            yield document.strip()
-            separated = True
-            del held[: end + len(SEPARATOR)]
-            offset += end + len(SEPARATOR)
-            searched = 0
-        searched = max(0, len(held) - len(SEPARATOR) + 1)
-    document = bytes(held)
-    _checked(path, document, offset)
-    yield document.strip() if separated else document
-
-
-def _checked(path: Path, content: bytes, offset: int) -> str:
+def text_stamps(files: Sequence[tuple[str, Path]]) -> list[tuple[int, int]]:
+    """Return size and time of the last change of each file, to tell whether one changed while it was read."""
     try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
+        found = [os.stat(path) for _, path in files]
+    except OSError as error:
+        raise BadInput(f"{error.filename} cannot be read ({error.strerror})") from None
+    return [(stat.st_size, stat.st_mtime_ns) for stat in found]

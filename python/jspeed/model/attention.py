@@ -1,13 +1,16 @@
 """Causal attention over packed lanes: which keys a query sees, the reference that runs anywhere, and the choice."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
 from jspeed.model import kernels
+from jspeed.model.cache import Open, opened, written
 
 BACKENDS = ("xla", "cudnn", "fa4")
 QUERY_BLOCK = 128
@@ -33,6 +36,8 @@ def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = Non
     (DocOverflowError).
     """
     ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
+    if cache := opened():
+        return Documents(_numbered_on(cache, ids_BT))
     ids_BT -= ids_BT[:, :1]
     if max_docs is None:
         return Documents(ids_BT)
@@ -62,8 +67,9 @@ def attention(
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
     others (:mod:`jspeed.model.kernels`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more than
-    ``max_docs`` documents comes out as NaN, never as a mask that is quietly another one. Raises BadInput for what a
-    backend cannot do.
+    ``max_docs`` documents comes out as NaN, never as a mask that is quietly another one. Where a mesh has an axis that
+    XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads
+    that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -71,13 +77,15 @@ def attention(
         )
     if window is not None and window < 1:
         raise BadInput(f"attention window={window}, but it counts the query itself; give 1 or more, or None")
+    if cache := opened():
+        return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
         window = None
     if backend == "xla":
         ids_BT = None if documents is None else documents.ids
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
         path = _unrolled if short else _looped
-        return path(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window)
+        return _over_heads(lambda q, k, v: path(q, k, v, ids_BT, scale, window), q_BTHK, k_BTHK, v_BTHK)
     if documents is not None and documents.offsets is None:
         raise BadInput(
             f"attention backend '{backend}' reads where documents start; give find_documents a max_docs, "
@@ -85,12 +93,51 @@ def attention(
         )
     offsets_BO = None if documents is None else documents.offsets
     kernel = kernels.cudnn if backend == "cudnn" else kernels.fa4
-    return kernel(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window)
+    run = partial(kernel, scale=scale, offsets_BO=offsets_BO, window=window)
+    return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
+
+
+def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
+    """Run ``path(q, k, v)``, each device of the mesh axes that are XLA's to use taking some of the heads."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
+    if not axes or mesh.are_all_axes_auto:  # outside of shard_map XLA may do as it likes
+        return path(q_BTHK, k_BTHK, v_BTHK)
+    devices, heads = math.prod(mesh.shape[axis] for axis in axes), q_BTHK.shape[2]
+    if heads % devices:
+        raise BadInput(
+            f"attention has {heads} heads, which {devices} devices cannot share; use a number that divides it"
+        )
+    cut = PartitionSpec(None, None, axes)
+    return jax.shard_map(path, in_specs=(cut,) * 3, out_specs=cut, axis_names=set(axes), check_vma=False)(
+        q_BTHK, k_BTHK, v_BTHK
+    )
+
+
+def _numbered_on(cache: Open, ids_BT: jax.Array) -> jax.Array:
+    """Count document starts on from the last token of each row that ``cache`` holds, and remember the numbers."""
+    before_B = jnp.take_along_axis(cache.cache.documents_BS, jnp.maximum(cache.start_B - 1, 0)[:, None], axis=1)[:, 0]
+    ids_BT += jnp.where(cache.start_B > 0, before_B, 0)[:, None]
+    cache.cache = cache.cache._replace(documents_BS=written(cache.cache.documents_BS, ids_BT, cache.start_B))
+    return ids_BT
+
+
+def _cached(cache: Open, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
+    """Attend from the next tokens of each row to them and to all that ``cache`` holds of it."""
+    k_BSHK, v_BSHK = cache.kept(k_BTHK, v_BTHK)
+    t_BT1 = cache.positions_BT(q_BTHK.shape[1])[..., None]
+    s_11S = jnp.arange(k_BSHK.shape[1], dtype=jnp.int32)[None, None]
+    seen_BTS = s_11S <= t_BT1
+    if window is not None:
+        seen_BTS &= t_BT1 - s_11S < window
+    if documents is not None:
+        ids_BS = cache.cache.documents_BS[:, : k_BSHK.shape[1]]
+        seen_BTS &= documents.ids[:, :, None] == ids_BS[:, None, :]
+    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
 
 
 def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window):
     """Attend from queries at positions ``t_T`` to keys at positions ``s_S``."""
-    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     distance_TS = t_T[:, None] - s_S[None, :]
     seen = distance_TS >= 0
     if window is not None:
@@ -98,6 +145,12 @@ def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, wi
     seen = seen[None, None]
     if query_ids_BT is not None:
         seen = seen & (query_ids_BT[:, None, :, None] == key_ids_BS[:, None, None, :])
+    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale)
+
+
+def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale):
+    """Softmax over the keys that ``seen`` (bool, broadcast to ``[B, H, T, S]``) leaves, then the mean of values."""
+    scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 

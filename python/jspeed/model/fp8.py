@@ -1,4 +1,4 @@
-"""Matrix products in 8-bit floats with one fixed scale per operand, for Hopper's FP8 tensor cores."""
+"""Matrix products in 8-bit floats with one scale per operand, for Hopper's FP8 tensor cores."""
 
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Scales(NamedTuple):
     grad: float
 
 
-def quantise(a: jax.Array, scale: float, dtype: DTypeLike) -> jax.Array:
+def quantise(a: jax.Array, scale: float | jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return ``a / scale`` in an 8-bit ``dtype``; what does not fit becomes its largest value, NaN stays NaN."""
     limit = float(jnp.finfo(dtype).max)
     # The cast itself turns an e4m3 overflow into NaN.
@@ -41,6 +41,66 @@ def matmul(x: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Array:
     # XLA's rewriter takes exactly one dimension beside the contracted one.
     y_NV = _matmul(x.reshape(-1, x.shape[-1]), w_VD, scales)
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
+
+
+def head(w_VD: jax.Array, x: jax.Array, *, scales: Scales | None) -> jax.Array:
+    """:func:`matmul` with its operands as :func:`jspeed.model.losses.cross_entropy` hands them to a head."""
+    return matmul(x, w_VD, scales)
+
+
+def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = None) -> jax.Array:
+    """Return ``x @ w_VD.T`` with e4m3 operands, whose gradients are those of the product in ``x.dtype``.
+
+    ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales are measured, exactly what brings the largest entry to 448, but
+    for ``x_scale`` where it is given: a scalar, by which ``x`` is divided; what then does not fit is clipped.
+    """
+    scales = [
+        jnp.max(jnp.abs(a)).astype(jnp.float32) / 448 if scale is None else scale
+        for a, scale in ((x, x_scale), (w_VD, None))
+    ]
+    # Rounded as the factor that undoes the division is.
+    scales = [jnp.maximum(scale, 1e-12).astype(x.dtype) for scale in scales]
+    return _forward_matmul(x.reshape(-1, x.shape[-1]), w_VD, *scales).reshape(*x.shape[:-1], w_VD.shape[0])
+
+
+@jax.custom_vjp
+def _forward_matmul(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array) -> jax.Array:
+    return _forward_only(x_ND, w_VD, x_scale, w_scale)[0]
+
+
+def _forward_only(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
+    # Factors known only at run time go before the product: so XLA's rewriter takes them into the call.
+    q_ND, q_VD = (
+        quantise(a, scale.astype(jnp.float32), E4M3).astype(x_ND.dtype) * scale
+        for a, scale in ((x_ND, x_scale), (w_VD, w_scale))
+    )
+    return _dot(q_ND, q_VD, (1, 1), 1.0, x_ND.dtype, Precision.DEFAULT), (x_ND, w_VD)
+
+
+def _backward_wide(saved: tuple[jax.Array, ...], g_NV: jax.Array):
+    x_ND, w_VD = saved
+    dx_ND = _dot(g_NV, w_VD.astype(g_NV.dtype), (1, 0), 1.0, x_ND.dtype, Precision.DEFAULT)
+    dw_VD = _dot(g_NV, x_ND, (0, 0), 1.0, w_VD.dtype, Precision.DEFAULT)
+    return dx_ND, dw_VD, None, None
+
+
+_forward_matmul.defvjp(_forward_only, _backward_wide)
+
+
+@jax.custom_vjp
+def watch(x: jax.Array, largest: jax.Array, share: float) -> jax.Array:
+    """Return ``x``; the gradient with respect to the scalar ``largest`` is ``share`` x the largest |``x``|.
+
+    So a parameter that is set to its gradient (:func:`jspeed.optim.slow.measured`) remembers, for the next step, what
+    this one found; with shares that add up to 1, the mean over micro-batches and devices.
+    """
+    return x
+
+
+watch.defvjp(
+    lambda x, largest, share: (x, (jnp.max(jnp.abs(x)).astype(jnp.float32), largest[..., None][:0], share)),
+    lambda saved, g: (g, (saved[0] * saved[2]).astype(saved[1].dtype), None),
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

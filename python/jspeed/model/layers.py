@@ -1,4 +1,4 @@
-"""The small parts of a block: table look-up, normalisation, rotary positions, squared ReLU."""
+"""The small parts of a block: table look-up, normalisation, positions, squared ReLU."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
+
+from jspeed.model.cache import opened
 
 
 @jax.custom_vjp
@@ -61,15 +63,42 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
     Half-truncated as in modded-nanogpt: of K/2 frequencies the first K/4 fall from 1 to 1/``base``, the others
     are 0, so half of the channels carry no position. Same shape and dtype out.
     """
+    cache = opened()
     _, length, _, width = x_BTHK.shape
     turning = width // 4
     frequency = (1.0 / base) ** jnp.linspace(0.0, 1.0, turning, dtype=jnp.float32)
     frequency = jnp.concatenate([frequency, jnp.zeros(width // 2 - turning, jnp.float32)])
-    angle = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequency)
-    cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    if cache is None:
+        angle = jnp.outer(jnp.arange(length, dtype=jnp.float32), frequency)
+        cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    else:
+        angle_BTK = cache.positions_BT(length).astype(jnp.float32)[..., None] * frequency[None, None]
+        cos, sin = jnp.cos(angle_BTK)[:, :, None, :], jnp.sin(angle_BTK)[:, :, None, :]
     first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
     return turned.astype(x_BTHK.dtype)
+
+
+def positions(table_PD: jax.Array, length: int) -> jax.Array:
+    """Return the rows of a table of positions for ``length`` tokens: ``[1, T, D]``, or with a cache ``[B, T, D]``."""
+    cache = opened()
+    return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
+
+
+def previous(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
+    """Return the token ``back`` places before each, ``fill`` where there is none: int32 ``[B, T]``."""
+    cache = opened()
+    if cache is None:
+        return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]
+    place_BT = cache.positions_BT(tokens_BT.shape[1]) - back
+    found_BT = jnp.take_along_axis(cache.cache.tokens_BS, jnp.maximum(place_BT, 0), axis=1)
+    return jnp.where(place_BT < 0, fill, found_BT)
+
+
+def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the sigmoid of what ``weights`` (``[n]`` or ``[n, H]``) make of the first n channels: ``[B, T]`` or
+    ``[B, T, H]`` (modded-nanogpt, record 28)."""
+    return jax.nn.sigmoid(x_BTD[..., : weights.shape[0]] @ weights)
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
@@ -80,6 +109,11 @@ def relu_squared(x: jax.Array) -> jax.Array:
 def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale: jax.Array | float) -> jax.Array:
     """Return ``x_scale x + y_scale y`` in the dtype of ``x``; the scales are scalars, fp32 where they are learned."""
     return (x_scale * x + y_scale * y).astype(x.dtype)
+
+
+def uniform(scale: float) -> initializers.Initializer:
+    """Draw matrices ``[..., in, out]`` evenly around zero, with standard deviation ``scale`` / sqrt(in)."""
+    return initializers.variance_scaling(scale**2, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
 
 
 def zero_every(n: int, init: initializers.Initializer) -> initializers.Initializer:

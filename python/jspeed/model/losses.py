@@ -37,6 +37,11 @@ def root_cap(cap: float) -> Softcap:
     return Softcap(lambda logits: cap * logits * jax.lax.rsqrt(jnp.square(logits) + cap**2), cap)
 
 
+def asymmetric_cap(bound: float, shift: float, width: float) -> Softcap:
+    """``bound sigmoid((logits + shift) / width)``, within (0, ``bound``); ``bound`` at most 80. Speedrun record 54."""
+    return Softcap(lambda logits: bound * jax.nn.sigmoid((logits + shift) / width), bound)
+
+
 def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
     """Return what the softmax sees of a head's ``logits``: fp32, bent by ``cap`` if there is one."""
     logits32 = logits.astype(jnp.float32)
@@ -59,6 +64,9 @@ def cross_entropy(
     respect to both arguments, so arrays that need a gradient must not be closed over. ``targets_BT`` are integer
     ids below V; ``weights_BT`` are constants. Logits exist for ``chunk`` tokens of each row at a time, or for all.
 
+    A token may have several targets, each with its weight: ``[N, B, T]`` both. All weigh into the sum; the loss is
+    that of the first.
+
     Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in the forward
     pass, while a chunk's logits are at hand, and the backward pass only scales them: no product of the head is
     repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
@@ -67,36 +75,62 @@ def cross_entropy(
     which the backward pass multiplies in. With equal weights, however small, a logit's gradient is a probability
     or less, as FP8 scales fixed in advance need it.
     """
-    return _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BT, weights_BT)
+    targets_BTN, weights_BTN = (jnp.moveaxis(a[None] if a.ndim == 2 else a, 0, 2) for a in (targets_BT, weights_BT))
+    return _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN)
+
+
+def look_ahead(targets_BT: jax.Array, weights_BT: jax.Array, shares_N: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the next N tokens of every position as its targets, ``[N, B, T]``, and their weights.
+
+    The n-th weighs ``weights_BT`` x ``shares_N[n]``, or nothing where the row ends before it: multi-token prediction
+    with one head (modded-nanogpt, record 53).
+    """
+    late, length = range(len(shares_N)), targets_BT.shape[1]
+    targets_NBT = jnp.stack([jnp.pad(targets_BT[:, n:], ((0, 0), (0, n))) for n in late])
+    exists_NT = jnp.stack([jnp.arange(length) < length - n for n in late])
+    return targets_NBT, shares_N[:, None, None] * weights_BT[None] * exists_NT[:, None]
+
+
+def with_prefix(
+    targets_NBT: jax.Array, weights_NBT: jax.Array, prefixes_V: jax.Array, share: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Add a target: the prefix of the first one, if it has one, at ``share`` of its weight.
+
+    ``prefixes_V`` as :func:`jspeed.model.prefixes.longest_prefixes` gives it (modded-nanogpt, record 88).
+    """
+    prefix_BT = prefixes_V[targets_NBT[0]]
+    targets = jnp.maximum(prefix_BT, 0)[None]
+    weights = (share * weights_NBT[0] * (prefix_BT >= 0))[None]
+    return jnp.concatenate([targets_NBT, targets]), jnp.concatenate([weights_NBT, weights])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BT, weights_BT):
-    def of_chunk(_, x_BtD, targets_Bt):
-        return None, _loss(head(head_params, x_BtD), targets_Bt, cap)[0]
+def _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
+    def of_chunk(_, x_BtD, targets_BtN):
+        return None, _loss(head(head_params, x_BtD), targets_BtN, cap)[0]
 
-    loss_BT = _over_chunks(of_chunk, None, (x_BTD, targets_BT), chunk)[1]
-    return _total(loss_BT, weights_BT), loss_BT
+    loss_BTN = _over_chunks(of_chunk, None, (x_BTD, targets_BTN), chunk)[1]
+    return _total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(head, cap, chunk, head_params, x_BTD, targets_BT, weights_BT):
-    largest = jnp.max(jnp.abs(weights_BT))
-    share_BT = weights_BT / jnp.where(largest > 0, largest, 1)
+def _forward(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
+    largest = jnp.max(jnp.abs(weights_BTN))
+    share_BTN = weights_BTN / jnp.where(largest > 0, largest, 1)
 
-    def of_chunk(dhead, x_BtD, targets_Bt, share_Bt):
+    def of_chunk(dhead, x_BtD, targets_BtN, share_BtN):
         logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
-        loss_Bt, shift_Bt, sum_Bt = _loss(logits_BtV, targets_Bt, cap)
+        loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
         if logits_BtV.dtype.itemsize < 4:
             # Else XLA keeps the fp32 logits of the loss for the gradient, twice the size of those it has.
             logits_BtV = jax.lax.optimization_barrier(logits_BtV)
-        dlogits_BtV = _dlogits(logits_BtV, targets_Bt, share_Bt, shift_Bt, sum_Bt, cap)
+        dlogits_BtV = _dlogits(logits_BtV, targets_BtN, share_BtN, shift_Bt, sum_Bt, cap)
         new, dx_BtD = pull(dlogits_BtV)
-        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (loss_Bt, dx_BtD)
+        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (loss_BtN, dx_BtD)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
-    dhead, (loss_BT, dx_BTD) = _over_chunks(of_chunk, zeros, (x_BTD, targets_BT, share_BT), chunk)
+    dhead, (loss_BTN, dx_BTD) = _over_chunks(of_chunk, zeros, (x_BTD, targets_BTN, share_BTN), chunk)
     dhead = jax.tree.map(lambda d, p: d.astype(p.dtype), dhead, head_params)
-    return (_total(loss_BT, weights_BT), loss_BT), (dhead, dx_BTD, largest)
+    return (_total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (dhead, dx_BTD, largest)
 
 
 def _backward(head, cap, chunk, saved, cotangents):
@@ -109,28 +143,30 @@ def _backward(head, cap, chunk, saved, cotangents):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _loss(logits_BTV: jax.Array, targets_BT: jax.Array, cap: Softcap | None):
-    """Return every token's loss, and of its softmax the shift below which all exponents lie and the sum."""
+def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None):
+    """Return the loss of every target, and of its softmax the shift below which all exponents lie and the sum."""
     z_BTV = softcap(logits_BTV, cap)
-    shift_BT = jnp.full(targets_BT.shape, cap.bound, jnp.float32) if cap else jnp.max(z_BTV, axis=-1)
+    shift_BT = jnp.full(z_BTV.shape[:2], cap.bound, jnp.float32) if cap else jnp.max(z_BTV, axis=-1)
     sum_BT = jnp.sum(jnp.exp(z_BTV - shift_BT[..., None]), axis=-1)
-    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    return shift_BT + jnp.log(sum_BT) - softcap(target_BT, cap), shift_BT, sum_BT
+    target_BTN = jnp.take_along_axis(logits_BTV, targets_BTN, axis=-1)
+    return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap), shift_BT, sum_BT
 
 
-def _dlogits(logits_BTV, targets_BT, share_BT, shift_BT, sum_BT, cap: Softcap | None):
-    """Return the loss's gradient, times ``share_BT``, with respect to raw logits, in their dtype."""
+def _dlogits(logits_BTV, targets_BTN, share_BTN, shift_BT, sum_BT, cap: Softcap | None):
+    """Return the loss's gradient, each target's times its share, with respect to raw logits, in their dtype."""
     logits32_BTV = logits_BTV.astype(jnp.float32)
     slope_BTV = jnp.ones_like(logits32_BTV)
     z_BTV, slope_BTV = jax.jvp(cap.bend, (logits32_BTV,), (slope_BTV,)) if cap else (logits32_BTV, slope_BTV)
-    hit_BTV = targets_BT[..., None] == jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2)
-    p_BTV = jnp.exp(z_BTV - shift_BT[..., None]) * (1 / sum_BT)[..., None]
-    return (share_BT[..., None] * (p_BTV - hit_BTV) * slope_BTV).astype(logits_BTV.dtype)
+    p_BTV = jnp.exp(z_BTV - shift_BT[..., None]) * (jnp.sum(share_BTN, axis=-1) / sum_BT)[..., None]
+    ids_BTV = jax.lax.broadcasted_iota(targets_BTN.dtype, logits_BTV.shape, 2)
+    for n in range(targets_BTN.shape[-1]):
+        p_BTV -= jnp.where(targets_BTN[..., n, None] == ids_BTV, share_BTN[..., n, None], 0.0)
+    return (p_BTV * slope_BTV).astype(logits_BTV.dtype)
 
 
-def _total(loss_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+def _total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
     # Row by row first: a flat fp32 sum over all tokens depends on how they are spread over devices.
-    return jnp.sum(jnp.sum(loss_BT * weights_BT, axis=1))
+    return jnp.sum(jnp.sum(loss_BTN * weights_BTN, axis=(1, 2)))
 
 
 def _over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | None):

@@ -1,11 +1,14 @@
 """Muon: momentum, then the nearest orthogonal matrix, for banks of matrices of one shape at once."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jspeed.parallel.layout import on_whole_matrices
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -76,7 +79,8 @@ def scale_by_muon(
 
         def direction(m: jax.Array, g: jax.Array) -> jax.Array:
             rows, cols = g.shape[-2:]
-            update = orthogonalise(beta * m + (1 - beta) * g, coefficients=coefficients, dtype=dtype)
+            whole = partial(orthogonalise, coefficients=coefficients, dtype=dtype)
+            update = on_whole_matrices(whole, beta * m + (1 - beta) * g)
             return update.astype(jnp.float32) * (max(1.0, cols / rows) ** 0.5 if scale is None else scale)
 
         return jax.tree.map(direction, buffers, grads), MuonState(state.step + 1, buffers)

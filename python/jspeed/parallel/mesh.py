@@ -1,25 +1,17 @@
-"""Meshes and layouts: which mesh axis each logical axis of a parameter lies on."""
+"""Meshes: how many devices along which axis, and where a batch lies on them."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput
 from jspeed.parallel.distributed import process_count
-from jspeed.recipe import ParamSpec, map_specs
 
-# Layout -> logical axes that may be cut over the data axis. An array is cut along the first of them that it has, if
-# that divides; else it is whole on every device.
-#   dp     every device holds every parameter and the whole optimizer state
-#   zero1  every device holds an equal part of parameters and optimizer state; a step gathers what it computes with
-LAYOUTS: dict[str, tuple[str, ...]] = {"dp": (), "zero1": ("matrix", "token", "vocab", "model")}
-DEFAULT_LAYOUT = "zero1"
-SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
+ROW_AXES = ("data", "pipe")  # the mesh axes that rows of a batch are spread over
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -64,6 +56,12 @@ def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Devic
             f"--mesh {asked} needs {math.prod(sizes.values())} devices but JAX has {available} "
             f"({devices[0].platform}); give sizes whose product is {available}"
         )
+    model, own = sizes.get("model", 1), available // process_count()
+    if process_count() > 1 and own % model:
+        raise BadInput(
+            f"--mesh model={model} spreads matrices over several processes, which hold {own} devices each; give a size "
+            f"that divides {own}"
+        )
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
@@ -77,53 +75,17 @@ def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def rows_spec(mesh: Mesh) -> PartitionSpec:
+    """How an array of rows is cut: its first axis over all axes of ``mesh`` that rows are spread over."""
+    axes = tuple(axis for axis in ROW_AXES if axis in mesh.shape)
+    return PartitionSpec(axes if len(axes) > 1 else axes[0])
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are cut."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
+
+
 def batch_rows(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch: rows (the first axis) spread over the ``data`` axis, in lane order."""
-    return NamedSharding(mesh, PartitionSpec("data"))
-
-
-def check_layout(layout: str, mesh: Mesh) -> None:
-    """Raise :class:`BadInput` for an unknown ``layout``, or one that leaves an axis of ``mesh`` without work."""
-    if layout not in LAYOUTS:
-        raise BadInput(f"--layout {layout} is unknown{nearest(layout, LAYOUTS)}; known layouts: {', '.join(LAYOUTS)}")
-    idle = [name for name, size in mesh.shape.items() if name != "data" and size > 1]
-    if idle:
-        raise BadInput(
-            f"--layout {layout} works along the 'data' axis only, so the mesh axis '{idle[0]}' of size "
-            f"{mesh.shape[idle[0]]} would repeat the same work; give --mesh data={mesh.size}"
-        )
-
-
-def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
-    """Return how ``layout`` cuts one parameter over the ``data`` axis: along one dimension or not at all."""
-    for axis in LAYOUTS[layout]:
-        if axis in spec.axes:
-            dim = spec.axes.index(axis)
-            if spec.shape[dim] % mesh.shape["data"] or spec.size < SMALL:
-                break
-            return PartitionSpec(*[None] * dim, "data")
-    return PartitionSpec()
-
-
-def partitions(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
-    """Return the tree of :func:`partition` over a parameter table."""
-    return map_specs(lambda spec: partition(spec, layout, mesh), parameters)
-
-
-def gather(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """Inside ``shard_map``: the whole array from the part each device holds."""
-    dim = cut_dim(cut)
-    return x if dim is None else jax.lax.all_gather(x, "data", axis=dim, tiled=True)
-
-
-def reduce(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """Inside ``shard_map``: the sum over devices, of which each keeps the part that ``cut`` gives it."""
-    dim = cut_dim(cut)
-    if dim is None:
-        return jax.lax.psum(x, "data")
-    return jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)
-
-
-def cut_dim(cut: PartitionSpec) -> int | None:
-    """The dimension that lies along ``data``, or None."""
-    return tuple(cut).index("data") if "data" in tuple(cut) else None
+    """The sharding of a batch: rows (the first axis) in lane order."""
+    return NamedSharding(mesh, rows_spec(mesh))

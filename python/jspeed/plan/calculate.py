@@ -14,19 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.mesh import check_layout, cut_dim, partition
-from jspeed.recipe import (
-    ParamSpec,
-    Recipe,
-    Stage,
-    is_matrix,
-    leaves,
-    matmul_parameters,
-    replace,
-)
+from jspeed.parallel.layout import check_layout, cut_dim, partition
+from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, replace
 from jspeed.run.device import GPU_MICRO_BATCH, Device, micro_batches
 from jspeed.run.find import find
 from jspeed.run.program import state_shardings
+from jspeed.sizes import is_matrix, matmul_parameters
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2; GPT-3: Brown et al. 2020,
 # table 2.1, its batch of 3.2 M tokens as 1,536 lanes so that 512 devices divide it, its 300 G tokens.
@@ -106,7 +99,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch:
     that is unknown or a batch that does not divide.
     """
     mesh = absent_mesh(devices)
-    check_layout(layout, mesh)
+    check_layout(layout, mesh, recipe)
     parts, at_once = micro_batching(recipe, stage, devices, micro_batch)
     state, _ = state_shardings(recipe, layout, mesh)
     specs = [spec for _, spec in leaves(recipe.parameters)]
@@ -115,7 +108,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch:
     whole = sum(_bytes(s) for s in specs)
     return Memory(
         parameters=own,
-        optimizer=_local_bytes(state["optimizer"]),
+        optimizer=_local_bytes({name: part for name, part in state.items() if name != "params"}),
         batch=recipe.lanes // devices * (stage.lane_len + 1) * 2,
         gathered=copies,
         gradients=whole + own + (4 * sum(math.prod(s.shape) for s in specs) if parts > 1 else 0),

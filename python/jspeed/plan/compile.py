@@ -59,11 +59,9 @@ class Rented:
 def rent(
     cluster: Cluster, layout: str, axes: dict[str, int] | None = None, fraction: float = MEMORY_FRACTION
 ) -> Rented:
-    """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin, or for a layout that leaves
-    an axis of the mesh without work."""
+    """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin."""
     jax.config.update("jax_platforms", "cpu")  # else JAX would try to start CUDA, and then not know it
     mesh = cluster_mesh(cluster, axes)
-    program.check_layout(layout, mesh)
     device = replace(device_of(mesh), memory=int(fraction * cluster.facts.hbm_bytes))
     if device.attention == "fa4":  # asks the live backend; its kernels carry no shapes to read FLOPs from
         device = replace(device, attention="cudnn")

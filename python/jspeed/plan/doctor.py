@@ -13,7 +13,7 @@ import jax
 from jax._src import source_info_util
 from jax.sharding import PartitionSpec
 
-from jspeed.parallel.mesh import SMALL, cut_dim, partitions
+from jspeed.parallel.layout import SMALL, cut_dim, partitions
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel
 from jspeed.recipe import Recipe, leaves

@@ -5,19 +5,23 @@ Its keys are those of ``--json``. Bytes, FLOPs and kernels are of one device and
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.parallel.layout import LAYOUTS, REMAT, partitions
+from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.target import pretend
-from jspeed.recipe import Recipe, flops_per_token, leaves, parameter_count, replace
+from jspeed.recipe import Recipe, leaves
+from jspeed.recipe import replace as change
 from jspeed.run import program
-from jspeed.run.device import lanes_at_once
+from jspeed.run.device import lanes_at_once, micro_batches
 from jspeed.run.find import Found
+from jspeed.sizes import flops_per_token, parameter_count
 
 KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 BOUNDS = [
@@ -197,7 +201,7 @@ def examine(
     vocabulary = vocabulary or recipe.data.vocab_size
     _, shardings = program.state_shardings(recipe, rented.layout, rented.mesh)
     shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(rented.mesh).spec)]
-    cuts = doctor.by_path(program.partitions(recipe.parameters, rented.layout, rented.mesh))
+    cuts = doctor.by_path(partitions(recipe.parameters, rented.layout, rented.mesh))
     shapes += [(path, (), cut) for path, cut in cuts]
     worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
     findings = [
@@ -243,28 +247,53 @@ def fit(recipe: Recipe, rented: Rented, steps: Sequence[Step]) -> tuple[bool, st
     )
 
 
-def search(
-    found: Found, rented: Rented, layouts: Sequence[str], rent_again: Callable[[str], Rented]
-) -> list[dict[str, Any]]:
-    """Compile the last stage with every layout and micro-batch; best first, what does not fit last."""
-    recipe, rows = found.recipe, []
-    last = recipe.stages[-1]
-    only = replace(recipe, stages=(last,))
-    for layout in layouts:
-        place = rent_again(layout)
-        for lanes in lanes_at_once(recipe, last, rented.mesh):
-            [step] = compile_stages(only, place, lanes * last.lane_len)
-            seconds = predict.times(step.kernels, place.cluster)[0].total
-            rows.append(
-                {
-                    "layout": layout,
-                    "micro_batch_tokens": lanes * last.lane_len,
-                    "peak_bytes": step.memory["peak"],
-                    "fits": step.memory["peak"] <= place.limit,
-                    "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
-                }
-            )
+def places(recipe: Recipe, devices: int, rent_as: Callable[[str, dict[str, int] | None], Rented]) -> Iterator[Rented]:
+    """Yield the devices in every layout that fits ``recipe``, twofold along the axis it needs besides ``data``."""
+    for layout, how in LAYOUTS.items():
+        over = sorted(set(how.cuts.values()) - {"data"})
+        if over and devices % 2:
+            continue
+        rented = rent_as(layout, {"data": devices // 2, over[0]: 2} if over else None)
+        try:
+            program.check_layout(layout, rented.mesh, recipe)
+        except BadInput:
+            continue
+        yield rented
+
+
+def search(found: Found, places: Iterable[Rented]) -> list[dict[str, Any]]:
+    """Compile the last stage in all ``places``; best first, what does not fit last.
+
+    Of the micro-batches the largest is tried that training would take, then smaller ones until one fits. Where none
+    does, layers that are alike are tried with remat.
+    """
+    rows = []
+    for place in places:
+        tried = list(_until_it_fits(found.recipe, place))
+        if not tried[-1]["fits"] and found.recipe.alike:
+            tried += _until_it_fits(found.recipe, replace(place, layout=place.layout + REMAT))
+        rows += tried
     return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
+
+
+def _until_it_fits(recipe: Recipe, place: Rented) -> Iterator[dict[str, Any]]:
+    last = recipe.stages[-1]
+    parts = micro_batches(recipe, last, place.mesh, place.device, None)
+    for lanes in lanes_at_once(recipe, last, place.mesh):
+        if lanes > recipe.lanes // place.mesh.shape["data"] // parts:
+            continue
+        [step] = compile_stages(change(recipe, stages=(last,)), place, lanes * last.lane_len)
+        seconds = predict.times(step.kernels, place.cluster)[0].total
+        yield {
+            "layout": place.layout,
+            "mesh": dict(place.mesh.shape),
+            "micro_batch_tokens": lanes * last.lane_len,
+            "peak_bytes": step.memory["peak"],
+            "fits": step.memory["peak"] <= place.limit,
+            "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
+        }
+        if step.memory["peak"] <= place.limit:
+            return
 
 
 def matrices_of(recipe: Recipe) -> dict[str, tuple[int, int]]:
@@ -295,8 +324,10 @@ def warnings(rented: Rented, steps: Sequence[Step]) -> list[str]:
     return found
 
 
-def require_devices(recipe: Recipe, devices: int) -> None:
-    """Raise :class:`BadInput` when the lanes of ``recipe`` cannot be divided over ``devices``."""
+def require_devices(recipe: Recipe, rented: Rented) -> None:
+    """Raise :class:`BadInput` when the layout does not fit, or the lanes cannot be divided over the devices."""
+    program.check_layout(rented.layout, rented.mesh, recipe)
+    devices = row_shards(rented.mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"recipe {recipe.name} has {recipe.lanes} lanes, which {devices} devices cannot share equally; "

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jspeed import markup
 from jspeed.files import write_whole
-from jspeed.plan import markup
-from jspeed.plan.markup import section, table, text
+from jspeed.markup import section, table, text
 from jspeed.plan.picture import INK, PALE, drawing, fullest, memory_by_kind
 from jspeed.plan.picture import plan_svg as plan_svg
 from jspeed.plan.words import (
@@ -205,9 +205,10 @@ def _matmuls(plan: Plan) -> str:
 
 
 def _search(plan: Plan) -> str:
-    head = ["layout", "tokens at once", "peak memory", "fits", "predicted step"]
+    head = ["layout", "mesh", "tokens at once", "peak memory", "fits", "predicted step"]
     rows = [
-        [str(s.get("layout", NONE)), whole(s.get("micro_batch_tokens")), size(s.get("peak_bytes")),
+        [str(s.get("layout", NONE)), ", ".join(f"{axis}={n}" for axis, n in s.get("mesh", {}).items()) or NONE,
+         whole(s.get("micro_batch_tokens")), size(s.get("peak_bytes")),
          _yes(s.get("fits")), between(s.get("predicted_ms"), "ms")]
         for s in mappings(plan.get("search"))
     ]  # fmt: skip

@@ -128,10 +128,11 @@ def calibration_table(made: Plan) -> Table:
 
 def search_table(made: Plan) -> Table:
     """Layouts and micro-batches, best first."""
-    table = _table("layout", "micro-batch", "GB peak", "fits", "predicted ms")
+    table = _table("layout", "mesh", "micro-batch", "GB peak", "fits", "predicted ms")
     for row in made["search"]:
         table.add_row(
             row["layout"],
+            ",".join(f"{axis}={size}" for axis, size in row["mesh"].items()),
             f"{row['micro_batch_tokens']:,}",
             f"{row['peak_bytes'] / 1e9:.1f}",
             "yes" if row["fits"] else "no",

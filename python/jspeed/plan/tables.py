@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.parallel.mesh import DEFAULT_LAYOUT, cut_dim, partition
+from jspeed.parallel.layout import DEFAULT_LAYOUT, cut_dim, partition
 from jspeed.plan import calculate, chinchilla
-from jspeed.recipe import ParamSpec, Recipe, flops_per_token, is_matrix, leaves, matmul_parameters, parameter_count
+from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.console import opening
+from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count
 
 Row = tuple[str, str, str]
 

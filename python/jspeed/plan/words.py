@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-NONE = "-"
+from jspeed.markup import NONE as NONE
+from jspeed.markup import printable as printable
+
 UNITS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))  # seconds in each
 
 
@@ -21,12 +23,6 @@ def span(value: Any) -> tuple[float, float] | None:
         return None
     low, high = number(value[0]), number(value[1])
     return None if low is None or high is None else (low, high)
-
-
-def printable(text: Any, most: int | None = None) -> str:
-    """Return ``text`` without the control characters that XML does not allow, cut after ``most`` characters."""
-    clean = "".join(character if character.isprintable() else " " for character in str(text))
-    return clean if most is None or len(clean) <= most else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

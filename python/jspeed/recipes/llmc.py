@@ -14,7 +14,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention
-from jspeed.model.layers import layer_norm, lookup
+from jspeed.model.layers import layer_norm, lookup, positions
 from jspeed.model.losses import cross_entropy, softcap
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, map_specs
 
@@ -54,9 +54,9 @@ residual = initializers.normal(INIT_STD / (2 * LAYERS) ** 0.5)
 ones, zeros = initializers.ones, initializers.zeros
 
 
-def matrix(rows: int, cols: int, init: initializers.Initializer) -> ParamSpec:
-    """One matrix per layer."""
-    return ParamSpec((LAYERS, rows, cols), ("layer", "model", "hidden"), init, "decay", COMPUTE)
+def matrix(init: initializers.Initializer, **axes: int) -> ParamSpec:
+    """One matrix per layer, its axes with their sizes."""
+    return ParamSpec((LAYERS, *axes.values()), ("layer", *axes), init, "decay", COMPUTE)
 
 
 def vector(width: int, init: initializers.Initializer) -> ParamSpec:
@@ -64,41 +64,43 @@ def vector(width: int, init: initializers.Initializer) -> ParamSpec:
     return ParamSpec((LAYERS, width), ("layer", "hidden"), init, "vectors", COMPUTE)
 
 
+# "qkv" goes head by head, each its query, key and value, so that heads can be spread over devices.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "decay", COMPUTE),
     "positions": ParamSpec((LANE_LEN, WIDTH), ("position", "model"), normal, "decay", COMPUTE),
     "attention_gain": vector(WIDTH, ones),
     "attention_bias": vector(WIDTH, zeros),
-    "qkv": matrix(WIDTH, 3 * WIDTH, normal),
+    "qkv": matrix(normal, model=WIDTH, heads=3 * WIDTH),
     "qkv_bias": vector(3 * WIDTH, zeros),
-    "out": matrix(WIDTH, WIDTH, residual),
+    "out": matrix(residual, heads=WIDTH, model=WIDTH),
     "out_bias": vector(WIDTH, zeros),
     "mlp_gain": vector(WIDTH, ones),
     "mlp_bias": vector(WIDTH, zeros),
-    "up": matrix(WIDTH, MLP_WIDTH, normal),
+    "up": matrix(normal, model=WIDTH, mlp=MLP_WIDTH),
     "up_bias": vector(MLP_WIDTH, zeros),
-    "down": matrix(MLP_WIDTH, WIDTH, residual),
+    "down": matrix(residual, mlp=MLP_WIDTH, model=WIDTH),
     "down_bias": vector(WIDTH, zeros),
     "final_gain": ParamSpec((WIDTH,), ("model",), ones, "vectors", COMPUTE),
     "final_bias": ParamSpec((WIDTH,), ("model",), zeros, "vectors", COMPUTE),
 }
 
 
+def block(p: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """One layer, its parameters in ``p``."""
+    width = WIDTH // HEADS
+    a_BTD = layer_norm(x_BTD, p["attention_gain"], p["attention_bias"])
+    qkv_BTHNK = (a_BTD @ p["qkv"] + p["qkv_bias"][None, None]).reshape(*x_BTD.shape[:2], HEADS, 3, width)
+    y_BTHK = attention(*jnp.moveaxis(qkv_BTHNK, 3, 0), scale=width**-0.5, backend=ctx.attention)
+    x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"] + p["out_bias"][None, None]
+    a_BTD = layer_norm(x_BTD, p["mlp_gain"], p["mlp_bias"])
+    h_BTF = jax.nn.gelu(a_BTD @ p["up"] + p["up_bias"][None, None], approximate=True)
+    return x_BTD + h_BTF @ p["down"] + p["down_bias"][None, None]
+
+
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: ``[B, T, D]``."""
-    length = tokens_BT.shape[1]
-    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    x_BTD = lookup(params["embed"], tokens_BT) + params["positions"][None, :length]
-    for layer in range(LAYERS):
-        p = {name: array[layer] for name, array in params.items() if PARAMETERS[name].axes[0] == "layer"}
-        a_BTD = layer_norm(x_BTD, p["attention_gain"], p["attention_bias"])
-        qkv = jnp.split(a_BTD @ p["qkv"] + p["qkv_bias"][None, None], 3, axis=-1)
-        q_BTHK, k_BTHK, v_BTHK = (part.reshape(heads) for part in qkv)
-        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5, backend=ctx.attention)
-        x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"] + p["out_bias"][None, None]
-        a_BTD = layer_norm(x_BTD, p["mlp_gain"], p["mlp_bias"])
-        h_BTF = jax.nn.gelu(a_BTD @ p["up"] + p["up_bias"][None, None], approximate=True)
-        x_BTD += h_BTF @ p["down"] + p["down_bias"][None, None]
+    x_BTD = lookup(params["embed"], tokens_BT) + positions(params["positions"], tokens_BT.shape[1])
+    x_BTD = ctx.blocks(lambda p, x_BTD: block(p, x_BTD, ctx), PARAMETERS, LAYERS, params, x_BTD)
     return layer_norm(x_BTD, params["final_gain"], params["final_bias"])
 
 
@@ -157,4 +159,5 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    alike=True,
 )

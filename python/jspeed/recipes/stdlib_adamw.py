@@ -4,7 +4,7 @@ What        The baseline that says what Muon is worth: same architecture, data, 
             schedule. AdamW has a warm-up and its own rate; rates 0.002 to 0.008 were tried at two lengths of run. The
             steps are as many as it needs to reach the target.
 Hardware    two CPU cores, about two minutes. Expected: see benchmarks/cpu.md.
-Parent      stdlib
+Parent      none
 """
 
 import jax
@@ -136,7 +136,7 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
 
 RECIPE = Recipe(
     name="stdlib-adamw",
-    parent="stdlib",
+    parent=None,
     track="stdlib/cpu",
     data=Data("stdlib", vocab_size=257, bos_id=256, shuffle_block=LANE_LEN),
     target_loss=TARGET_LOSS,

@@ -64,9 +64,9 @@ normal, ones, zeros = initializers.normal(1.0), initializers.ones, initializers.
 CAP = root_cap(SOFTCAP)
 
 
-def bank(init: initializers.Initializer, group: str, *shape: int) -> ParamSpec:
-    """Matrices of one shape for Muon, ``[n, in, out]``."""
-    return ParamSpec(shape, ("matrix", "in", "out"), init, group, COMPUTE)
+def bank(init: initializers.Initializer, group: str, size: int, **axes: int) -> ParamSpec:
+    """Matrices of one shape for Muon: so many, and their axes with the sizes of these."""
+    return ParamSpec((size, *axes.values()), ("matrix", *axes), init, group, COMPUTE)
 
 
 def vector(*shape: int, init: initializers.Initializer) -> ParamSpec:
@@ -74,16 +74,16 @@ def vector(*shape: int, init: initializers.Initializer) -> ParamSpec:
     return ParamSpec(shape, ("layer", "hidden")[-len(shape) :], init, "vectors", COMPUTE)
 
 
-# The bank "attention" holds query, key, value and output of layer 0, then of layer 1, ...; the bank "mlp" up and down,
-# down transposed.
+# The bank "attention" holds query, key, value and output of layer 0, then of layer 1, ...; the bank "mlp" up and down.
+# Output and down are stored transposed, so that the columns of all belong to heads, or to hidden units.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "embed", COMPUTE),
     "embed_gain": vector(WIDTH, init=ones),
     "attention_gain": vector(LAYERS, WIDTH, init=ones),
-    "attention": bank(zero_every(4, scaled), "attention", 4 * LAYERS, WIDTH, WIDTH),
+    "attention": bank(zero_every(4, scaled), "attention", 4 * LAYERS, model=WIDTH, heads=WIDTH),
     "attention_bias": vector(4 * LAYERS, WIDTH, init=zeros),
     "mlp_gain": vector(LAYERS, WIDTH, init=ones),
-    "mlp": bank(zero_every(2, scaled), "mlp", 2 * LAYERS, WIDTH, MLP_WIDTH),
+    "mlp": bank(zero_every(2, scaled), "mlp", 2 * LAYERS, model=WIDTH, mlp=MLP_WIDTH),
     "up_bias": vector(LAYERS, MLP_WIDTH, init=zeros),
     "down_bias": vector(LAYERS, WIDTH, init=zeros),
     "final_gain": vector(WIDTH, init=ones),
@@ -92,27 +92,31 @@ PARAMETERS = {
 }
 
 
+def norm(x_BTD: jax.Array, gain_D: jax.Array) -> jax.Array:
+    """RMS norm with a gain."""
+    return rms_norm(x_BTD) * gain_D[None, None]
+
+
+def block(p: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
+    """One layer, its parameters in ``p``."""
+    heads = (*x_BTD.shape[:2], HEADS, WIDTH // HEADS)
+    query, key, value, out = p["attention"]
+    bias = p["attention_bias"][:, None, None]
+    a_BTD = norm(x_BTD, p["attention_gain"])
+    q_BTHK = rotary(rms_norm((a_BTD @ query + bias[0]).reshape(heads)))
+    k_BTHK = rotary(rms_norm((a_BTD @ key + bias[1]).reshape(heads)))
+    v_BTHK = (a_BTD @ value + bias[2]).reshape(heads)
+    y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE, backend=ctx.attention)
+    x_BTD += y_BTHK.reshape(x_BTD.shape) @ out.T + bias[3]
+    up, down = p["mlp"]
+    h_BTF = relu_squared(norm(x_BTD, p["mlp_gain"]) @ up + p["up_bias"][None, None])
+    return x_BTD + h_BTF @ down.T + p["down_bias"][None, None]
+
+
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: ``[B, T, D]``."""
-    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-
-    def norm(x_BTD: jax.Array, gain_D: jax.Array) -> jax.Array:
-        return rms_norm(x_BTD) * gain_D[None, None]
-
     x_BTD = norm(lookup(params["embed"], tokens_BT), params["embed_gain"])
-    for layer in range(LAYERS):
-        query, key, value, out = params["attention"][4 * layer : 4 * layer + 4]
-        bias = params["attention_bias"][4 * layer : 4 * layer + 4, None, None]
-        a_BTD = norm(x_BTD, params["attention_gain"][layer])
-        q_BTHK = rotary(rms_norm((a_BTD @ query + bias[0]).reshape(heads)))
-        k_BTHK = rotary(rms_norm((a_BTD @ key + bias[1]).reshape(heads)))
-        v_BTHK = (a_BTD @ value + bias[2]).reshape(heads)
-        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE, backend=ctx.attention)
-        x_BTD += y_BTHK.reshape(x_BTD.shape) @ out + bias[3]
-        up, down = params["mlp"][2 * layer : 2 * layer + 2]
-        a_BTD = norm(x_BTD, params["mlp_gain"][layer])
-        h_BTF = relu_squared(a_BTD @ up + params["up_bias"][layer][None, None])
-        x_BTD += h_BTF @ down.T + params["down_bias"][layer][None, None]
+    x_BTD = ctx.blocks(lambda p, x_BTD: block(p, x_BTD, ctx), PARAMETERS, LAYERS, params, x_BTD)
     return norm(x_BTD, params["final_gain"])
 
 
@@ -187,7 +191,7 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
 RECIPE = Recipe(
     name="track3",
     parent="llmc",
-    track="fineweb/8xH100",
+    track="fineweb/steps",
     data=Data("fineweb", vocab_size=50_257, bos_id=BOS),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,
@@ -201,4 +205,5 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    alike=True,
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspeed.files import write_whole
+from jspeed.markup import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +95,7 @@ def _draw(path: Path, lines: list[Line], target: float | None, title: str, acros
                 color=INK,
                 fontsize=9,
             )
-        axes.set_title(_printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
+        axes.set_title(printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
         axes.set_xlabel(across, color=INK)
         axes.set_ylabel("loss (nats per token)", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
@@ -120,7 +121,7 @@ def _draw(path: Path, lines: list[Line], target: float | None, title: str, acros
             legend.get_title().set_color(INK)
             for text, (label, *_) in zip(legend.get_texts(), lines, strict=True):
                 text.set_parse_math(False)
-                text.set_text(_printable(label))
+                text.set_text(printable(label))
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
     write_whole(path, buffer.getvalue())
@@ -182,8 +183,3 @@ def _last(losses: Any) -> str:
     if not len(losses):
         return "no points"
     return f"last {losses[-1]:.3f}" if math.isfinite(losses[-1]) else "diverged"
-
-
-def _printable(text: str) -> str:
-    """Return ``text`` without the control characters that XML does not allow."""
-    return "".join(character if character.isprintable() else " " for character in text)

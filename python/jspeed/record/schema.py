@@ -1,30 +1,29 @@
-"""What a run.json says (schema 1): its fields, how it is written, and how it is checked when read.
+"""What a run.json says: its fields, by schema, and whether one is well-formed.
 
-Units are the same everywhere: losses are nats per token, times are seconds, sizes are bytes. Only the trainer
-writes a run.json. Whoever reads one gets the whole of it, checked, or one sentence that says what is wrong.
+Units are the same everywhere: losses are nats per token, times are seconds, sizes are bytes. Schema 2 added the
+evidence: what the data, the recipe's file, the packages and the GPUs were. A file of schema 1 is read as it is.
 """
 
-import json
 import math
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime, timedelta
-from pathlib import Path
+from functools import cache
 from typing import Any, NamedTuple
 
-from jspeed.errors import BadInput, writable_folder
-from jspeed.files import write_whole
+from jspeed.errors import BadInput
 
-SCHEMA = 1
+SCHEMA = 2
 STATUSES = ("finished", "stopped", "interrupted", "diverged")
 
 
 class Field(NamedTuple):
-    """One line of the schema: a key of :data:`KINDS`, what the value means, and its unit if it has one."""
+    """One line of the schema: a key of :data:`KINDS`, what the value means, its unit, the schema that brought it."""
 
     kind: str
     meaning: str
     unit: str = ""
+    since: int = 1
 
 
 # A dot steps into an object, "*" stands for each of its keys, "[]" for each item of a list. A parent comes
@@ -96,6 +95,36 @@ FIELDS: dict[str, Field] = {
     "git": Field("object", "the code that ran"),
     "git.commit": Field("text or null", "commit; null outside a git checkout"),
     "git.dirty": Field("flag or null", "whether tracked files differed from the commit"),
+    # What schema 2 brought.
+    "recipe_sha256": Field("text", "SHA-256 of the recipe's file", since=2),
+    "asked_steps": Field("positive or null", "steps that --steps asked for; null for the whole schedule", since=2),
+    "ended": Field("moment", "when the run ended, UTC", since=2),
+    "resumed": Field("list", "steps after which the run was resumed", since=2),
+    "resumed[]": Field("count", "optimizer steps made before it", since=2),
+    "plan": Field("object or null", "the plan that this run belongs to", since=2),
+    "plan.sha256": Field("text", "the plan's own hash", since=2),
+    "plan.folder": Field("text", "which of the plan's runs this is", since=2),
+    "initial_state": Field("text", "checksum of parameters and optimizer state before step 1", since=2),
+    "data.val_sha256": Field("text or null", "SHA-256 of the evaluated ids and the one after them, as uint16", since=2),
+    "data.train_shards": Field("list", "shards that the run read from, in order", since=2),
+    "data.train_shards[]": Field("object", "one shard", since=2),
+    "data.train_shards[].name": Field("text", "name of the file", since=2),
+    "data.train_shards[].sha256": Field("text or null", "SHA-256 of the file; null if interrupted", since=2),
+    "data.train_shards[].first": Field("count", "index of the first token in reach", "tokens", since=2),
+    "data.train_shards[].end": Field("count", "index after the last token in reach", "tokens", since=2),
+    "data.position": Field("object", "where the loader's stream stood at the end", since=2),
+    "machine": Field("text or null", "hash of the machine's boot id: equal for runs between two starts", since=2),
+    "gpus": Field("object or null", "what nvidia-smi says of the GPUs of process 0's machine", since=2),
+    "gpus.driver": Field("text", "version of the driver", since=2),
+    "gpus.cuda": Field("text or null", "newest version of CUDA that the driver takes", since=2),
+    "gpus.links": Field("list", "kinds of connection between the GPUs, as nvidia-smi topo calls them", since=2),
+    "gpus.before": Field("list", "every GPU before the clock started", since=2),
+    "gpus.after": Field("list", "every GPU after it stopped", since=2),
+    "container": Field("text or null", "JSPEED_CONTAINER, the image's digest if whoever started it says so", since=2),
+    "environment": Field("text", "SHA-256 of the names and versions of all installed packages", since=2),
+    "digests": Field("object", "hash of every other field by name, to say which was changed", since=2),
+    "digests.*": Field("text", "16 hexadecimal digits", since=2),
+    "sha256": Field("text", "SHA-256 of all other fields as canonical JSON", since=2),
 }
 
 
@@ -124,167 +153,99 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "integer": ("an integer", _is_integer),
     "count": ("an integer of at least 0", lambda v: _is_integer(v) and v >= 0),
     "positive": ("an integer of at least 1", lambda v: _is_integer(v) and v >= 1),
+    "positive or null": ("an integer of at least 1 or null", lambda v: v is None or (_is_integer(v) and v >= 1)),
     "number": ("a finite number", _is_number),
     "number or null": ("a finite number or null", lambda v: v is None or _is_number(v)),
     "amount": ("a finite number of at least 0", lambda v: _is_number(v) and v >= 0),
     "object": ("an object", lambda v: isinstance(v, dict)),
+    "object or null": ("an object or null", lambda v: v is None or isinstance(v, dict)),
     "list": ("a list", lambda v: isinstance(v, list)),
     "status": (f"one of {', '.join(STATUSES)}", lambda v: isinstance(v, str) and v in STATUSES),
     "moment": ("a UTC time such as 2026-01-31T12:00:00+00:00", _is_moment),
 }
 
 
-def write_run(folder: Path, run: dict[str, Any]) -> Path:
-    """Check ``run`` and write it whole as ``folder/run.json``; return that path.
+class _Node:
+    """What is expected at one place of a run: a field, how to tell whether it is one, and what is expected under it."""
 
-    A number that is not finite is written as null where null is allowed: in losses, and inside ``fields``,
-    ``overrides``, ``loader`` and ``probes``. Anywhere else it is refused, as is everything that
-    :func:`validate` refuses, with :class:`BadInput`; then nothing is written.
-    """
-    path = folder / "run.json"
-    nullable = ("val_loss", "curve", "fields", "overrides", "loader", "probes")
-    run = {name: _finite_or_null(value) if name in nullable else value for name, value in run.items()}
-    try:
-        validate(run)
-    except BadInput as error:
-        raise BadInput(f"{path} was not written: {error}") from None
-    order = [name for name in FIELDS if name in run]
-    order += sorted(run.keys() - set(order))
-    text = json.dumps({name: run[name] for name in order}, indent=2, allow_nan=False)
-    writable_folder(folder, "the run folder")
-    write_whole(path, text + "\n")
-    return path
+    def __init__(self) -> None:
+        self.field: Field | None = None
+        self.matches: Callable[[Any], bool] = lambda value: True
+        self.children: dict[str, _Node] = {}
 
 
-def read_run(path: Path) -> dict[str, Any]:
-    """Return the run in the run.json at ``path`` (or in the folder ``path``), checked, or raise BadInput."""
-    return parse_run(*read_content(path))
-
-
-def read_content(path: Path) -> tuple[bytes, Path]:
-    """Return the bytes, unchecked, of the run.json at ``path`` (or in the folder ``path``), and its path."""
-    path = path / "run.json" if path.is_dir() else path
-    try:
-        return path.read_bytes(), path
-    except FileNotFoundError:
-        raise BadInput(f"{path} does not exist; give a run directory that holds a run.json") from None
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); give a readable run.json") from None
-
-
-def parse_run(content: bytes, path: Path) -> dict[str, Any]:
-    """Return the run that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
-    remedy = "a run.json comes from the trainer and is not edited: copy it again, or make the run again"
-    try:
-        text = content.decode()
-        run = json.loads(text)
-    except json.JSONDecodeError as error:
-        ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
-        what = "is cut short" if ended else f"is not JSON ({error.msg})"
-        raise BadInput(f"{path} {what} at line {error.lineno}, column {error.colno}; {remedy}") from None
-    except (ValueError, RecursionError):
-        raise BadInput(f"{path} is not JSON text; {remedy}") from None
-    try:
-        validate(run)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}; {remedy}") from None
-    return run
+@cache
+def _tree(schema: int) -> _Node:
+    root = _Node()
+    for name, field in FIELDS.items():
+        if field.since <= schema:
+            node = root
+            for part in name.replace("[]", ".[]").split("."):
+                node = node.children.setdefault(part, _Node())
+            node.field, node.matches = field, KINDS[field.kind][1]
+    return root
 
 
 def validate(run: Any) -> None:
-    """Raise BadInput naming the first field of ``run`` that is missing, of a wrong kind or contradictory."""
+    """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind, or that JSON cannot hold."""
+    check_kinds(run)
+    check_plain(run)
+
+
+def check_kinds(run: Any) -> None:
+    """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind for its schema."""
     if not isinstance(run, dict):
-        raise BadInput(f"expected an object with the fields of a run, found {_found(run)}")
-    if _is_integer(run.get("schema")) and run["schema"] != SCHEMA:
-        raise BadInput(
-            f"field 'schema': expected {SCHEMA}, found {run['schema']}; use the jspeed that wrote this schema"
-        )
-    for name, field in FIELDS.items():
-        expected, matches = KINDS[field.kind]
-        for where, value in _values(run, name.replace("[]", ".[]").split("."), ""):
-            if not matches(value):
-                unit = f" ({field.unit})" if field.unit else ""
-                raise BadInput(f"field '{where}': expected {expected}{unit}, found {_found(value)}")
-    _check_plain(run, "")
-    _check_consistent(run)
+        raise BadInput(f"expected an object with the fields of a run, found {found(run)}")
+    schema: Any = run.get("schema")
+    if not _is_integer(schema):
+        schema = SCHEMA
+    if not 1 <= schema <= SCHEMA:
+        raise BadInput(f"field 'schema': expected 1 to {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
+    _check(run, _tree(schema), ())
 
 
-def _values(node: Any, parts: list[str], where: str) -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) for everything under ``node`` that the schema path ``parts`` names."""
-    if not parts:
-        yield where, node
-        return
-    head, rest = parts[0], parts[1:]
-    if head == "[]":
-        for index, item in enumerate(node):
-            yield from _values(item, rest, f"{where}[{index}]")
-    elif head == "*":
-        for key, item in node.items():
-            yield from _values(item, rest, f"{where}.{key}")
-    else:
-        where = f"{where}.{head}".lstrip(".")
-        yield from _values(node.get(head, _MISSING), rest, where)
+def place_name(where: tuple[str | int, ...]) -> str:
+    """Return a place in a run as ``ledger[1].seconds``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+
+
+def _check(value: Any, node: _Node, where: tuple[str | int, ...]) -> None:
+    for part, child in node.children.items():
+        if part == "[]":
+            inner: Any = enumerate(value)
+        elif part == "*":
+            inner = value.items()
+        else:
+            inner = ((part, value.get(part, _MISSING)),)
+        for key, item in inner:
+            if not child.matches(item):
+                assert child.field
+                expected, unit = KINDS[child.field.kind][0], child.field.unit and f" ({child.field.unit})"
+                raise BadInput(f"field '{place_name((*where, key))}': expected {expected}{unit}, found {found(item)}")
+            if child.children and item is not None:
+                _check(item, child, (*where, key))
 
 
 _MISSING = object()
 
 
-def _found(value: Any) -> str:
+def found(value: Any) -> str:
+    """Return what a sentence says was found: the value and its type."""
     if value is _MISSING:
         return "no such field"
     return "null" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
 
 
-def _finite_or_null(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite_or_null(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite_or_null(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _check_plain(value: Any, where: str) -> None:
-    """Refuse what JSON cannot hold, also in fields that the table leaves free."""
+def check_plain(value: Any, where: tuple[str | int, ...] = ()) -> None:
+    """Raise BadInput naming what JSON cannot hold, also in fields that the table leaves free."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BadInput(f"field '{where}': expected text as key, found {_found(key)}")
-            _check_plain(item, f"{where}.{key}".lstrip("."))
+                raise BadInput(f"field '{place_name(where)}': expected text as key, found {found(key)}")
+            check_plain(item, (*where, key))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
+            check_plain(item, (*where, index))
     elif not (value is None or isinstance(value, (str, bool)) or _is_number(value)):
-        raise BadInput(f"field '{where}': expected text, a finite number, true, false or null, found {_found(value)}")
-
-
-def _check_consistent(run: dict[str, Any]) -> None:
-    """Refuse numbers that contradict each other: a run.json that was edited, or a bookkeeping bug."""
-    timed, wall, loss = run["timed_seconds"], run["wall_seconds"], run["val_loss"]
-    timed_entries = math.fsum(entry["seconds"] for entry in run["ledger"] if entry["timed"])
-    if abs(timed_entries - timed) > 1e-3 + 1e-3 * timed:
-        raise BadInput(
-            f"field 'timed_seconds': expected the sum of the timed ledger entries, "
-            f"{timed_entries:.3f}, found {timed:.3f}"
-        )
-    total = math.fsum(entry["seconds"] for entry in run["ledger"])
-    if total > 1e-3 + 1.01 * wall:
-        raise BadInput(
-            f"field 'wall_seconds': expected at least the sum of all ledger entries, {total:.3f}, found {wall:.3f}"
-        )
-    if run["reached"] and (loss is None or loss > run["target_loss"]):
-        raise BadInput(
-            f"field 'reached': expected false, because val_loss is {_found(loss)} and target_loss "
-            f"is {run['target_loss']}, found true"
-        )
-    for index in range(1, len(run["curve"])):
-        before, point = run["curve"][index - 1 : index + 1]
-        if point["step"] <= before["step"]:
-            raise BadInput(
-                f"field 'curve[{index}].step': expected more than {before['step']}, the step "
-                f"before it, found {point['step']}"
-            )
-        if point["timed_seconds"] < before["timed_seconds"]:
-            raise BadInput(
-                f"field 'curve[{index}].timed_seconds': expected at least "
-                f"{before['timed_seconds']}, the time before it, found {point['timed_seconds']}"
-            )
+        expected = "text, a finite number, true, false or null"
+        raise BadInput(f"field '{place_name(where)}': expected {expected}, found {found(value)}")

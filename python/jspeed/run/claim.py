@@ -12,11 +12,11 @@ from rich.console import Console
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
 from jspeed.parallel.distributed import everyones, process_index, share
-from jspeed.record.schema import read_run
+from jspeed.record.runfile import read_run
 from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now
 
-RUN_FILES = ("run.json", "config.json", "loss.svg")
+RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg")
 METRICS = "metrics.jsonl"
 
 

@@ -6,12 +6,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from jspeed.parallel.layout import describe_layout
+from jspeed.recipe import Recipe
 from jspeed.run.clock import now
 
 
@@ -23,6 +26,18 @@ def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
     table.add_column(style="dim")
     for name, formula, value in rows:
         table.add_row(Text(name), Text(value), Text(formula))
+    console.print(table)
+
+
+def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
+    """Print where every parameter lies, and which of them could not be cut."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("parameter", "shape", "cut", "on a device", "MB"):
+        table.add_column(name, justify="right" if name == "MB" else "left", no_wrap=True)
+    table.add_column("not cut because", style="dim")
+    for row in describe_layout(recipe, layout, mesh):
+        table.add_row(*map(Text, row))
+    console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False)
     console.print(table)
 
 

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput
+from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import Recipe, Stage
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
@@ -57,26 +58,27 @@ def lanes_at_once(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
 
     Raises :class:`BadInput` when the lanes cannot be divided over the devices.
     """
-    devices = mesh.shape["data"]
+    devices = row_shards(mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} lanes of {stage.lane_len}) cannot "
             f"be divided over {devices} devices on the data axis; use a number of devices that divides {recipe.lanes}"
         )
-    lanes = recipe.lanes // devices
+    lanes = recipe.lanes // mesh.shape["data"]
     return [n for n in range(lanes, 0, -1) if lanes % n == 0]
 
 
 def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> int:
     """Number of parts a step is accumulated over when each device takes ``micro_batch`` tokens at a time.
 
-    Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold. Raises
-    :class:`BadInput` with the numbers when the batch does not divide.
+    Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, but leaves every
+    stage of a pipeline a micro-batch. Raises :class:`BadInput` with the numbers when the batch does not divide.
     """
     choices = lanes_at_once(recipe, stage, mesh)
     lanes = choices[0]
     if micro_batch is None:
-        return lanes // next(n for n in choices if n == 1 or n * stage.lane_len <= device.micro_batch)
+        most = max(1, min(lanes // mesh.shape.get("pipe", 1), device.micro_batch // stage.lane_len))
+        return lanes // next(n for n in choices if n <= most)
     if micro_batch < 1 or micro_batch % stage.lane_len or micro_batch // stage.lane_len not in choices:
         raise BadInput(
             f"--micro-batch {micro_batch}: the global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} "

@@ -13,19 +13,21 @@ from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
 from jspeed.parallel.mesh import place as spread
 from jspeed.recipe import Recipe
+from jspeed.run.step import mean_weight
 
 
 @dataclass(frozen=True)
 class ValidationSet:
     """The first ``tokens`` validation tokens as rows on the devices: uint16 ``[padded rows, eval_len + 1]``.
 
-    ``first`` is the first of them on the host.
+    ``first`` is the first of them on the host; ``mean_weight`` is what one counts on average.
     """
 
     rows: jax.Array
     first: np.ndarray
     count: int
     tokens: int
+    mean_weight: float = 1.0
 
 
 def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
@@ -62,10 +64,10 @@ def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Validati
     full = np.zeros((padded, rows.shape[1]), np.uint16)
     full[: len(rows)] = rows
     array = spread(full, batch_rows(mesh))
-    return ValidationSet(array, full[0], len(rows), len(rows) * recipe.eval_len)
+    return ValidationSet(array, full[0], len(rows), len(rows) * recipe.eval_len, float(mean_weight(recipe, rows)))
 
 
 def validation_loss(evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:
-    """Return the mean loss in nats per token: fp32 within a row, float64 over rows."""
+    """Return the (weighted) mean loss in nats per token: fp32 within a row, float64 over rows."""
     row_losses = jax.device_get(evaluate(params, validation.rows))
-    return float(np.mean(row_losses[: validation.count], dtype=np.float64))
+    return float(np.mean(row_losses[: validation.count], dtype=np.float64)) / validation.mean_weight

@@ -1,18 +1,26 @@
 """After the clock has stopped: the final evaluation, the probes, run.json, the picture and the last line."""
 
+import hashlib
 from pathlib import Path
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from rich.console import Console
 
+from jspeed import export
 from jspeed.parallel.distributed import process_index
-from jspeed.recipe import flops_per_token, parameter_count
-from jspeed.record import picture, schema
+from jspeed.record import picture
+from jspeed.record.runfile import write_run
+from jspeed.record.schema import SCHEMA
 from jspeed.run import console as say
-from jspeed.run import probes, provenance
+from jspeed.run import evidence, probes, provenance
+from jspeed.run.clock import utc_now
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.prepare import Setup
 from jspeed.run.progress import Progress
 from jspeed.run.step import State
+from jspeed.sizes import flops_per_token, parameter_count
 
 
 def finish(setup: Setup, progress: Progress, state: State | None, console: Console) -> int:
@@ -28,6 +36,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
                 verdicts = probes.run_all(setup, state, loss)
         except KeyboardInterrupt:
             progress.status, verdicts = "interrupted", {}
+    if state and progress.status != "diverged" and progress.interrupted_by != 143:
+        with clock.section("parameters"):
+            keep_parameters(setup, state, console)
     val_loss = None
     if progress.status in ("finished", "stopped"):
         val_loss = progress.curve[-1]["val_loss"]
@@ -45,11 +56,21 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             target=recipe.target_loss,
             title=title,
         )
+    with clock.section("evidence"):
+        data = evidence.of_data(setup, hashed=progress.status != "interrupted")
+        surroundings = {
+            "git": provenance.git(Path(__file__).parent),
+            "machine": provenance.machine(),
+            "gpus": provenance.gpu_facts(setup.witness.gpus),
+            "container": provenance.container(),
+            "environment": provenance.environment(),
+        }
     run = {
-        "schema": schema.SCHEMA,
+        "schema": SCHEMA,
         "recipe": recipe.name,
         "recipe_hash": setup.found.hash,
         "recipe_source": setup.found.path.name,
+        "recipe_sha256": hashlib.sha256(setup.found.source.encode()).hexdigest(),
         "fields": setup.found.fields,
         "overrides": setup.found.overrides,
         "parent": recipe.parent,
@@ -63,6 +84,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "compile_seconds": clock.seconds("compile"),
         "wall_seconds": clock.wall_seconds,
         "started": setup.started,
+        "ended": utc_now(),
+        "asked_steps": setup.options.steps,
         "steps": progress.steps,
         "planned_steps": recipe.steps,
         "tokens": progress.tokens,
@@ -79,6 +102,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             "train_tokens": setup.shards.num_tokens,
             "val_tokens": setup.validation.tokens,
             "tokenizer": setup.manifest.get("tokenizer"),
+            **data,
         },
         "loader": setup.loader.stats(),
         "host": {
@@ -87,16 +111,33 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         },
         "ledger": clock.ledger,
         "resumed": progress.resumed,
+        "plan": setup.witness.plan,
+        "initial_state": setup.witness.fresh,
         "curve": progress.curve,
         "probes": verdicts,
         "versions": provenance.versions(),
         "xla_flags": provenance.xla_flags(),
-        "git": provenance.git(Path(__file__).parent),
+        **surroundings,
     }
-    schema.write_run(setup.run_dir, run)
+    write_run(setup.run_dir, run)
     for line in say.closing(run, setup.run_dir):
         console.print(line, soft_wrap=True)
     return exit_code(setup, progress, reached)
+
+
+def keep_parameters(setup: Setup, state: State, console: Console) -> None:
+    """Write the final parameters to the run directory, for ``scripts/sample.py`` and ``--init-from``."""
+    tensors = {}
+    for name, array in export.named(state["params"]).items():
+        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+        tensors[name] = np.asarray(jax.device_get(whole))
+    if process_index():
+        return
+    path = setup.run_dir / export.FILE
+    try:
+        export.save(path, tensors, export.OWN | {"recipe": setup.recipe.name, "recipe_hash": setup.found.hash})
+    except OSError as error:
+        console.print(f"the parameters could not be written to {path} ({error})", markup=False, soft_wrap=True)
 
 
 def exit_code(setup: Setup, progress: Progress, reached: bool) -> int:

@@ -13,21 +13,18 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.tokenise import complete_manifest, prepare_stdlib
+from jspeed.data.folder import complete_manifest
+from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
+from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.distributed import barrier, process_index, same_everywhere
 from jspeed.parallel.failure import at_failure
-from jspeed.parallel.mesh import (
-    DEFAULT_LAYOUT,
-    check_layout,
-    make_mesh,
-    parse_mesh,
-    place,
-    replicated,
-    request_cpu_devices,
-)
-from jspeed.recipe import Recipe, describe, replace
+from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
+from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
+from jspeed.parallel.pipeline import bubble
+from jspeed.recipe import Recipe, replace
+from jspeed.record.planned import place_in_plan
 from jspeed.run import console as say
 from jspeed.run import evaluate, provenance
 from jspeed.run.checkpoint import restore
@@ -44,7 +41,10 @@ from jspeed.run.program import (
     use_compile_cache,
     warm_up,
 )
+from jspeed.run.sinks import check_sinks
 from jspeed.run.step import State
+from jspeed.run.witness import Witness, checksum
+from jspeed.sizes import describe
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,15 @@ class Options:
     target_loss: float | None = None
     max_minutes: float | None = None
     sets: tuple[str, ...] = ()
+    init_from: Path | None = None
     checkpoint_every: int = 0
     resume: bool = False
     coordinator: str | None = None
     processes: int | None = None
     process_id: int | None = None
     progress: bool = True
+    log: tuple[str, ...] = ()
+    profile: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,22 @@ class Setup:
     state: State
     identity: dict[str, Any]
     record: dict[str, Any] | None
+    witness: Witness
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
     check_numbers(options)
-    found = find(options.recipe, options.sets)
+    use_compile_cache()
+    found, mesh = find_and_place(options)
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
-    axes = parse_mesh(options.mesh) if options.mesh else None
-    if axes:
-        request_cpu_devices(axes)
-    use_compile_cache()
-    mesh = make_mesh(axes)
+    given = None
+    if options.init_from is not None:
+        given, found = read_parameters(options.init_from, recipe), start_from(found, options.init_from)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    check_layout(options.layout, mesh)
     device = device_of(mesh, options.attention)
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
@@ -120,14 +122,18 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
+    plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"
     claimed = claim(options.run_dir, name, options.resume, options.checkpoint_every > 0, same, console)
     run_dir, step = claimed.run_dir, claimed.step
     forget = at_failure(claimed.abandon)
     try:
-        config = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        manifest = complete_manifest(folder) or {}
+        config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest)}
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
+            write_whole(run_dir / "recipe.py", found.source)
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
@@ -139,7 +145,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
                 str(devices["count"]),
             ),
-            ("accumulation", "lanes / devices / lanes at once", accumulation),
+            ("accumulation", "lanes / devices / lanes at once", accumulation + idle(mesh, parts[-1])),
             ("kernels", "attention backend, FP8 matrix multiplication", f"{device.attention}, FP8 {device.fp8}"),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
@@ -147,7 +153,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         with clock.section("compile"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
             barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
+        seed = place(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"):
+            fresh = checksum(program.init(seed))
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
@@ -155,9 +163,14 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             if step is not None:
                 state, record = restore(run_dir / "checkpoints", step, state_shardings(recipe, options.layout, mesh)[0])
                 loader.load_state_dict(record["loader"])
+                after_warm_up = checksum(program.init(seed))
             else:
-                state = program.init(place(np.asarray(options.seed, np.uint32), replicated(mesh)))
+                state = program.init(seed)
+                after_warm_up = checksum(state)
+                if given is not None:
+                    state = given_state(recipe, given, state)
             jax.block_until_ready(state)
+            witness = Witness(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
         claimed.abandon()
         raise
@@ -171,7 +184,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         shards=shards,
         val_shards=val_shards,
         loader=loader,
-        manifest=complete_manifest(folder) or {},
+        manifest=manifest,
         run_dir=run_dir,
         started=claimed.started,
         claim=claimed,
@@ -180,7 +193,45 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         state=state,
         identity=same,
         record=record,
+        witness=witness,
     )
+
+
+def find_and_place(options: Options) -> tuple[Found, Mesh]:
+    """Return the recipe and the mesh it is to lie on. Raises :class:`BadInput` where the layout does not fit."""
+    found = find(options.recipe, options.sets)
+    axes = parse_mesh(options.mesh) if options.mesh else None
+    if axes:
+        request_cpu_devices(axes)
+    mesh = make_mesh(axes)
+    check_layout(options.layout, mesh, found.recipe)
+    return found, mesh
+
+
+def idle(mesh: Mesh, parts: int) -> str:
+    """What a pipeline loses, in words."""
+    stages = mesh.shape.get("pipe", 1)
+    return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
+
+
+def start_from(found: Found, path: Path) -> Found:
+    """Return ``found`` with the hash of the parameters it starts from among its fields: it is another recipe then."""
+    given = {"init_from": fingerprint(path)}
+    return dataclasses.replace(found, fields=found.fields | given, overrides=found.overrides | given)
+
+
+def given_state(recipe: Recipe, given: Any, state: State) -> State:
+    """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
+    params = jax.tree.map(lambda array, old: place(array, old.sharding), given, state["params"])
+    shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
+    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)
+    return state | {"params": params, "optimizer": optimizer}
+
+
+def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what a manifest says of its tokenizer, for :func:`jspeed.data.tokenizers.tokenizer_of`; None for none."""
+    names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
+    return {name: manifest[name] for name in names if name in manifest} or None
 
 
 def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
@@ -196,8 +247,10 @@ def check_numbers(options: Options) -> None:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    if options.checkpoint_every < 0:
-        raise BadInput(f"--checkpoint-every {options.checkpoint_every}: must be 0 (none) or more")
+    for name in ("checkpoint_every", "profile"):
+        if getattr(options, name) < 0:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 (none) or more")
+    check_sinks(options.log)
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
 
@@ -212,7 +265,8 @@ def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
     if not folder.is_dir():
         raise BadInput(
             f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "
-            "shards of your own text with: python scripts/prepare.py text FILES --out DIR"
+            f"it with `python scripts/prepare.py {recipe.data.name}`, or make shards of your own text with `python "
+            "scripts/prepare.py text FILES --out DIR`"
         )
     return folder
 

@@ -15,8 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
-from jspeed.parallel.mesh import batch_rows, check_layout, partitions, place, replicated
+from jspeed.parallel.layout import check_layout, partitions
+from jspeed.parallel.mesh import batch_rows, place, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
+from jspeed.run import held
 from jspeed.run.device import Device, device_of, lanes_at_once, micro_batches
 from jspeed.run.step import State, evaluate, init_state, train_step
 
@@ -34,14 +36,15 @@ GPU_OPTIONS: dict[str, Any] = {
 class Program:
     """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
 
-    ``init(seed)``: uint32 scalar -> state. ``steps[i](state, tokens)``: donated state and uint16 tokens
-    ``[lanes, lane_len + 1]`` -> (state, {"loss": fp32 scalar}). ``evaluate(params, rows)``: uint16
+    ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
+    modulo the recipe's period: donated state and uint16 tokens ``[lanes, lane_len + 1]`` -> (state, {"loss": fp32
+    scalar}). ``evaluate(params, rows)``: uint16
     ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the last rows being padding. ``micro_tokens`` are
     the tokens a device takes at once in the last stage.
     """
 
     init: Callable[[jax.Array], State]
-    steps: tuple[StepProgram, ...]
+    steps: tuple[tuple[StepProgram, ...], ...]
     evaluate: Callable[[Any, jax.Array], jax.Array]
     micro_tokens: int
     eval_rows: int
@@ -62,21 +65,24 @@ def compile_program(
     Raises :class:`BadInput` for a layout the mesh does not fit, a micro-batch that does not divide, or a step that
     needs more memory than a device has, with the micro-batch that would fit.
     """
-    check_layout(layout, mesh)
+    check_layout(layout, mesh, recipe)
     device = device or device_of(mesh)
     _, shardings = state_shardings(recipe, layout, mesh)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
-    init = jax.jit(lambda s: init_state(recipe, s), out_shardings=shardings).lower(seed).compile()
+    init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        fitted = list(pool.map(lambda s: fit(recipe, s, mesh, layout, device, micro_batch), recipe.stages))
+        jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
+        fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
     parts = fitted[-1][1]
+    every, period = [step for step, _ in fitted], recipe.period
+    steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
-    return Program(init, tuple(step for step, _ in fitted), compiled(lowered, device), micro_tokens, padded)
+    return Program(init, steps, compiled(lowered, device), micro_tokens, padded)
 
 
 def fit(
-    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
 ) -> tuple[jax.stages.Compiled, int]:
     """Return (compiled step, micro-batches) of the largest micro-batch that fits in the memory of ``device``.
 
@@ -90,7 +96,7 @@ def fit(
         parts = lanes // at_once
         if parts < wanted:
             continue
-        step = compiled(lower_step(recipe, stage, mesh, layout, device, parts), device)
+        step = compiled(lower_step(recipe, stage, mesh, layout, device, parts, phase), device)
         need = memory_needed(step)
         if need > limit:
             too_much = too_much or need
@@ -114,14 +120,21 @@ def memory_needed(step: jax.stages.Compiled) -> int:
     return arrays + sizes.temp_size_in_bytes
 
 
-def lower_step(recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int) -> jax.stages.Lowered:
+def lower_step(
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int, phase: int = -1
+) -> jax.stages.Lowered:
     """Lower the training step of ``stage`` for ``mesh``, over ``parts`` micro-batches."""
-    return trace_step(recipe, stage, mesh, layout, device, parts).lower()
+    return trace_step(recipe, stage, mesh, layout, device, parts, phase).lower()
 
 
-def trace_step(recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int) -> jax.stages.Traced:
-    """Trace the training step of ``stage``: its jaxpr, and what can be lowered."""
-    ctx = Context(stage, training=True, attention=device.attention, fp8=device.fp8)
+def trace_step(
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int, phase: int = -1
+) -> jax.stages.Traced:
+    """Trace the training step of ``stage``: its jaxpr, and what can be lowered.
+
+    ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
+    """
+    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
     state, shardings = state_shardings(recipe, layout, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
 
@@ -153,32 +166,36 @@ def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:
-    """What evaluation runs in: the last stage's windows, rows of ``eval_len`` tokens, documents whole.
+    """What evaluation runs in: its own or the last stage's windows, rows of ``eval_len`` tokens, documents whole.
 
     A row has room for as many documents in proportion as a lane of that stage.
     """
     last = recipe.stages[-1]
     docs = last.max_docs and -(-last.max_docs * recipe.eval_len // last.lane_len)
-    stage = Stage(steps=1, lane_len=recipe.eval_len, max_docs=docs, windows=last.windows)
+    windows = recipe.eval_windows or last.windows
+    stage = Stage(steps=1, lane_len=recipe.eval_len, max_docs=docs, windows=windows, own=last.own)
     return Context(stage, training=False, attention=device.attention, fp8=device.fp8)
 
 
 def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
     """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most ``micro_tokens``."""
-    at_once = max(1, micro_tokens // recipe.eval_len) * mesh.shape["data"]
+    at_once = max(1, micro_tokens // recipe.eval_len) * row_shards(mesh)
     parts = -(-rows // at_once)
     return parts, parts * at_once
 
 
 def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, State]:
     """Return (shapes with shardings, shardings) of the state; optimizer arrays lie as the parameter they belong to."""
-    shapes = jax.eval_shape(lambda: init_state(recipe, jnp.uint32(0)))
+    shapes = jax.eval_shape(lambda: init_state(recipe, jnp.uint32(0), layout, mesh))
     cuts = partitions(recipe.parameters, layout, mesh)
 
     def absent(array: Any) -> bool:
         return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
 
-    params = jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    def lie(cuts: Any) -> Any:
+        return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    params = lie(cuts)
     optimizer = optax.tree_utils.tree_map_params(
         recipe.optimizer(),
         lambda array, sharding: array if absent(array) else sharding,
@@ -187,7 +204,8 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
-    shardings = {"params": params, "optimizer": optimizer}
+    kept = lie(held.cuts(recipe, layout, mesh))
+    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "held": kept}
     placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return placed, shardings
 
@@ -195,9 +213,9 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
     """Run every executable on dummy tokens and a state that is thrown away, so that nothing is first at the start."""
     state = program.init(place(np.zeros((), np.uint32), replicated(mesh)))
-    for stage, step in zip(recipe.stages, program.steps, strict=True):
+    for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
-        for _ in range(2):
+        for step in 2 * steps:
             state, metrics = step(state, place(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     jax.block_until_ready(program.evaluate(state["params"], rows))

@@ -8,11 +8,15 @@ from typing import Any
 from jspeed.files import Lines
 from jspeed.run.clock import Clock
 from jspeed.run.console import Display
+from jspeed.run.sinks import Sink
 
 
 @dataclass
 class Progress:
-    """What has happened since the clock started. ``status`` is a word of run.json's table; process 0 has metrics."""
+    """What has happened since the clock started. ``status`` is a word of run.json's table; ``sinks`` get each line.
+
+    Process 0 has metrics.
+    """
 
     clock: Clock
     metrics: Lines | None
@@ -27,6 +31,7 @@ class Progress:
     curve: list[dict[str, Any]] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
 
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
@@ -58,6 +63,8 @@ class Progress:
         self.lines.append(line)
         if self.metrics:
             self.metrics.write(json.dumps(line))
+        for sink in self.sinks:
+            sink(line)
 
     def record(self) -> dict[str, Any]:
         """All of this that a checkpoint keeps; :meth:`resume` takes it."""

@@ -1,8 +1,10 @@
-"""Where a run's numbers come from: versions, commit, devices, flags."""
+"""Where a run's numbers come from: versions, commit, devices and their clocks, flags, packages, machine."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,82 @@ def _version(package: str) -> str:
 def git(folder: Path) -> dict[str, Any]:
     """Commit of the checkout around ``folder`` and whether it has uncommitted changes; ``None`` outside one."""
 
-    def ask(*words: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
+    status = _ask("git", "status", "--porcelain", cwd=folder)
+    return {"commit": _ask("git", "rev-parse", "HEAD", cwd=folder), "dirty": None if status is None else bool(status)}
 
-    status = ask("status", "--porcelain")
-    return {"commit": ask("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+def _ask(*words: str, cwd: Path | None = None) -> str | None:
+    """What a program says, or None where it is missing, fails or takes longer than ten seconds."""
+    try:
+        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+# nvidia-smi's name -> ours, with the unit
+GPU_FACTS = {
+    "name": "name",
+    "power.limit": "power_limit_watts",
+    "clocks.sm": "sm_mhz",
+    "clocks.max.sm": "max_sm_mhz",
+    "clocks.mem": "memory_mhz",
+    "temperature.gpu": "celsius",
+}
+
+
+def gpus() -> list[dict[str, Any]] | None:
+    """Name, power limit (W), clocks (MHz) and temperature of each GPU of this machine now; None without nvidia-smi."""
+    listed = _ask("nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader,nounits")
+    if listed is None:
+        return None
+    return [dict(zip(GPU_FACTS.values(), map(_number, line.split(", ")), strict=False)) for line in listed.splitlines()]
+
+
+def gpu_facts(before: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    """Return run.json's ``gpus``: driver, CUDA, links, and each GPU as it was ``before`` the clock and is now."""
+    after = gpus()
+    if before is None or after is None:
+        return None
+    driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "unknown"
+    cuda = re.search(r"CUDA Version: *([\d.]+)", _ask("nvidia-smi") or "")
+    rows = re.findall(r"^GPU\d+\s.*$", _ask("nvidia-smi", "topo", "-m") or "", re.MULTILINE)
+    links = {cell for row in rows for cell in re.findall(r"\b(NV\d+|PIX|PXB|PHB|NODE|SYS)\b", row)}
+    return {
+        "driver": driver.splitlines()[0],
+        "cuda": cuda[1] if cuda else None,
+        "links": sorted(links),
+        "before": before,
+        "after": after,
+    }
+
+
+def _number(text: str) -> float | str | None:
+    """A number where nvidia-smi gives one, None where it has none to give, else its words."""
+    try:
+        return float(text)
+    except ValueError:
+        return None if text.startswith("[") else text
+
+
+def environment() -> str:
+    """SHA-256 over the sorted names and versions of all installed packages, one ``name==version`` a line."""
+    listed = {f"{found.name}=={found.version}".lower() for found in importlib.metadata.distributions()}
+    return hashlib.sha256("\n".join(sorted(listed)).encode()).hexdigest()
+
+
+def machine() -> str | None:
+    """Twelve digits that are equal on one machine until it starts anew, and say nothing else; None off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return None
+    return hashlib.sha256(boot).hexdigest()[:12]
+
+
+def container() -> str | None:
+    """The digest of the container's image, where whoever started it gave it as JSPEED_CONTAINER."""
+    return os.environ.get("JSPEED_CONTAINER") or None
 
 
 def devices() -> dict[str, Any]:

@@ -3,9 +3,10 @@
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice, repeat
+from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
+from jspeed.export import FILE
 from jspeed.parallel import distributed, failure
 from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
@@ -23,29 +25,38 @@ from jspeed.run.console import Display
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.finish import finish
 from jspeed.run.prepare import Options, Setup, prepare
+from jspeed.run.profile import Profile
 from jspeed.run.program import StepProgram
 from jspeed.run.progress import Progress
+from jspeed.run.sinks import sinks
 from jspeed.run.step import State
 
 
-def train(options: Options) -> int:
+def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C,
-    143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all."""
+    143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
+
+    When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
     with failure.ends_all(), sigterm_is(lambda: sys.exit(143)):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
         failure.watch()
-        return run(options)
+        code, run_dir = run(options)
+    if distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
+        afterwards(run_dir)
+    return code
 
 
-def run(options: Options) -> int:
-    """Make one run in this process, which knows the others."""
-    console, clock = Console(highlight=False, quiet=distributed.process_index() > 0), Clock()
+def run(options: Options) -> tuple[int, Path]:
+    """Make one run in this process, which knows the others; returns the exit code and the run's directory."""
+    first = distributed.process_index() == 0
+    console, clock = Console(highlight=False, quiet=not first), Clock()
     setup = prepare(options, clock, console)
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     agreement = Agreement()
-    with setup.claim, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
+    logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
+    with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
         with Display(console, asked, options.progress) as display:
-            progress = Progress(clock, setup.claim.metrics, display)
+            progress = Progress(clock, setup.claim.metrics, display, sinks=opened)
             try:
                 setup.claim.begin()
                 if setup.record:
@@ -61,7 +72,7 @@ def run(options: Options) -> int:
                 with suppress(BadInput):  # there may be no room for this either
                     finish(setup, progress, None, console)
                 raise
-        return finish(setup, progress, state, console)
+        return finish(setup, progress, state, console), setup.run_dir
 
 
 def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Checkpoints, asked: int) -> State:
@@ -82,6 +93,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
             progress.trained(step, tokens, float(jax.device_get(loss)))
             unread = None
 
+    profile = Profile(setup.run_dir / "profile", setup.options.profile, clock, progress.steps, asked)
     saved = progress.steps
     every = setup.options.checkpoint_every
 
@@ -104,6 +116,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
         if every and progress.steps % every == 0 and progress.steps > saved:
             save()
+        profile.before(progress.steps, state)
         before = now()
         batch = next(setup.loader)
         loaded = now()
@@ -123,6 +136,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
         if progress.status != "finished":
             break
     read()
+    profile.close(state)
     clock.stop(state)
     wanted = every or progress.interrupted_by == 143
     if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
@@ -130,10 +144,14 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
     return state
 
 
-def every_step(stages: Iterable[Stage], executables: Iterable[StepProgram]) -> Iterator[tuple[Stage, StepProgram]]:
+def every_step(
+    stages: Iterable[Stage], executables: Iterable[Sequence[StepProgram]]
+) -> Iterator[tuple[Stage, StepProgram]]:
     """Yield each step's stage and executable, from the first step of the run to the last."""
-    for stage, executable in zip(stages, executables, strict=True):
-        yield from repeat((stage, executable), stage.steps)
+    number = count()
+    for stage, phases in zip(stages, executables, strict=True):
+        for step in islice(number, stage.steps):
+            yield stage, phases[step % len(phases)]
 
 
 @contextmanager

@@ -1,12 +1,13 @@
-"""HTML of a report: the page around it, sections, tables; everything that is text is escaped."""
+"""HTML of pages that open from disk: the page itself, sections, tables; everything that is text is escaped."""
 
+import base64
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from jspeed.plan.words import NONE, printable
-
+NONE = "-"
 DIGITS = re.compile(r"(under )?[-+]?[\d,.]+(e[-+]?\d+)?( (to [\d,.]+|x [\d,.]+|[kMG]?B|ms|%))*")
 
 STYLE = """
@@ -40,17 +41,25 @@ svg { display: block; width: 100%; max-width: 38rem; height: auto; color: var(--
 """
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """Return a whole page that loads and runs nothing; ``title`` is text, ``body`` are parts in HTML."""
+def page(title: str, body: Sequence[str], style: str = "", script: str = "") -> str:
+    """Return a whole page that loads nothing and runs nothing but ``script``.
+
+    ``title`` is text, ``body`` are parts in HTML; ``style`` is added to the common one.
+    """
+    # Nothing is fetched, and nothing else runs, whatever a recipe is called.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    runs = f"; script-src 'sha256-{digest}'" if script else ""
+    policy = f"default-src 'none'; style-src 'unsafe-inline'{runs}"
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # Nothing is fetched and nothing runs, whatever a recipe is called.
-            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
-            f"<title>{text(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>",
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            f"<title>{text(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n<main>",
             f"<h1>{text(title)}</h1>",
             *body,
+            "</main>",
+            *([f"<script>{script}</script>"] if script else []),
             "</body>\n</html>\n",
         ]
     )
@@ -97,3 +106,9 @@ def _cell(words: str) -> str:
 def text(value: Any) -> str:
     """Return ``value`` as text that is only ever text."""
     return escape(printable(value))
+
+
+def printable(value: Any, most: int | None = None) -> str:
+    """Return ``value`` without the control characters that XML does not allow, cut after ``most`` characters."""
+    clean = "".join(character if character.isprintable() else " " for character in str(value))
+    return clean if most is None or len(clean) <= most else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"

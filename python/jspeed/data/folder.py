@@ -1,0 +1,208 @@
+"""A folder of token shards and their manifest, that appears at once and whole, or not at all.
+
+A shard is 256 little-endian int32 (20240520, 1, number of tokens, zeros) and then the tokens as little-endian
+uint16, as in llm.c and modded-nanogpt. A document may go on in the next shard. The same tokens give the same bytes.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jspeed.errors import BadInput, writable_folder
+from jspeed.files import sha256_of, write_whole
+
+FORMAT_VERSION = 1
+MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
+SHARD_TOKENS = 100_000_000  # as FineWeb's shards
+SUMMED = ("bytes", "tokens", "documents")  # what the manifest adds up for each split
+SPLITS = ("train", "val")
+
+
+class Batch(NamedTuple):
+    """Documents of one split: their tokens (uint16), marks included, joined; and the tokens of each (int64)."""
+
+    split: str
+    tokens: NDArray[np.uint16]
+    lengths: NDArray[np.int64]
+
+
+def complete_manifest(folder: Path) -> dict[str, Any] | None:
+    """Return the manifest of ``folder`` if every shard it lists is there with its size, else None."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        whole = all((folder / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return manifest if whole else None
+
+
+def holds(folder: Path, facts: dict[str, Any]) -> bool:
+    """Whether ``folder`` is whole and its manifest says all of ``facts``."""
+    manifest = complete_manifest(folder)
+    return manifest is not None and manifest | json.loads(json.dumps(facts)) == manifest
+
+
+def check_vacant(out: Path) -> None:
+    """Raise BadInput unless ``out`` is absent or an empty folder that can be replaced."""
+    try:
+        if out.exists() and not out.is_dir():
+            raise BadInput(f"output {out} is a file; expected a folder that is absent or empty")
+        if out.is_dir() and any(out.iterdir()):
+            raise BadInput(f"output folder {out} is there and not empty; remove it or choose another --out")
+        if out.is_mount():
+            raise BadInput(f"output folder {out} is a mount point, not replaceable; choose a folder in it")
+    except OSError as error:
+        raise BadInput(f"output folder {out} cannot be used ({error.strerror}); choose another") from None
+
+
+def write_folder(
+    out: Path, batches: Iterable[Batch], facts: dict[str, Any], name: str, shard_tokens: int = SHARD_TOKENS
+) -> dict[str, Any]:
+    """Write batches as shards of at most ``shard_tokens`` tokens and return the manifest.
+
+    Shards are ``NAME_<train|val>_<index>.bin``, and ``manifest.json``, with ``facts`` in it, lies beside them. ``out``
+    must be vacant and appears only when whole; if an equal preparation gets there first, its result stands. Raises
+    BadInput when ``out`` is not vacant or cannot be written, or a split would be empty.
+    """
+    check_vacant(out)
+    # A name that itself says train or val would make every shard match a search for that split.
+    plain = re.fullmatch(r"(?!.*_(train|val)(_|$))[A-Za-z0-9][A-Za-z0-9._-]*", name)
+    stem = name if plain else "text"
+    with staged(out) as folder:
+        shards: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
+        for split, tokens, lengths in batches:
+            _extend(folder / f"{stem}_{split}", shards[split], tokens, lengths, shard_tokens)
+        for split, written in shards.items():
+            if not written:
+                raise BadInput(f"the {split} split of {out} would have no documents; give more documents")
+        files = [_sealed(folder, split, shard) for split, written in shards.items() for shard in written]
+        manifest = manifest_of(files, facts)
+        write_whole(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    return manifest
+
+
+def manifest_of(files: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
+    """Return a manifest: ``facts`` (tokenizer, bos_id, source, ...), the sums of each split, and ``files``."""
+    sums = {
+        split: {"files": len(its)} | {what: sum(file[what] for file in its) for what in SUMMED}
+        for split in SPLITS
+        if (its := [file for file in files if file["split"] == split])
+    }
+    return {"format_version": FORMAT_VERSION} | facts | {"splits": sums, "files": files}
+
+
+def _extend(
+    prefix: Path, shards: list[dict[str, Any]], tokens: NDArray[np.uint16], lengths: NDArray[np.int64], limit: int
+) -> None:
+    """Append tokens to a split's last shard, beginning others as they fill up."""
+    starts = np.cumsum(lengths) - lengths
+    while tokens.size:
+        if not shards or shards[-1]["tokens"] == limit:
+            first = 0 if prefix.name.endswith("_val") else 1  # FineWeb's numbers
+            path = prefix.with_name(f"{prefix.name}_{first + len(shards):06d}.bin")
+            path.write_bytes(bytes(HEADER_BYTES))  # not a shard until it is sealed
+            shards.append({"name": path.name, "tokens": 0, "documents": 0})
+        shard = shards[-1]
+        piece, tokens = np.split(tokens, [limit - shard["tokens"]])
+        with open(prefix.with_name(shard["name"]), "ab") as file:
+            file.write(piece.astype("<u2", copy=False).tobytes())
+        shard["tokens"] += piece.size
+        begun = int(np.searchsorted(starts, piece.size))
+        shard["documents"] += begun  # those that begin in it
+        starts = starts[begun:] - piece.size
+
+
+def _sealed(folder: Path, split: str, shard: dict[str, Any]) -> dict[str, Any]:
+    """Write the header of a shard now that its length is known, and return its record in the manifest."""
+    path = folder / shard["name"]
+    with open(path, "r+b") as file:
+        file.write(np.array([MAGIC, SHARD_VERSION, shard["tokens"]], dtype="<i4").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    record = {"name": path.name, "split": split, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    return record | {what: shard[what] for what in ("tokens", "documents")}
+
+
+@contextmanager
+def staged(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder beside ``out`` that becomes ``out`` when the block ends, or goes if it fails.
+
+    A killed process leaves its own behind but loses its lock on it, and the next one for the same ``out``
+    removes what nobody has locked. The lock on the parent keeps that one away from a folder just made.
+    """
+    out = Path(os.path.realpath(out))
+    made = [folder for folder in out.parents if not folder.exists()]
+    staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
+    lock = None
+    try:
+        writable_folder(out.parent, "the output folder's parent")
+        with _locked(out.parent):
+            remove_leftovers(out, ".partial")
+            staging.mkdir()
+            lock = lock_folder(staging)
+        yield staging
+        publish(staging, out)
+    except OSError as error:
+        raise BadInput(f"output folder {out} cannot be written ({error.strerror}); choose another") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        if not out.exists():
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
+
+
+def publish(staging: Path, out: Path) -> None:
+    """Rename ``staging`` to ``out``. Raises BadInput when something else, with another manifest, is there by now."""
+    try:
+        os.rename(staging, out)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        # Somebody else was first. Equal manifests hold equal hashes, so an equal one is as good as ours.
+        if complete_manifest(out) != complete_manifest(staging):
+            raise BadInput(f"output folder {out} was filled by something else; choose another") from None
+
+
+def remove_leftovers(out: Path, ending: str, keep: str = "") -> None:
+    """Remove hidden folders for ``out`` that end in ``ending``, unless a process has locked them or it is ``keep``."""
+    for leftover in out.parent.iterdir():
+        if leftover.name.startswith(f".{out.name}.") and leftover.name.endswith(ending) and leftover.name != keep:
+            with suppress(OSError):
+                if (handle := lock_folder(leftover)) is not None:
+                    shutil.rmtree(leftover, ignore_errors=True)
+                    os.close(handle)
+
+
+def lock_folder(folder: Path, wait: bool = False) -> int | None:
+    """Return an open, locked handle of ``folder``, or None if it is locked already or cannot be."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    handle = lock_folder(folder, wait=True)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)

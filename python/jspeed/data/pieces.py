@@ -1,0 +1,193 @@
+"""Inputs cut into pieces of about 4 MB, each of which a process of its own can turn into documents.
+
+A document is UTF-8 text as ``bytes``; empty ones are skipped. How inputs are cut depends on them alone.
+"""
+
+import json
+import lzma
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from jspeed.errors import BadInput
+
+SEPARATOR = b"<|endoftext|>"
+BLOCK_BYTES = 1 << 20  # read at once
+PIECE_BYTES = 4 << 20  # enough to be worth sending, little enough to hold
+
+
+class Segment(NamedTuple):
+    """Part of one file. ``content`` is text of a .txt or .jsonl file, or the number of a .parquet file's row group.
+
+    ``line`` (from 1) and ``offset`` (bytes, decompressed) are where the text starts. ``whole`` says that it is a
+    whole file without a separator, so one document, to the byte.
+    """
+
+    path: Path
+    content: bytes | int
+    line: int = 1
+    offset: int = 0
+    whole: bool = False
+
+
+Piece = list[Segment]
+
+
+def pieces(paths: Iterable[Path], read: Callable[[int], None] = lambda count: None) -> Iterator[Piece]:
+    """Yield the pieces of the files in order. ``read`` is told the bytes of input (compressed) just used up.
+
+    Raises BadInput for a file that cannot be read; what is in it, :func:`documents` checks.
+    """
+    piece: Piece = []
+    size = 0
+    for path in paths:
+        for segment in segments(path, read):
+            piece.append(segment)
+            size += len(segment.content) if isinstance(segment.content, bytes) else PIECE_BYTES
+            if size >= PIECE_BYTES:
+                yield piece
+                piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> Iterator[Segment]:
+    """Yield one file in segments that end where a document does."""
+    if path.name.endswith(".parquet"):
+        yield from _row_groups(path, read)
+        return
+    cut = _cut_lines if path.name.removesuffix(".xz").endswith(".jsonl") else _cut_texts
+    try:
+        with open(path, "rb") as raw, lzma.open(raw) if path.suffix == ".xz" else raw as file:
+            done = 0
+            for segment in cut(path, file):
+                yield segment
+                read(raw.tell() - done)
+                done = raw.tell()
+            read(os.fstat(raw.fileno()).st_size - done)
+    except (lzma.LZMAError, EOFError) as error:
+        raise BadInput(f"{path} is corrupt or not xz ({error}); fetch or compress it again") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def documents(segment: Segment) -> Iterator[bytes]:
+    """Yield the documents of one segment.
+
+    ``.jsonl``: the string field ``text`` of each line; blank lines are skipped. ``.parquet``: the string column
+    ``text``. ``.txt``: the whole file is one document, to the byte; but if it holds ``<|endoftext|>``, the documents
+    are what lies between these, without surrounding white space. The first two may be compressed (``.xz``). Raises
+    BadInput with the line, the row or the byte offset (in the decompressed text) of what cannot be read.
+    """
+    if isinstance(segment.content, int):
+        found = _rows(segment.path, segment.content)
+    elif segment.path.name.removesuffix(".xz").endswith(".jsonl"):
+        found = _lines(segment.path, segment.content, segment.line, segment.offset)
+    else:
+        found = _texts(segment)
+    for document in found:
+        if document:
+            yield document
+
+
+def _cut_lines(path: Path, file: IO[bytes]) -> Iterator[Segment]:
+    line, offset = 1, 0
+    while content := b"".join(file.readlines(PIECE_BYTES)):
+        yield Segment(path, content, line, offset)
+        line += content.count(b"\n")
+        offset += len(content)
+
+
+def _cut_texts(path: Path, file: IO[bytes]) -> Iterator[Segment]:
+    """Cut after separators; what was searched for one is not searched again."""
+    held = bytearray()
+    offset = searched = 0
+    separated = False
+    while block := file.read(BLOCK_BYTES):
+        held += block
+        last = held.rfind(SEPARATOR, searched)
+        searched = max(0, len(held) - len(SEPARATOR) + 1)
+        if last >= 0:
+            separated = True
+            end = last + len(SEPARATOR)
+            if end >= PIECE_BYTES:
+                yield Segment(path, bytes(held[:end]), offset=offset)
+                del held[:end]
+                offset += end
+                searched = 0
+    if held:
+        yield Segment(path, bytes(held), offset=offset, whole=not separated)
+
+
+def _lines(path: Path, content: bytes, first: int, offset: int) -> Iterator[bytes]:
+    for number, line in enumerate(content.split(b"\n"), start=first):
+        if line.strip():
+            where = f"line {number} of {path}"
+            text = _checked(path, line, offset)
+            try:
+                record = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise BadInput(f"{where} is not JSON ({error}); expected one object a line") from None
+            if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+                raise BadInput(f'{where} lacks the string field "text"; expected {{"text": "..."}}')
+            try:
+                yield record["text"].encode()
+            except UnicodeEncodeError:
+                raise BadInput(f'{where} has half a surrogate pair in "text"') from None
+        offset += len(line) + 1
+
+
+def _texts(segment: Segment) -> Iterator[bytes]:
+    assert isinstance(segment.content, bytes)
+    offset = segment.offset
+    for document in segment.content.split(SEPARATOR):
+        _checked(segment.path, document, offset)
+        yield document if segment.whole else document.strip()
+        offset += len(document) + len(SEPARATOR)
+
+
+def _checked(path: Path, content: bytes, offset: int) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
+
+
+def _parquet(path: Path):
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise BadInput(f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt") from None
+    try:
+        return parquet.ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise BadInput(f"{path} is corrupt or not parquet ({str(error).splitlines()[0]}); fetch it again") from None
+
+
+def _row_groups(path: Path, read: Callable[[int], None]) -> Iterator[Segment]:
+    with _parquet(path) as file:
+        schema = file.schema_arrow
+        if "text" not in schema.names or str(schema.field("text").type) not in ("string", "large_string"):
+            raise BadInput(f'{path} lacks the string column "text"; its columns are {", ".join(schema.names)}')
+        size, count = path.stat().st_size, file.num_row_groups
+    for number in range(count):
+        yield Segment(path, number)
+        read(size * (number + 1) // count - size * number // count)
+
+
+def _rows(path: Path, number: int) -> Iterator[bytes]:
+    from pyarrow import ArrowException
+
+    with _parquet(path) as file:
+        try:
+            column = file.read_row_group(number, columns=["text"]).column("text")
+        except (ArrowException, OSError) as error:
+            raise BadInput(f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]})") from None
+    for row, value in enumerate(column):
+        text = value.as_buffer()
+        if text is None:
+            raise BadInput(f'row {row} of row group {number} of {path} has no "text"; drop such rows')
+        document = text.to_pybytes()
+        _checked(path, document, 0)
+        yield document

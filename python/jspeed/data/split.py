@@ -1,0 +1,55 @@
+"""Which documents validate."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jspeed.errors import BadInput
+
+VAL_FRACTION = 0.01
+VAL_DOCUMENTS = 32
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step between SplitMix64's streams
+
+
+def check_fraction(fraction: float | None) -> None:
+    """Raise BadInput for a fraction that leaves one split empty."""
+    if fraction is not None and not 0 < fraction < 1:
+        raise BadInput(f"--val-fraction is {fraction}; expected a number between 0 and 1")
+
+
+def by_contents(hashes: NDArray[np.uint64], fraction: float | None = None, seed: int = 0) -> NDArray[np.bool_]:
+    """Return which documents validate, by the hashes of their contents: what decides is not where they lie.
+
+    Equal documents stay together. Those that validate are ``fraction`` of the distinct documents, at least one and
+    never all. Without a fraction they are 1 %, but not fewer than 32 or a tenth of all, whichever is less, since a
+    handful of documents is a noisy measure. Another seed picks others; seed 0 takes the smallest hashes. Raises
+    BadInput when there are not two distinct documents.
+    """
+    ranks = mixed(hashes, seed) if seed else hashes
+    distinct = np.unique(ranks)
+    count = distinct.size
+    if count < 2:
+        found = "no documents" if count == 0 else "one document, or copies of one"
+        raise BadInput(f"the input holds {found}; expected two or more, one to train on and one to validate")
+    if fraction is None:
+        wanted = max(round(VAL_FRACTION * count), min(VAL_DOCUMENTS, count // 10))
+    else:
+        wanted = round(fraction * count)
+    return ranks <= distinct[min(max(wanted, 1), count - 1) - 1]
+
+
+def by_rows(count: int, fraction: float, seed: int) -> NDArray[np.bool_]:
+    """Return which of ``count`` documents validate, as Hugging Face's ``train_test_split`` draws its test rows.
+
+    That is how nanoGPT splits OpenWebText: fraction 0.0005, seed 2357, 4,007 of 8,013,769 documents.
+    """
+    validates = np.zeros(count, np.bool_)
+    validates[np.random.default_rng(seed).permutation(count)[: int(np.ceil(fraction * count))]] = True
+    return validates
+
+
+def mixed(hashes: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
+    """Return SplitMix64's output for each hash, moved on by ``seed`` steps: one to one, so distinct stay distinct."""
+    z = hashes + np.uint64(seed * GOLDEN % 2**64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

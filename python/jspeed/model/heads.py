@@ -1,0 +1,92 @@
+"""What attention heads do with each other: pairs, values taken out, probabilities shared."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jspeed.errors import BadInput
+from jspeed.model.attention import Documents, attention
+from jspeed.model.cache import opened
+
+
+def pair_heads(x_BTHK: jax.Array) -> jax.Array:
+    """Lay heads h and h + H/2 behind one another, token by token: ``[B, T, H, K]`` to ``[B, 2T, H/2, K]``.
+
+    A query then sees the keys of both heads: all of its own position if its head comes second, only its own
+    head's there if it comes first (modded-nanogpt, record 58). Reshape the result back to take them apart.
+    """
+    rows, length, heads, width = x_BTHK.shape
+    return x_BTHK.reshape(rows, 2 * length, heads // 2, width)
+
+
+def attention_in_pairs(
+    q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, *, documents: Documents, **rest: Any
+) -> jax.Array:
+    """:func:`jspeed.model.attention.attention` of paired heads: ``[B, T, H, K]``; a window of w reaches back w / 2
+    tokens. Raises BadInput while a cache is open: pairs of tokens not yet seen cannot be kept."""
+    if opened() is not None:
+        raise BadInput("heads that attend in pairs cannot be generated from token by token; choose another recipe")
+    paired = map(pair_heads, (q_BTHK, k_BTHK, v_BTHK))
+    return attention(*paired, documents=pair_documents(documents), **rest).reshape(v_BTHK.shape)
+
+
+def pair_positions(length: int, heads: int) -> jax.Array:
+    """Positions by which the heads of a pair turn: fp32 ``[T, H]``, 2t for even heads and 2t + 1 for odd ones."""
+    return 2.0 * jnp.arange(length)[:, None] + (jnp.arange(heads) % 2)[None, :]
+
+
+def pair_documents(documents: Documents) -> Documents:
+    """Documents of twice as many tokens, as :func:`pair_heads` lays them."""
+    offsets_BO = documents.offsets
+    return Documents(jnp.repeat(documents.ids, 2, axis=1), None if offsets_BO is None else 2 * offsets_BO)
+
+
+def without_own_value(y_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax.Array:
+    """Take tanh(``alpha``) of what each head's output has of its own token's value out of it (XSA, record 82)."""
+    along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8)
+    return y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
+
+
+def composed(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    take_BTH: jax.Array,
+    give_BTH: jax.Array,
+    *,
+    scale: float,
+    documents: Documents,
+    window: int,
+) -> jax.Array:
+    """Attend once more within ``window`` tokens, with probabilities that each token mixes over heads.
+
+    Every head's softmax over the last ``window`` tokens of the document is weighted by ``take_BTH``, scaled to a
+    root mean square of 1 over heads; the sum weighs the values of all heads, and each head gets ``give_BTH`` of its
+    own: ``[B, T, H, K]``, to be added to the output of attention (Xiao et al. 2024, DCMHA; record 85).
+    """
+    rows, length, heads, width = q_BTHK.shape
+    size = min(max(128, window), length)  # of a block of queries, which sees itself and the block before
+    blocks = -(-length // size)
+
+    def cut(x_BT: jax.Array, fill: int = 0) -> jax.Array:
+        padding = [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x_BT.ndim - 2)
+        return jnp.pad(x_BT, padding, constant_values=fill).reshape(rows, blocks, size, *x_BT.shape[2:])
+
+    def with_previous(x_BNS: jax.Array, fill: int = 0) -> jax.Array:
+        before = jnp.full_like(x_BNS[:, :1], fill)
+        return jnp.concatenate([jnp.concatenate([before, x_BNS[:, :-1]], axis=1), x_BNS], axis=2)
+
+    ids_BNS = cut(documents.ids, fill=-2)
+    query, key = jnp.arange(size)[:, None] + size, jnp.arange(2 * size)[None]
+    seen = (key <= query) & (query - key < window)
+    seen = seen[None, None] & (ids_BNS[..., None] == with_previous(ids_BNS, fill=-1)[..., None, :])
+    scores = jnp.einsum(
+        "bnihk,bnjhk->bnhij", cut(q_BTHK), with_previous(cut(k_BTHK)), preferred_element_type=jnp.float32
+    )
+    p = jax.nn.softmax(jnp.where(seen[:, :, None], scale * scores, -jnp.inf), axis=-1)
+    take_BTH = take_BTH.astype(jnp.float32)
+    take_BTH *= jax.lax.rsqrt(jnp.mean(jnp.square(take_BTH), axis=-1, keepdims=True) + 1e-6)
+    mixed = jnp.sum(p * jnp.moveaxis(cut(take_BTH), 3, 2)[..., None], axis=2).astype(v_BTHK.dtype)
+    y = jnp.einsum("bnij,bnjhk->bnihk", mixed, with_previous(cut(v_BTHK)))
+    return y.reshape(rows, blocks * size, heads, width)[:, :length] * give_BTH[..., None].astype(v_BTHK.dtype)

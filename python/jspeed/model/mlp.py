@@ -1,0 +1,30 @@
+"""The MLP of a block: squared ReLU between two products, which may be in FP8 on the way forward."""
+
+import jax
+
+from jspeed.model import fp8
+from jspeed.model.layers import relu_squared
+
+MARGIN = 1.8
+"""Room that an activation has to grow in a step before it is clipped (modded-nanogpt, record 89)."""
+
+
+def mlp(
+    x_BTD: jax.Array,
+    up_DF: jax.Array,
+    down_DF: jax.Array,
+    *,
+    largest: jax.Array | None = None,
+    share: float = 1.0,
+) -> jax.Array:
+    """Return ``relu(x up)^2 down.T``: ``[B, T, D]``; ``down_DF`` is stored as ``up_DF`` is.
+
+    With ``largest`` both products take e4m3 operands, and their gradients are in ``x``'s dtype. Scales are measured,
+    but for the activation's, whose maximum is not known before it has been written: that is ``MARGIN`` x ``largest``,
+    the scalar parameter in which :func:`jspeed.model.fp8.watch` keeps the maximum of the step before, of ``share`` of
+    the batch (modded-nanogpt, records 84 and 89).
+    """
+    if largest is None:
+        return relu_squared(x_BTD @ up_DF) @ down_DF.T
+    h_BTF = fp8.watch(relu_squared(fp8.forward_matmul(x_BTD, up_DF.T)), largest, share)
+    return fp8.forward_matmul(h_BTF, down_DF, MARGIN * largest / 448)

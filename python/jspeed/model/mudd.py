@@ -1,0 +1,60 @@
+"""Coefficients that each token computes for itself, and sums weighted with them (Xiao et al. 2025, MUDD)."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+
+def coefficients(
+    x_BTD: jax.Array, params: Mapping[str, jax.Array], name: str, number: int, scale: jax.Array | float
+) -> jax.Array:
+    """Return ``scale`` x (``gelu(x up) down + bias``): ``[B, T, N]`` in the dtype of ``x_BTD``; gelu by erf.
+
+    ``up [D, K]``, ``down [K, N]`` and ``bias [N]`` are entry ``number`` of the parameters ``name_up``, ``name_down``
+    and ``name_bias``. With ``down`` zero all tokens have the same, ``scale`` x ``bias`` (records 81 and 85).
+    """
+    up_DK, down_KN, bias_N = (params[f"{name}_{part}"][number] for part in ("up", "down", "bias"))
+    hidden_BTK = jax.nn.gelu(x_BTD @ up_DK, approximate=False)
+    return ((hidden_BTK @ down_KN + bias_N[None, None]) * scale).astype(x_BTD.dtype)
+
+
+def padded(*rows: Sequence[float]) -> NDArray[np.float64]:
+    """Return rows of one length, the shorter ones followed by zeros."""
+    return np.array(list(zip_longest(*rows, fillvalue=0.0))).T
+
+
+def slots(
+    kinds: Mapping[str, tuple[Sequence[int], int, float]], sets: Sequence[range]
+) -> tuple[list[dict[tuple[str, int], int]], NDArray[np.float64]]:
+    """Lay out coefficients of several kinds: (size of each, by kind and layer, for every set; their first values).
+
+    ``kinds`` says which layers have each, how many numbers it is, and what they start at; ``sets`` which layers the
+    coefficients of one set are for.
+    """
+    sizes = [
+        {(kind, layer): size for kind, (layers, size, _) in kinds.items() for layer in layers if layer in one}
+        for one in sets
+    ]
+    return sizes, padded(*([kinds[kind][2] for (kind, _), n in one.items() for _ in range(n)] for one in sizes))
+
+
+def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
+    """Cut coefficients into ``[B, T, size]`` for each name in order; ``[B, T]`` where the size is 1."""
+    parts = zip(sizes, jnp.split(c_BTN, list(accumulate(sizes.values())), axis=-1), strict=False)
+    return {name: part if sizes[name] > 1 else part[..., 0] for name, part in parts}
+
+
+def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
+    """Return the sum of coefficient x array over the terms, in the dtype of the first array.
+
+    A coefficient is a number, a scalar or ``[B, T]``, the arrays are ``[B, T, D]``; sums are fp32.
+    """
+    total = sum(
+        jnp.asarray(c, jnp.float32)[..., *[None] * (jnp.ndim(c) > 0)] * x_BTD.astype(jnp.float32) for c, x_BTD in terms
+    )
+    return jnp.asarray(total, terms[0][1].dtype)

@@ -1,0 +1,40 @@
+"""Which row of a table stands for a pair of neighbouring tokens, and with which signs."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+SIGN_ROWS = 8192
+
+
+def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
+    """Hash every token with the one before it into ``rows`` rows: int32 ``[B, T]``; the last row is the first token's.
+
+    (36313 x[t]) xor (27191 x[t-1]) in int32, modulo ``rows`` - 1, across document borders (modded-nanogpt, record
+    62). As there, the second token is hashed with ``rows`` - 1 in place of the first.
+    """
+    last = rows - 1
+    tokens_BT = tokens_BT.astype(jnp.int32)
+    before_BT = jnp.concatenate([jnp.full_like(tokens_BT[:, :1], last), tokens_BT[:, 1:-1]], axis=1)
+    hashed = jnp.bitwise_xor(36313 * tokens_BT[:, 1:], 27191 * before_BT[:, : tokens_BT.shape[1] - 1]) % last
+    return jnp.concatenate([jnp.full_like(tokens_BT[:, :1], last), hashed], axis=1)
+
+
+def sign_rows(tokens_BT: jax.Array) -> jax.Array:
+    """Hash every token with the one before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0 at the first."""
+    tokens_BT = tokens_BT.astype(jnp.int32)
+    pairs_BT = jnp.bitwise_xor(tokens_BT[:, :-1], tokens_BT[:, 1:]) % SIGN_ROWS
+    return jnp.pad(pairs_BT, [(0, 0), (1, 0)])
+
+
+def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32) -> jax.Array:
+    """Return +1 or -1 for ``width`` channels of every token, fixed for its pair of tokens: ``[B, T, width]``.
+
+    Bigrams that share a row of a table meet there with unlike signs and so disturb each other less (record 83).
+    """
+    table = jax.random.bits(jax.random.key(0), (SIGN_ROWS, -(-width // 32)), jnp.uint32)
+    words_BTW = table[sign_rows(tokens_BT)]
+    bits = (words_BTW[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, None]) & 1
+    bits_BTD = bits.reshape(*tokens_BT.shape, -1)[..., :width].astype(jnp.int32)
+    return (1 - 2 * bits_BTD).astype(dtype)

@@ -1,0 +1,69 @@
+"""Rotary positions with frequencies that follow the attention window, and what passes from one token to the next."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+
+def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
+    """Return ``count`` angles per token, from 1 down to 1 / ``base`` in equal ratios."""
+    return (1.0 / base) ** np.linspace(0.0, 1.0, count)
+
+
+def yarn(
+    angles: NDArray[np.float64], scale: float, windows: Sequence[int], fast: float = 32.0, slow: float = 1.0
+) -> tuple[NDArray[np.float64], float]:
+    """Follow the longest attention window from ``windows[0]`` to ``windows[-1]`` tokens: new angles and softmax scale.
+
+    Frequencies that turn less than ``slow`` times in the old window are slowed down in proportion to the windows,
+    those of more than ``fast`` turns are kept, the rest lie between; the scale grows with the logarithm (Peng et
+    al. 2023, YaRN; modded-nanogpt, record 31).
+    """
+    for old, new in zip(windows, windows[1:], strict=False):
+        turns = old * angles / (2 * math.pi)
+        kept = np.clip((turns - slow) / (fast - slow), 0.0, 1.0)
+        angles = angles * (old / new + kept * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return angles, scale
+
+
+def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TH: jax.Array) -> jax.Array:
+    """Turn the first ``2 len(angles)`` channels of each head by position x angle; same shape and dtype out.
+
+    Channel c turns with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from record 58 on: the same
+    model with its columns in another order. ``positions_TH`` is ``[T, H]`` or ``[T, 1]``.
+    """
+    count = len(angles)
+    angle_THF = positions_TH.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
+    cos, sin = jnp.cos(angle_THF)[None], jnp.sin(angle_THF)[None]
+    first, second = (x_BTHK[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
+    turned = [first * cos + second * sin, second * cos - first * sin]
+    return jnp.concatenate([*(part.astype(x_BTHK.dtype) for part in turned), x_BTHK[..., 2 * count :]], axis=-1)
+
+
+def previous(x_BT: jax.Array) -> jax.Array:
+    """Return what the token before has: ``[B, T, ...]`` one position later along T, zeros at the first.
+
+    It knows no documents: the first token of one gets the last of the one before.
+    """
+    return jnp.pad(x_BT[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x_BT.ndim - 2))
+
+
+def smear(x_BTD: jax.Array, gate_BT: jax.Array) -> jax.Array:
+    """Add to every token ``gate_BT`` times the token before it (modded-nanogpt, record 34)."""
+    return x_BTD + gate_BT[..., None].astype(x_BTD.dtype) * previous(x_BTD)
+
+
+def offset_keys(k_BTHK: jax.Array) -> jax.Array:
+    """Take the second half of every key's channels from the token before, at the first token from itself.
+
+    Those channels do not turn; so one layer can look for what followed an earlier copy of the present token
+    (modded-nanogpt, record 49).
+    """
+    own, late = jnp.split(k_BTHK, 2, axis=-1)
+    late = jnp.concatenate([late[:, :1], late[:, :-1]], axis=1)
+    return jnp.concatenate([own, late], axis=-1)

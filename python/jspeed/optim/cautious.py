@@ -1,0 +1,50 @@
+"""Weight decay where the update shrinks the weight anyway, never against the gradient; and Adam with it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class CautiousState(NamedTuple):
+    """Number of updates so far, int32 scalar."""
+
+    step: jax.Array
+
+
+def add_cautious_decay(decay: optax.Schedule, *, at_rest: bool = False) -> optax.GradientTransformation:
+    """Shrink weights by the fraction ``decay(past updates)`` where the update moves them towards zero.
+
+    Comes last in a chain: it wants the update as it is added to the weight. ``decay`` may give an array, broadcast
+    against each parameter. With ``at_rest`` weights whose update is exactly zero shrink too, as modded-nanogpt's
+    Muon has it and its Adam has not (Chen et al. 2025; records 43 and 50).
+    """
+
+    def init(params: Any) -> CautiousState:
+        return CautiousState(jnp.zeros([], jnp.int32))
+
+    def update(updates: Any, state: CautiousState, params: Any = None) -> tuple[Any, CautiousState]:
+        fraction = decay(state.step)
+
+        def decayed(u: jax.Array, p: jax.Array) -> jax.Array:
+            shrinks = u * p <= 0 if at_rest else u * p < 0
+            return u - fraction * jnp.where(shrinks, p, 0)
+
+        return jax.tree.map(decayed, updates, params), CautiousState(state.step + 1)
+
+    return optax.GradientTransformation(init, update)
+
+
+def cautious_adam(
+    learning_rate: optax.Schedule, beta1: float, beta2: float, *, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Adam whose weights shrink by ``weight_decay`` x the rate squared, where the update shrinks them too.
+
+    modded-nanogpt's from record 50 on, but that ``eps`` stands beside the corrected root, as in optax.
+    """
+    return optax.chain(
+        optax.scale_by_adam(beta1, beta2, eps),
+        optax.scale_by_learning_rate(learning_rate),
+        add_cautious_decay(lambda step: weight_decay * jnp.square(learning_rate(step))),
+    )

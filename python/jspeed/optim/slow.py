@@ -1,0 +1,80 @@
+"""Parameters updated less often than others, tables updated as if they were one, and numbers that are measured."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jspeed.optim.cautious import cautious_adam
+
+
+def when_due(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Run ``inner`` only in calls of ``update(..., due=True)``; in others nothing moves, its state included.
+
+    ``due`` is a Python bool, so a program of steps that are not due holds nothing of ``inner``. For parameters with
+    ``ParamSpec.every`` above 1, whose gradients the step sums up meanwhile: ``inner`` counts its own updates.
+    """
+
+    def update(grads: Any, state: Any, params: Any = None, *, due: bool, **_: Any) -> tuple[Any, Any]:
+        if due:
+            return inner.update(grads, state, params)
+        return jax.tree.map(jnp.zeros_like, grads), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def slow_adams(
+    lines: Mapping[str, tuple[float, float, float, float]],
+    rate: optax.Schedule,
+    *,
+    period: int,
+    eps: float,
+    decay: float,
+) -> dict[str, optax.GradientTransformation]:
+    """Return cautious Adam for each group of parameters that is due every ``period`` steps.
+
+    ``lines`` gives a group's peak rate, its two betas and its weight decay in units of ``decay``; ``rate`` is the
+    multiple of the peak by step, of which an update sees the last of its ``period``.
+    """
+
+    def adam(peak: float, beta1: float, beta2: float, decays: float) -> optax.GradientTransformation:
+        def falling(update: jax.Array) -> jax.Array:
+            return peak * rate(period * update + period - 1)
+
+        return when_due(cautious_adam(falling, beta1, beta2, eps=eps, weight_decay=decays * decay))
+
+    return {group: adam(*line) for group, line in lines.items()}
+
+
+class TiedState(NamedTuple):
+    """Number of due updates so far, int32 scalar, and the state of what is within."""
+
+    step: jax.Array
+    inner: Any
+
+
+def tied(updates: int, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Give all arrays the sum of their gradients for the first ``updates`` due updates of ``inner``, then each its own.
+
+    Arrays of one shape that start equal stay equal bit for bit meanwhile: they are one array, moments and all, that
+    becomes several (modded-nanogpt, record 53).
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> TiedState:
+        return TiedState(jnp.zeros([], jnp.int32), inner.init(params))
+
+    def update(grads: Any, state: TiedState, params: Any = None, *, due: bool, **_: Any) -> tuple[Any, TiedState]:
+        total = sum(jax.tree.leaves(grads))
+        grads = jax.tree.map(lambda g: jnp.where(state.step < updates, total, g), grads)
+        changes, new = inner.update(grads, state.inner, params, due=due)
+        return changes, TiedState(state.step + due, new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def measured() -> optax.GradientTransformation:
+    """Set every parameter to its gradient: a measurement of this step for the next (:func:`jspeed.model.fp8.watch`)."""
+    return optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))

@@ -1,0 +1,269 @@
+"""Layouts: which mesh axis each logical axis of a parameter is cut over, and when its whole is gathered."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspeed.errors import BadInput, nearest
+from jspeed.parallel.mesh import ROW_AXES
+from jspeed.parallel.pipeline import pipeline
+from jspeed.recipe import ParamSpec, Recipe, leaves, map_specs, run_blocks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How parameters and their optimizer state lie on a mesh.
+
+    ``cuts`` maps logical axes to mesh axes. Over each mesh axis an array is cut along the first of the logical axes
+    mapped to it that it has, if that divides; else it is whole there. With ``at_use`` a layer's parameters are
+    gathered over ``data`` when the layer runs, and again for its gradient, instead of all at the start of a step; with
+    ``remat`` only a layer's input is kept for its gradient, and the rest computed again.
+    """
+
+    cuts: Mapping[str, str]
+    at_use: bool = False
+    remat: bool = False
+
+    @property
+    def through_matrices(self) -> bool:
+        """Whether banks are cut through their matrices, not between them."""
+        return bool(self.cuts) and "matrix" not in self.cuts
+
+
+MEGATRON = {"heads": "model", "mlp": "model", "vocab": "model"}  # Shoeybi et al. 2019, arXiv 1909.08053
+LAYOUTS = {
+    # Every device holds every parameter and the whole optimizer state.
+    "dp": Layout({}),
+    # Each holds an equal part; a step gathers what it computes with. Banks are cut between matrices, as Muon wants.
+    "zero1": Layout({"matrix": "data", "row": "data", "token": "data", "vocab": "data", "model": "data"}),
+    "fsdp": Layout({"model": "data"}, at_use=True),
+    # A matrix multiplication is shared: heads, hidden units and vocabulary are cut, activations between are whole.
+    "tp": Layout(MEGATRON),
+    "fsdp+tp": Layout({"model": "data"} | MEGATRON, at_use=True),
+    # Each group of devices along ``pipe`` holds some of the layers.
+    "pp": Layout({"layer": "pipe", "matrix": "pipe"}),
+}
+DEFAULT_LAYOUT = "zero1"
+REMAT = "+remat"
+SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
+WHOLE = PartitionSpec()
+# What a layer keeps for its gradient when it gathers its parameters again for it: what is dear to compute.
+KEPT = ("dot_general", "dot_product_attention_fwd_wrapper", "ffi_call")
+
+
+def find_layout(name: str) -> Layout:
+    """Return the layout called ``name``, with remat where it ends in ``+remat``. Raises :class:`BadInput`."""
+    base = name.removesuffix(REMAT)
+    if base not in LAYOUTS:
+        raise BadInput(
+            f"--layout {name} is unknown{nearest(base, LAYOUTS)}; known layouts: {', '.join(LAYOUTS)}, and each with "
+            f"{REMAT}"
+        )
+    return replace(LAYOUTS[base], remat=base != name)
+
+
+def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
+    """Raise :class:`BadInput` for a ``layout`` that is unknown, or does not fit ``mesh`` or ``recipe``."""
+    found = find_layout(layout)
+    needed = set(found.cuts.values()) - {"data"}
+    for axis in needed - set(mesh.axis_names):
+        raise BadInput(
+            f"--layout {layout} cuts over a mesh axis '{axis}', and the mesh is {dict(mesh.shape)}; give for example "
+            f"--mesh data=-1,{axis}=2"
+        )
+    idle = [name for name, size in mesh.shape.items() if size > 1 and name not in {"data"} | needed]
+    if idle:
+        works = "works along the 'data' axis only" if not needed else f"works along 'data' and '{min(needed)}'"
+        raise BadInput(
+            f"--layout {layout} {works}, so the mesh axis '{idle[0]}' of size {mesh.shape[idle[0]]} would repeat the "
+            f"same work; give --mesh data={mesh.size}, or another --layout"
+        )
+    if not recipe.alike and ("pipe" in needed or found.remat):
+        raise BadInput(
+            f"--layout {layout} works layer by layer and the layers of recipe {recipe.name} are not alike; choose "
+            "another --layout, or a recipe that runs its layers through ctx.blocks"
+        )
+    pipe = mesh.shape.get("pipe", 1)
+    if recipe.layers % pipe:
+        raise BadInput(
+            f"--mesh pipe={pipe}: {recipe.layers} layers of recipe {recipe.name} cannot be divided over {pipe} stages; "
+            f"give a size that divides {recipe.layers}"
+        )
+    if "model" in needed and not {"heads", "mlp"} & {
+        axis for _, spec in leaves(recipe.parameters) for axis in spec.axes
+    }:
+        raise BadInput(
+            f"--layout {layout} cuts the logical axes {', '.join(MEGATRON)}, and no matrix of recipe {recipe.name} has "
+            "'heads' or 'mlp'; choose another --layout"
+        )
+
+
+def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
+    """Return how ``layout`` cuts one parameter over ``mesh``."""
+    return PartitionSpec(*_cut(spec, layout, mesh)[0])
+
+
+def _cut(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], str]:
+    """Return (the mesh axis of every dimension up to the last one cut, why it is not cut further)."""
+    dims: list[str | None] = [None] * len(spec.shape)
+    why = ""
+    for over, parts in mesh.shape.items():
+        candidates = [axis for axis, to in find_layout(layout).cuts.items() if to == over and axis in spec.axes]
+        if parts == 1 or not candidates:
+            continue
+        dim = spec.axes.index(candidates[0])
+        if spec.size < SMALL and over != "pipe":
+            why = "small"
+        elif spec.shape[dim] % parts:
+            why = f"{candidates[0]} {spec.shape[dim]} does not divide by {parts}"
+        else:
+            dims[dim] = over
+    while dims and dims[-1] is None:
+        dims.pop()
+    return dims, why
+
+
+def partitions(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
+    """Return the tree of :func:`partition` over a parameter table."""
+    return map_specs(lambda spec: partition(spec, layout, mesh), parameters)
+
+
+def cut_dim(cut: PartitionSpec, axis: str = "data") -> int | None:
+    """The dimension that lies along the mesh axis ``axis``, or None."""
+    return tuple(cut).index(axis) if axis in tuple(cut) else None
+
+
+def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
+    """Whether rows of a table are asked of their owners, so that nobody gathers it (:mod:`jspeed.parallel.rows`)."""
+    return "row" in spec.axes and cut_dim(cut) == spec.axes.index("row")
+
+
+def rows_only(cuts: Any) -> Any:
+    """Return the tree ``cuts`` without ``model``, along which XLA divides the work and not we."""
+    return jax.tree.map(lambda cut: _only(cut, ROW_AXES), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def only_model(cut: PartitionSpec) -> PartitionSpec:
+    """Return ``cut`` along ``model`` alone."""
+    return _only(cut, ("model",))
+
+
+def _only(cut: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*(axis if axis in axes else None for axis in cut))
+
+
+def at_use(recipe: Recipe, layout: str) -> Any:
+    """Return the tree of booleans that says which parameters a layer gathers itself."""
+    lazy = find_layout(layout).at_use and recipe.alike
+    return map_specs(lambda spec: lazy and spec.stacks_layers, recipe.parameters)
+
+
+def gather(x: jax.Array, cut: PartitionSpec, later: bool = False) -> jax.Array:
+    """Inside ``shard_map``: the whole array from the parts along ``data``, unless it is gathered ``later``."""
+    return x if later else _gather(x, cut, "data")
+
+
+def gather_all(x: jax.Array, cut: PartitionSpec) -> jax.Array:
+    """Inside ``shard_map``: the whole array from the parts along ``data`` and ``pipe``."""
+    return _gather(_gather(x, cut, "data"), cut, "pipe")
+
+
+def _gather(x: jax.Array, cut: PartitionSpec, axis: str) -> jax.Array:
+    dim = cut_dim(cut, axis)
+    if dim is None:
+        return x
+    return _on_parts(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), cut)(x)
+
+
+def reduce(mesh: Mesh, x: jax.Array, cut: PartitionSpec, done: bool = False) -> jax.Array:
+    """Inside ``shard_map``: the sum of gradients over the devices that share a parameter.
+
+    Each keeps the part that ``cut`` gives it. Where the parameter was gathered in its layer, the gradient of that has
+    already ``done`` so along ``data``.
+    """
+    dim = cut_dim(cut)
+    if dim is not None and not done:
+        x = _on_parts(lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True), cut)(x)
+    others = tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1 and cut_dim(cut, axis) is None)
+    return jax.lax.psum(x, others) if others else x
+
+
+def _on_parts(send: Callable[[jax.Array], jax.Array], cut: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    """Have ``send`` work on the part that ``model`` gives a device: XLA would gather the whole before it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.shape.get("model", 1) == 1:
+        return send
+    spec = only_model(cut)
+    return jax.shard_map(send, in_specs=spec, out_specs=spec, axis_names={"model"}, check_vma=False)
+
+
+def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
+    """Return what ``layout`` has :attr:`Context.blocks` be; a pipeline takes the rows in ``parts`` micro-batches."""
+    how = find_layout(layout)
+    if not recipe.alike:
+        return run_blocks
+
+    def run(block: Any, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any) -> Any:
+        cuts = partitions(table, layout, mesh)
+
+        def whole(name: str, part: jax.Array) -> jax.Array:
+            # Counted from the end, a dimension is the same in the bank and in a layer's part of it.
+            cut = PartitionSpec(*tuple(cuts[name])[len(table[name].shape) - part.ndim :])
+            if how.at_use and cut_dim(cut) is not None:
+                part = _gather(part, cut, "data")
+            return share(part, cut)
+
+        def one(p: Mapping[str, jax.Array], x: Any) -> Any:
+            return share(block({name: whole(name, part) for name, part in p.items()}, share(x)))
+
+        if how.remat:
+            one = jax.checkpoint(one)
+        elif how.at_use:
+            one = jax.checkpoint(one, policy=lambda primitive, *_, **__: primitive.name in KEPT)
+        if mesh.shape.get("pipe", 1) == 1:
+            return run_blocks(one, table, layers, params, x)
+        return pipeline(lambda x: run_blocks(one, table, layers, params, x), x, parts)
+
+    def share(x: jax.Array, cut: PartitionSpec = WHOLE) -> jax.Array:
+        """Tell XLA how its axis divides an array: by itself it spreads activations that should be whole."""
+        if mesh.shape.get("model", 1) == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, only_model(cut))
+
+    return run
+
+
+def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Array) -> jax.Array:
+    """Return ``function(bank)``, computed with no matrix of ``bank`` ``[n, in, out]`` cut, wherever it may lie.
+
+    Matrices are sent to devices, over as many axes of the mesh as divide n, and back. Nothing is sent of small banks,
+    nor where no mesh is set: ``run/step.py`` sets it when a layout cuts matrices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = tuple(name for name, size in mesh.shape.items() if size > 1)
+    while names and bank.shape[0] % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    if bank.ndim < 3 or bank.size < SMALL or not names:
+        return function(bank)
+    # One axis at a time: two at once XLA does by gathering everything.
+    hops = [PartitionSpec(names[: n + 1], None, *names[n + 1 :]) for n in range(len(names))]
+    for hop in hops:
+        bank = jax.lax.with_sharding_constraint(bank, hop)
+    bank = function(bank)
+    for hop in reversed(hops):
+        bank = jax.lax.with_sharding_constraint(bank, hop)
+    return bank
+
+
+def describe_layout(recipe: Recipe, layout: str, mesh: Mesh) -> Iterator[tuple[str, ...]]:
+    """Yield (name, shape, cut, shape on a device, MB on a device, why not cut further) of every parameter."""
+    for path, spec in leaves(recipe.parameters):
+        dims, why = _cut(spec, layout, mesh)
+        local = NamedSharding(mesh, PartitionSpec(*dims)).shard_shape(spec.shape)
+        cut = " ".join(f"{axis}/{over}" for axis, over in zip(spec.axes, dims, strict=False) if over) or "whole"
+        size = math.prod(local) * jax.numpy.dtype(spec.dtype).itemsize / 1e6
+        yield path, "x".join(map(str, spec.shape)), cut, "x".join(map(str, local)), f"{size:,.3f}", why

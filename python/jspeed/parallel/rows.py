@@ -1,0 +1,73 @@
+"""Rows of a table that lies in parts: each is asked of the device that owns it, and its gradient sent back there."""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+DEVIATIONS = 8
+"""Rows that one owner may be asked for beyond an equal share of all tokens, in standard deviations of a fair draw."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
+    """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis ``axis`` (None: no mesh).
+
+    Device n of the axis holds ``part_VD``, the n-th of equal parts in order. A row that many tokens want travels
+    once, and so does its gradient, summed in fp32: little more than tokens x D elements a device each way, where
+    gathering would bring the whole table. Distinct ids must spread over the owners as hashes do: a device that wants
+    more rows of one owner than there is room for gets NaN, not other rows. The gradient of the part comes summed over
+    all devices, in the dtype of the part.
+    """
+    return _forward(part_VD, ids_BT, axis)[0]
+
+
+def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
+    owners, part, tokens = _size(axis), part_VD.shape[0], ids_BT.size
+    share = tokens / owners
+    room = min(tokens, part, math.ceil(share + DEVIATIONS * math.sqrt(share)))
+    ids_N = ids_BT.reshape(-1)
+    order_N = jnp.argsort(ids_N)
+    sorted_N = ids_N[order_N]
+    # The first of every run of equal ids stands for all of it.
+    number_N = jnp.cumsum(jnp.diff(sorted_N, prepend=-1) > 0, dtype=jnp.int32) - 1
+    first_N = jnp.searchsorted(number_N, jnp.arange(tokens), method="scan_unrolled")
+    distinct_N = jnp.where(first_N < tokens, sorted_N[jnp.minimum(first_N, tokens - 1)], owners * part)
+    bounds = jnp.searchsorted(distinct_N, part * jnp.arange(owners + 1), method="scan_unrolled")
+    starts, counts = bounds[:-1], jnp.diff(bounds)
+
+    slots = jnp.arange(room)[None]
+    asked = distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)] - part * jnp.arange(owners)[:, None]
+    asked = jnp.where(slots < counts[:, None], asked, part)
+    wanted = _exchange(asked, axis)
+    rows = part_VD.at[wanted].get(mode="fill", fill_value=0)
+    found = _exchange(rows, axis).reshape(owners * room, -1)
+
+    owner_N = sorted_N // part
+    slot_N = owner_N * room + number_N - starts[owner_N]
+    slot_N = jnp.zeros_like(slot_N).at[order_N].set(slot_N, unique_indices=True)
+    x_BTD = jnp.where(jnp.any(counts > room), jnp.nan, found[slot_N]).astype(part_VD.dtype)
+    # The part only lends its shape and dtype to the backward pass.
+    return x_BTD.reshape(*ids_BT.shape, -1), (part_VD, slot_N, wanted)
+
+
+def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Array):
+    part_VD, slot_N, wanted = saved
+    grad_ND = grad_BTD.reshape(-1, part_VD.shape[1]).astype(jnp.float32)
+    sums = jnp.zeros((wanted.size, part_VD.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
+    sums = _exchange(sums.astype(part_VD.dtype).reshape(*wanted.shape, -1), axis)
+    whole = jnp.zeros(part_VD.shape, jnp.float32).at[wanted].add(sums.astype(jnp.float32), mode="drop")
+    return whole.astype(part_VD.dtype), None
+
+
+fetch.defvjp(_forward, _backward)
+
+
+def _size(axis: str | None) -> int:
+    return 1 if axis is None else jax.lax.axis_size(axis)
+
+
+def _exchange(x: jax.Array, axis: str | None) -> jax.Array:
+    """Send slice n of the first dimension to device n."""
+    return x if axis is None else jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)

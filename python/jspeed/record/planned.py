@@ -1,0 +1,127 @@
+"""plan.json: the runs that somebody meant to make, written down before the first of them.
+
+A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those folders say which
+plan they are of, so that a run that is missing, extra or of another configuration shows. Two recipes in turn, A B B A,
+are a plan too: a race, whose times are comparable because one machine's moods fell on both.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput
+from jspeed.files import write_whole
+from jspeed.record.runfile import content_hash, parse_json
+from jspeed.record.schema import KINDS, found
+
+NAME = "plan.json"
+SCHEMA = 1
+PLAN_KINDS = ("seeds", "race")
+FIELDS = {"schema": "count", "kind": "text", "made": "moment", "steps": "positive or null", "runs": "list"}
+RUN_FIELDS = {"folder": "text", "recipe": "text", "recipe_hash": "text", "seed": "count"}
+FOLDER = re.compile(r"\d+-[A-Za-z0-9_][A-Za-z0-9._+-]*-s\d+")
+REMEDY = "a plan.json comes from speedrun.py --plan or leaderboard.py race and is not edited"
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Return the seeds of ``n=4``, ``seeds=1..4`` or both; n alone means 1 to n. Raises BadInput for anything else."""
+    usage = f"--plan {text}: expected n=N, seeds=A..B or both, such as n=4,seeds=1..4"
+    parts = dict(part.partition("=")[::2] for part in text.split(","))
+    if not parts.keys() <= {"n", "seeds"}:
+        raise BadInput(usage)
+    ends = re.fullmatch(r"(\d+)\.\.(\d+)", parts["seeds"]) if "seeds" in parts else None
+    if ("seeds" in parts and not ends) or not parts.get("n", "1").isdigit():
+        raise BadInput(usage)
+    seeds = list(range(int(ends[1]), int(ends[2]) + 1)) if ends else list(range(1, int(parts["n"]) + 1))
+    if not seeds or len(seeds) != int(parts.get("n", len(seeds))):
+        raise BadInput(f"--plan {text}: n={parts.get('n')} but there are {len(seeds)} seeds; make them agree")
+    return seeds
+
+
+def make_plan(kind: str, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]) -> dict[str, Any]:
+    """Return the plan of ``runs``, each (recipe, recipe hash, seed), to be made in this order."""
+    listed = [
+        {"folder": f"{number}-{recipe}-s{seed}", "recipe": recipe, "recipe_hash": digest, "seed": seed}
+        for number, (recipe, digest, seed) in enumerate(runs, 1)
+    ]
+    plan = {"schema": SCHEMA, "kind": kind, "made": made, "steps": steps, "runs": listed}
+    return plan | {"sha256": content_hash(plan)}
+
+
+def write_plan(folder: Path, plan: Mapping[str, Any]) -> Path:
+    """Write ``plan`` whole as ``folder/plan.json`` and return that path."""
+    path = folder / NAME
+    write_whole(path, json.dumps(plan, indent=2) + "\n")
+    return path
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Return the plan at ``path``, checked; BadInput otherwise."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); give a folder that holds a plan.json") from None
+    return parse_plan(content, path)
+
+
+def parse_plan(content: bytes, path: Path) -> dict[str, Any]:
+    """Return the plan that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
+    plan = parse_json(content, path, REMEDY)
+    if not isinstance(plan, dict):
+        raise BadInput(f"{path}: expected an object with the fields of a plan, found {found(plan)}; {REMEDY}")
+    _expect(plan, FIELDS, path, "")
+    for index, run in enumerate(plan["runs"]):
+        if not isinstance(run, dict):
+            raise BadInput(f"{path}: field 'runs[{index}]': expected an object, found {found(run)}; {REMEDY}")
+        _expect(run, RUN_FIELDS, path, f"runs[{index}].")
+        if not FOLDER.fullmatch(run["folder"]):
+            wanted = "a name such as 1-stdlib-s1"
+            raise BadInput(
+                f"{path}: field 'runs[{index}].folder': expected {wanted}, found {found(run['folder'])}; {REMEDY}"
+            )
+    if plan["kind"] not in PLAN_KINDS:
+        raise BadInput(f"{path}: field 'kind': expected seeds or race, found {found(plan['kind'])}; {REMEDY}")
+    folders = {run["folder"] for run in plan["runs"]}
+    if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
+        what = f"{len(plan['runs'])} runs in {len(folders)} folders"
+        raise BadInput(f"{path}: field 'runs': expected a folder of its own for every run, found {what}; {REMEDY}")
+    if content_hash(plan) != plan.get("sha256"):
+        raise BadInput(f"{path}: field 'sha256': expected the hash of the other fields, found another; {REMEDY}")
+    return plan
+
+
+def _expect(node: Mapping[str, Any], fields: Mapping[str, str], path: Path, where: str) -> None:
+    for name, kind in fields.items():
+        expected, matches = KINDS[kind]
+        if not matches(node.get(name)):
+            raise BadInput(
+                f"{path}: field '{where}{name}': expected {expected}, found {found(node.get(name))}; {REMEDY}"
+            )
+
+
+def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None) -> dict[str, str] | None:
+    """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies beside that folder.
+
+    Raises BadInput when the plan means this folder for another recipe, seed or number of steps, or not at all.
+    """
+    if run_dir is None or not (run_dir.absolute().parent / NAME).is_file():
+        return None
+    path = run_dir.absolute().parent / NAME
+    plan = read_plan(path)
+    planned = next((run for run in plan["runs"] if run["folder"] == run_dir.name), None)
+    if planned is None:
+        folders = ", ".join(run["folder"] for run in plan["runs"])
+        raise BadInput(f"--run-dir {run_dir}: {path} means no run for this folder, only for {folders}; choose another")
+    for name, wanted, have in (
+        ("recipe hash", planned["recipe_hash"], recipe_hash),
+        ("seed", planned["seed"], seed),
+        ("--steps", plan["steps"], steps),
+    ):
+        if wanted != have:
+            raise BadInput(
+                f"--run-dir {run_dir}: {path} means this folder for {name} {wanted}, found {have}; give what was "
+                "planned, or make another plan"
+            )
+    return {"sha256": plan["sha256"], "folder": planned["folder"]}

@@ -1,0 +1,53 @@
+"""What became of plans: which of their runs are there, missing or extra, and the rounds that races were run in."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from jspeed.record.store import Records, Row
+
+ByFolder = Mapping[str, Mapping[str, list[Row]]]
+Rounds = list[tuple[list[float], list[float]]]
+TURNS = 4  # A B B A
+
+
+def by_folder(records: Records) -> ByFolder:
+    """Return the runs of plans by the plan's hash and folder; more than one in a folder is one too many."""
+    found: dict[str, dict[str, list[Row]]] = {}
+    for row in records.rows:
+        if plan := row.run.get("plan"):
+            found.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
+    return found
+
+
+def missing(plan: Mapping[str, Any], there: ByFolder) -> list[int]:
+    """Return the indices of the runs of ``plan`` that are not there."""
+    ours = there.get(plan["sha256"], {})
+    return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in ours]
+
+
+def extra(plan: Mapping[str, Any], there: ByFolder) -> list[Row]:
+    """Return runs that name ``plan`` but that it does not mean, or that are the second in their folder."""
+    meant = {run["folder"] for run in plan["runs"]}
+    ours = there.get(plan["sha256"], {})
+    return [row for folder, rows in ours.items() for row in (rows[1:] if folder in meant else rows)]
+
+
+def rounds(records: Records, there: ByFolder) -> dict[tuple[str, str], Rounds]:
+    """Return (times of A, times of B) in seconds of every whole round of a race, by recipe hashes (A, B) and (B, A)."""
+    found: dict[tuple[str, str], Rounds] = defaultdict(list)
+    for digest, (_, plan) in records.plans.items():
+        if plan["kind"] != "race":
+            continue
+        for first in range(0, len(plan["runs"]) - TURNS + 1, TURNS):
+            turn = plan["runs"][first : first + TURNS]
+            times: dict[str, list[float]] = defaultdict(list)
+            for run in turn:
+                for row in there.get(digest, {}).get(run["folder"], [])[:1]:
+                    if row.run["val_loss"] is not None:
+                        times[run["recipe_hash"]].append(row.run["timed_seconds"])
+            a, b = turn[0]["recipe_hash"], turn[1]["recipe_hash"]
+            if a != b and len(times[a]) == len(times[b]) == TURNS // 2:
+                found[a, b].append((times[a], times[b]))
+                found[b, a].append((times[b], times[a]))
+    return found

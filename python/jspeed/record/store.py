@@ -1,0 +1,243 @@
+"""The records folder: what lies where in it, reading all of it, and putting runs into it.
+
+    TRACK/track.toml                          the rules of a track, such as stdlib/cpu
+    TRACK/RECIPE/TIME-sSEED-HASH.json         a run.json, byte for byte
+    TRACK/RECIPE/recipe-HASH.py               the source that runs name by its SHA-256
+    TRACK/RECIPE/plan-HASH.json               a plan.json that runs name by its hash
+    history/  ideas/                          what others measured; recipes that are kept because they did not help
+
+A file's name holds the start of its content's hash, so that a changed file is no longer in its place.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput, writable_folder
+from jspeed.files import write_whole
+from jspeed.record import planned
+from jspeed.record.runfile import parse_run, read_content
+from jspeed.record.schema import SCHEMA
+from jspeed.record.track import NAME as TRACK_NAME
+from jspeed.record.track import Track, read_track, track_of
+
+# What may become a folder's name: never hidden, never "..", the same on every file system.
+FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+RUN = re.compile(r"\d{8}T\d{6}Z-s\d+-[0-9a-f]{8}\.json")
+PLAN = re.compile(r"plan-[0-9a-f]{8}\.json")
+SOURCE = re.compile(r"recipe-[0-9a-f]{8}\.py")
+ASIDE = ("history", "ideas")
+ENDINGS = {"stopped": "was stopped early", "interrupted": "was interrupted", "diverged": "diverged"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run: where it lies, the track it is in, and what its run.json says."""
+
+    path: Path
+    track: str
+    run: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Records:
+    """A records folder as read: plans and sources by hash, with their paths; sentences for what could not be read."""
+
+    folder: Path
+    rows: list[Row] = field(default_factory=list)
+    plans: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
+    sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    tracks: dict[str, Track] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def read(folder: Path) -> Records:
+    """Return everything under ``folder``, in order of path; what is wrong with a file is among the ``problems``.
+
+    An absent folder holds nothing. Raises BadInput when ``folder`` is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file; give the folder that holds the records")
+    records = Records(folder)
+    paths = []
+    for place, folders, names in os.walk(folder):
+        if Path(place) == folder:
+            folders[:] = [name for name in folders if name not in ASIDE]
+        folders.sort()
+        paths += [Path(place, name) for name in sorted(names)]
+    # Tracks first: they decide where a run belongs.
+    for path in sorted(paths, key=lambda path: path.name != TRACK_NAME):
+        try:
+            _take(records, path)
+        except BadInput as error:
+            records.problems.append(str(error))
+        except OSError as error:
+            records.problems.append(f"{path} cannot be read ({error.strerror}); restore it")
+    return records
+
+
+def load(folder: Path) -> Records:
+    """Return :func:`read` of ``folder``; raises BadInput with the first of its problems."""
+    records = read(folder)
+    if records.problems:
+        raise BadInput(records.problems[0])
+    return records
+
+
+def _take(records: Records, path: Path) -> None:
+    """Read one file into ``records``, or raise BadInput."""
+    within = path.relative_to(records.folder)
+    if path.name == TRACK_NAME:
+        name = within.parent.as_posix()
+        records.tracks[name] = read_track(path, name)
+        return
+    content = path.read_bytes()
+    if RUN.fullmatch(path.name):
+        run = parse_run(content, path)
+        check_names(run, path)
+        track = track_of(run, records.tracks)
+        _in_place(path, within, run_place(run, content, track), records.folder)
+        records.rows.append(Row(path, track, run))
+    elif PLAN.fullmatch(path.name):
+        plan = planned.parse_plan(content, path)
+        wanted = within.parent.parent / planned_recipe(plan) / f"plan-{plan['sha256'][:8]}.json"
+        _in_place(path, within, wanted, records.folder)
+        records.plans[plan["sha256"]] = path, plan
+    elif SOURCE.fullmatch(path.name):
+        digest = hashlib.sha256(content).hexdigest()
+        _in_place(path, within, within.with_name(f"recipe-{digest[:8]}.py"), records.folder)
+        records.sources[digest] = path, content.decode(errors="replace")
+    else:
+        raise BadInput(
+            f"{path} is no record: expected the name of a run, a plan, a recipe's source or {TRACK_NAME}; move it away"
+        )
+
+
+def _in_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
+    if within != wanted:
+        raise BadInput(
+            f"{path} was changed, moved or renamed after it was added: its content belongs at {folder / wanted}; "
+            "restore it, or remove it and add the run again"
+        )
+
+
+def run_place(run: Mapping[str, Any], content: bytes, track: str) -> Path:
+    """Return where in the records folder the run with that run.json belongs."""
+    moment = datetime.fromisoformat(run["started"])
+    identity = f"{moment:%Y%m%dT%H%M%SZ}-s{run['seed']}-{hashlib.sha256(content).hexdigest()[:8]}"
+    return Path(track, run["recipe"], f"{identity}.json")
+
+
+def planned_recipe(plan: Mapping[str, Any]) -> str:
+    """Return the recipe whose folder keeps ``plan``: the one it is about, in a race the challenger, who runs second."""
+    return plan["runs"][1 if plan["kind"] == "race" else 0]["recipe"]
+
+
+def check_names(run: Mapping[str, Any], source: Path) -> None:
+    """Raise BadInput when track or recipe of ``run`` cannot name a folder."""
+    for name, parts in (("track", run["track"].split("/")), ("recipe", [run["recipe"]])):
+        if not all(FOLDER.fullmatch(part) for part in parts) or parts[0] in ASIDE:
+            raise BadInput(
+                f"{source}: field '{name}': expected letters, digits and . _ + - because it names a folder of records, "
+                f"found {run[name]!r}; rename it in the recipe"
+            )
+
+
+def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
+    """Return the files that the runs in ``run_dirs`` add to the records ``folder``, by path; write none.
+
+    A directory with a plan.json stands for the runs of that plan that are in it. Raises BadInput for a run that is
+    not valid, is no result, failed a probe, has no source beside it, or is there already.
+    """
+    tracks = load(folder).tracks
+    files: dict[Path, bytes] = {}
+    for run_dir in _each(run_dirs):
+        content, source = read_content(run_dir)
+        run = parse_run(content, source)
+        check_names(run, source)
+        plan = _plan_beside(run, source)
+        _refuse_what_is_no_result(run, plan, source)
+        home = folder / run_place(run, content, track_of(run, tracks))
+        if home.exists():
+            raise BadInput(f"{source}: the run is on the leaderboard already, as {home}; a run counts once")
+        files[home] = content
+        files[home.with_name(f"recipe-{run['recipe_sha256'][:8]}.py")] = _source_beside(run, source)
+        if plan:
+            owner = home.parent.parent / planned_recipe(plan)
+            text = json.dumps(plan, indent=2) + "\n"
+            files[owner / f"plan-{plan['sha256'][:8]}.json"] = text.encode()
+    return files
+
+
+def add(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
+    """Write what :func:`admit` returns, all or nothing, and return the paths of the runs."""
+    files = admit(run_dirs, folder)
+    for path, content in files.items():
+        writable_folder(path.parent, "the records folder")
+        if not path.exists():
+            write_whole(path, content)
+    return [path for path in files if RUN.fullmatch(path.name)]
+
+
+def _each(run_dirs: Sequence[Path]) -> list[Path]:
+    """Return the run directories meant, none twice."""
+    meant: dict[Path, Path] = {}
+    for run_dir in run_dirs:
+        inside = [run_dir]
+        if (run_dir / planned.NAME).is_file() and not (run_dir / "run.json").exists():
+            plan = planned.read_plan(run_dir / planned.NAME)
+            inside = [
+                run_dir / run["folder"] for run in plan["runs"] if (run_dir / run["folder"] / "run.json").exists()
+            ]
+            if not inside:
+                raise BadInput(f"{run_dir} holds a plan but no run of it; make the runs first")
+        meant |= {path.resolve(): path for path in inside}
+    return list(meant.values())
+
+
+def _plan_beside(run: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
+    if run.get("plan") is None:
+        return None
+    plan = planned.read_plan(source.parent.parent / planned.NAME)
+    if plan["sha256"] != run["plan"]["sha256"]:
+        raise BadInput(
+            f"{source}: the run belongs to another plan than {source.parent.parent / planned.NAME}; restore it"
+        )
+    return plan
+
+
+def _source_beside(run: Mapping[str, Any], source: Path) -> bytes:
+    path = source.parent / "recipe.py"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); the trainer put the recipe's source there") from None
+    if hashlib.sha256(content).hexdigest() != run["recipe_sha256"]:
+        raise BadInput(f"{path} was edited after the run: its SHA-256 is not the recipe_sha256 of {source}; restore it")
+    return content
+
+
+def _refuse_what_is_no_result(run: Mapping[str, Any], plan: Mapping[str, Any] | None, source: Path) -> None:
+    if run["schema"] != SCHEMA:
+        raise BadInput(
+            f"{source}: field 'schema': expected {SCHEMA}, which has the evidence, found {run['schema']}; "
+            "make the run again with this jspeed"
+        )
+    as_planned = plan is not None and (run["status"] != "stopped" or run["steps"] == plan["steps"])
+    if run["status"] != "finished" and not as_planned:
+        raise BadInput(
+            f"{source}: the run {ENDINGS[run['status']]}, and the leaderboard takes finished runs, or any end of a run "
+            "that a plan.json announced; run its whole schedule"
+        )
+    failed = sorted(name for name, probe in run["probes"].items() if not probe["passed"])
+    if failed:
+        raise BadInput(
+            f"{source}: the run failed the validity probe {', '.join(failed)}, so that its loss means nothing; see "
+            "'probes' in that file"
+        )

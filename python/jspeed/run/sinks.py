@@ -1,0 +1,82 @@
+"""Where a run's curve can also go: TensorBoard, Weights & Biases. Never needed; only what ``--log`` names."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput, nearest
+
+Sink = Callable[[Mapping[str, Any]], None]
+"""Takes each line of metrics.jsonl as it is written."""
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Raise BadInput for a name that is no sink."""
+    for name in names:
+        if name not in SINKS:
+            raise BadInput(f"--log {name} is unknown{nearest(name, SINKS)}; known: {', '.join(SINKS)}")
+
+
+@contextmanager
+def sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[list[Sink]]:
+    """Open the sinks called ``names``; one whose package is not installed is left out, with a warning."""
+    with ExitStack() as stack:
+        opened = []
+        for name in names:
+            try:
+                opened.append(stack.enter_context(SINKS[name](run_dir, config, started)))
+            except ImportError as error:
+                print(f"warning: --log {name} does nothing ({error}); pip install '.[log]'", file=sys.stderr)
+        yield opened
+
+
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return what a line measures, by the names that curves get."""
+    return {name.replace("_", "/"): line[name] for name in ("train_loss", "val_loss") if name in line}
+
+
+@contextmanager
+def tensorboard(run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[Sink]:
+    """Write an event file below the run directory; its time axis shows timed seconds from the start of the run."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    writer = EventFileWriter(str(run_dir / "tensorboard"))
+    start = datetime.fromisoformat(started).timestamp()
+
+    def sink(line: Mapping[str, Any]) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line).items()]
+        moment = start + line["timed_seconds"]
+        writer.add_event(Event(wall_time=moment, step=line["step"], summary=Summary(value=values)))
+
+    try:
+        yield sink
+    finally:
+        writer.close()
+
+
+@contextmanager
+def wandb(run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[Sink]:
+    """Log to Weights & Biases: to disk unless WANDB_MODE says otherwise; its key comes from its own environment."""
+    import wandb
+
+    os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    run = wandb.init(project="jspeed", name=run_dir.name, dir=str(run_dir), config=dict(config))
+
+    def sink(line: Mapping[str, Any]) -> None:
+        more = {name: line[name] for name in ("tokens", "timed_seconds")}
+        run.log(scalars(line) | more, step=line["step"])
+
+    try:
+        yield sink
+    finally:
+        run.finish()
+
+
+SINKS = {"tensorboard": tensorboard, "wandb": wandb}

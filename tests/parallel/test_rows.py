@@ -1,0 +1,57 @@
+"""Rows by owner against plain indexing, and their gradients against NumPy's sums."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jspeed.parallel.mesh import make_mesh
+from jspeed.parallel.rows import fetch
+
+ROWS, WIDTH = 64, 3
+
+
+def case(devices, tokens=24):
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    ids = rng.integers(0, ROWS, size=(devices, tokens)).astype(np.int32)
+    return table, ids, rng.normal(size=(devices, tokens, WIDTH)).astype(np.float32)
+
+
+def program(devices):
+    if devices == 1:
+        return lambda table, ids: fetch(table, ids, None)
+    cut = PartitionSpec("data")
+    mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
+    return jax.shard_map(
+        lambda table, ids: fetch(table, ids, "data"), mesh=mesh, in_specs=(cut, cut), out_specs=cut, check_vma=False
+    )
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8])
+def test_rows_and_gradients_are_those_of_the_whole_table(devices):
+    table, ids, grad = case(devices)
+    ids[:, 5:15] = 7  # a row that half of the tokens want travels once, or one owner would be asked too much
+    found, pull = jax.vjp(jax.jit(program(devices)), jnp.asarray(table), jnp.asarray(ids))
+    np.testing.assert_array_equal(found, table[ids])
+    expected = np.zeros_like(table)
+    np.add.at(expected, ids, grad)
+    np.testing.assert_allclose(pull(jnp.asarray(grad))[0], expected, atol=1e-5)
+
+
+def test_more_rows_of_one_owner_than_there_is_room_for_are_nan():
+    table = np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32)
+    ids = np.random.default_rng(1).integers(0, 4096, size=(8, 512)).astype(np.int32)
+    ids[3, :129] = np.arange(129)  # of owner 0; there is room for 512 / 8 + 8 sqrt(512 / 8) = 128
+    found = np.asarray(jax.jit(program(8))(jnp.asarray(table), jnp.asarray(ids)))
+    assert np.all(np.isnan(found[3]))
+    np.testing.assert_array_equal(np.delete(found, 3, 0), table[np.delete(ids, 3, 0)])
+
+
+def test_gradients_of_a_bf16_part_are_summed_in_fp32():
+    ids = jnp.ones((8, 1000), jnp.int32)
+    run = program(8)
+    grad = jax.jit(jax.grad(lambda t: jnp.sum(run(t, ids).astype(jnp.float32))))(jnp.zeros((ROWS, WIDTH), jnp.bfloat16))
+    assert grad.dtype == jnp.bfloat16
+    np.testing.assert_allclose(grad[1].astype(jnp.float32), 8000, rtol=2**-8)

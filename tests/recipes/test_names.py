@@ -1,0 +1,94 @@
+"""microgpt-names: its size, its first loss, and that padding counts for nothing on any number of devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed import recipe as r
+from jspeed import sizes
+from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.recipes import microgpt_names as names
+from jspeed.run import program, step
+from jspeed.run.device import device_of
+from jspeed.run.find import find
+
+RECIPE = find("microgpt-names", ["LANES=8", "LAYERS=2"]).recipe
+BOS, PAD = names.BOS, names.PAD
+CTX = r.Context(RECIPE.stages[0], training=True)
+
+
+def params():
+    return r.init_parameters(RECIPE.parameters, jax.random.key(0))
+
+
+def rows(lengths, width=32, seed=0):
+    """Names of these lengths as prepare.py writes them, each row with the BOS that begins the next: [n, width + 1]."""
+    rng, found = np.random.default_rng(seed), np.full((len(lengths), width + 1), PAD)
+    for row, length in zip(found, lengths, strict=True):
+        row[: length + 2] = [BOS, *rng.integers(0, 26, length), BOS]
+        row[-1] = BOS
+    return found.astype(np.uint16)
+
+
+def mean_of(parameters, tokens):
+    """The definition: log-softmax of ``forward``, summed over letters and ends of names, over their number."""
+    inputs, targets = tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int32)
+    log_p = jax.nn.log_softmax(RECIPE.forward(parameters, inputs, CTX))
+    loss = -jnp.take_along_axis(log_p, targets[..., None], -1)[..., 0]
+    counts = [[place <= sum(token < 26 for token in row) for place in range(len(row))] for row in inputs]
+    return jnp.sum(loss * jnp.asarray(counts)) / np.sum(counts)
+
+
+def test_size_and_first_loss():
+    # seeds.md: 202,240 parameters, first loss 3.5 to 3.8 with this initialisation.
+    assert sizes.parameter_count(names.PARAMETERS) == 202_240
+    whole = r.init_parameters(names.PARAMETERS, jax.random.key(0))
+    tokens = rows(np.arange(3, 11))
+    loss_BT = names.loss(whole, tokens[:, :-1], tokens[:, 1:], jnp.ones((8, 32)), CTX)[1]
+    assert 3.5 < float(jnp.mean(step.weigh(RECIPE, tokens, loss_BT)) / step.mean_weight(RECIPE, tokens)) < 3.8
+    assert names.RECIPE.steps == 2000 and names.RECIPE.lanes == 64
+
+
+def one_step(tokens, devices, parts):
+    mesh = make_mesh({"data": devices}, jax.devices()[:devices])
+    _, shardings = program.state_shardings(RECIPE, "zero1", mesh)
+    state = jax.jit(lambda s: step.init_state(RECIPE, s), out_shardings=shardings)(np.uint32(0))
+    micro = RECIPE.lanes // devices // parts * RECIPE.stages[0].lane_len
+    execute, _ = program.fit(RECIPE, RECIPE.stages[0], mesh, "zero1", device_of(mesh), micro)
+    state, metrics = execute(state, jax.device_put(tokens, batch_rows(mesh)))
+    return state["params"], float(metrics["loss"])
+
+
+LENGTHS = [2, 2, 3, 2, 15, 14, 15, 13]  # the second half of the devices has five times the letters of the first
+
+
+@pytest.mark.parametrize(("devices", "parts"), [(1, 4), (2, 1), (8, 1)])
+def test_the_mean_is_over_the_whole_batch(devices, parts):
+    tokens = rows(LENGTHS)
+    after, loss = one_step(tokens, devices, parts)
+    assert loss == pytest.approx(float(mean_of(params(), tokens)), abs=1e-6)
+    halves = [float(mean_of(params(), half)) for half in (tokens[:4], tokens[4:])]
+    assert abs(loss - np.mean(halves)) > 1e-3  # the mean of the devices' means is another number
+    # Adam's first step is the rate times the sign of the gradient, where that is not tiny.
+    grads = jax.grad(mean_of)(params(), tokens)
+    for name, grad in grads.items():
+        large = np.abs(grad) > 1e-4
+        moved = np.asarray(after[name] - params()[name])[large]
+        np.testing.assert_allclose(moved, -names.LEARNING_RATE * np.sign(grad[large]), rtol=2e-3)
+
+
+def test_more_padding_changes_nothing():
+    short, long = rows(LENGTHS, width=20), rows(LENGTHS, width=32)
+    losses = []
+    for tokens in (short, long):
+        loss_BT = RECIPE.loss(params(), tokens[:, :-1], tokens[:, 1:], jnp.ones(tokens[:, 1:].shape), CTX)[1]
+        losses.append(jnp.mean(step.weigh(RECIPE, tokens, loss_BT)) / step.mean_weight(RECIPE, tokens))
+    assert float(losses[0]) == pytest.approx(float(losses[1]), abs=1e-6)
+
+
+def test_nothing_but_padding_is_a_loss_of_zero():
+    tokens = np.full((8, 33), PAD, np.uint16)
+    after, loss = one_step(tokens, 2, 1)
+    assert loss == 0
+    jax.tree.map(lambda found, before: np.testing.assert_allclose(found, before, atol=1e-7), after, params())

@@ -1,0 +1,160 @@
+"""The records folder: what gets in, where it lies, and that a file that was touched is no longer in its place."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.record import store
+
+from .runs import make_run, make_series, source_of
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_record_is_a_copy_in_its_place(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", seed=7)
+    content = (run_dir / "run.json").read_bytes()
+    (path,) = store.add([run_dir], tmp_path / "records")
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    folder = tmp_path / "records" / "stdlib" / "cpu" / "stdlib"
+    assert path == folder / f"20260131T123500Z-s7-{digest}.json" and path.read_bytes() == content
+    source = hashlib.sha256(source_of().encode()).hexdigest()[:8]
+    assert (folder / f"recipe-{source}.py").read_text() == source_of()
+    records = store.load(tmp_path / "records")
+    assert [row.path for row in records.rows] == [path] and len(records.sources) == 1
+
+
+def test_a_series_goes_in_whole_with_its_plan(tmp_path: Path) -> None:
+    folder = make_series(tmp_path / "series", [60, 61, 62], [1.39, None, 1.41])
+    paths = store.add([folder], tmp_path / "records")
+    records = store.load(tmp_path / "records")
+    assert len(paths) == 3 and [row.run["status"] for row in records.rows] == ["finished", "diverged", "finished"]
+    ((path, plan),) = records.plans.values()
+    assert path.name == f"plan-{plan['sha256'][:8]}.json" and plan == json.loads((folder / "plan.json").read_text())
+
+
+def test_a_run_counts_once(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (path,) = store.add([run_dir, run_dir], tmp_path / "records")
+    with pytest.raises(BadInput, match="on the leaderboard already, as .*; a run counts once") as caught:
+        store.add([run_dir], tmp_path / "records")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"status": "stopped"}, "the run was stopped early"),
+        ({"status": "interrupted", "loss": None}, "the run was interrupted"),
+        ({"status": "diverged", "loss": None}, "the run diverged"),
+        ({"track": "../../elsewhere"}, "field 'track': .*found '../../elsewhere'"),
+        ({"track": "stdlib//cpu"}, "field 'track'"),
+        ({"track": "ideas"}, "field 'track'"),
+        ({"recipe": "a/b"}, "field 'recipe'"),
+        ({"recipe": "<script>alert(1)</script>"}, "field 'recipe': expected letters"),
+        ({"recipe": ".."}, "field 'recipe'"),
+    ],
+)
+def test_what_is_not_a_result_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    run_dir = make_run(tmp_path / "run", **changes)
+    with pytest.raises(BadInput, match=says):
+        store.add([run_dir], tmp_path / "records")
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_failed_probe_is_refused(tmp_path: Path) -> None:
+    from .runs import as_run
+
+    probes = as_run()["probes"] | {"causality": {"passed": False}}
+    run_dir = make_run(tmp_path / "run", probes=probes, reached=False)
+    with pytest.raises(BadInput, match="failed the validity probe causality"):
+        store.add([run_dir], tmp_path / "records")
+
+
+def test_a_miss_is_a_result(tmp_path: Path) -> None:
+    assert store.add([make_run(tmp_path / "run", loss=1.41)], tmp_path / "records")
+
+
+def test_all_of_them_or_none(tmp_path: Path) -> None:
+    good, bad = make_run(tmp_path / "good"), make_run(tmp_path / "bad", status="stopped")
+    with pytest.raises(BadInput):
+        store.add([good, bad], tmp_path / "records")
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_source_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "recipe.py").write_text(source_of(0.2))
+    with pytest.raises(BadInput, match=r"recipe\.py was edited after the run"):
+        store.add([run_dir], tmp_path / "records")
+    (run_dir / "recipe.py").unlink()
+    with pytest.raises(BadInput, match=r"recipe\.py cannot be read"):
+        store.add([run_dir], tmp_path / "records")
+    old = make_run(tmp_path / "old")
+    content = json.loads(next((REPOSITORY / "records/stdlib/cpu/stdlib").glob("*.json")).read_text())
+    (old / "run.json").write_text(json.dumps(content | {"schema": 1}))
+    with pytest.raises(BadInput, match="field 'schema': expected 2, which has the evidence, found 1"):
+        store.add([old], tmp_path / "records")
+
+
+def test_another_plan_beside_the_run_is_refused(tmp_path: Path) -> None:
+    one, two = (make_series(tmp_path / name, [60.0] * n) for name, n in (("one", 1), ("two", 2)))
+    (two / "plan.json").replace(one / "plan.json")
+    with pytest.raises(BadInput, match="belongs to another plan"):
+        store.add([one], tmp_path / "records")
+
+
+def test_a_file_that_does_not_belong_is_named(tmp_path: Path) -> None:
+    store.add([make_run(tmp_path / "run")], tmp_path / "records")
+    odd = tmp_path / "records" / "stdlib" / "cpu" / "notes.json"
+    odd.write_text("{}")
+    (problem,) = store.read(tmp_path / "records").problems
+    assert problem.startswith(f"{odd} is no record")
+    odd.unlink()
+    for aside in store.ASIDE:
+        (tmp_path / "records" / aside).mkdir()
+        (tmp_path / "records" / aside / "x.csv").write_text("")
+    assert not store.read(tmp_path / "records").problems
+
+
+def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> None:
+    assert store.load(tmp_path / "none").rows == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="is a file"):
+        store.load(tmp_path / "file")
+
+
+def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    for name in ("8xH100", "1xGPU", "steps"):
+        (records / "fineweb" / name).mkdir(parents=True)
+        rules = REPOSITORY / "records" / "fineweb" / name / "track.toml"
+        (records / "fineweb" / name / "track.toml").write_bytes(rules.read_bytes())
+    for count, kind, home in [
+        (1, "NVIDIA L40S", "1xGPU"),
+        (8, "NVIDIA H100 80GB HBM3", "8xH100"),
+        (2, "A100", "8xH100"),
+    ]:
+        devices = {"kind": kind, "count": count, "processes": 1, "platform": "gpu"}
+        run_dir = make_run(tmp_path / home / str(count), 60 + count, track="fineweb/8xH100", devices=devices)
+        (path,) = store.add([run_dir], records)
+        assert path.relative_to(records).parts[:2] == ("fineweb", home)
+    assert {row.track for row in store.load(records).rows} == {"fineweb/8xH100", "fineweb/1xGPU"}
+
+
+def test_the_committed_records_are_whole_and_in_their_place() -> None:
+    records = store.load(REPOSITORY / "records")
+    assert records.rows and all(row.run["git"]["dirty"] is False for row in records.rows)
+    assert {
+        "fineweb/8xH100",
+        "fineweb/1xGPU",
+        "fineweb/steps",
+        "stdlib/cpu",
+        "shakespeare/cpu",
+    } <= records.tracks.keys()
+    # Whatever else a track says, the five have one test or the other and a p of at most one in a hundred.
+    assert all(track["significance.p"] <= 0.01 for track in records.tracks.values())
