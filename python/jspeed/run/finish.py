@@ -65,6 +65,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             "container": provenance.container(),
             "environment": provenance.environment(),
         }
+    ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()  # at one moment, however busy the machine is
     run = {
         "schema": SCHEMA,
         "recipe": recipe.name,
@@ -82,9 +83,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "val_loss": val_loss,
         "timed_seconds": clock.timed_seconds,
         "compile_seconds": clock.seconds("compile"),
-        "wall_seconds": clock.wall_seconds,
+        "wall_seconds": wall,
         "started": setup.started,
-        "ended": utc_now(),
+        "ended": ended,
         "asked_steps": setup.options.steps,
         "steps": progress.steps,
         "planned_steps": recipe.steps,
@@ -109,7 +110,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             "data_wait_seconds": progress.data_wait_seconds,
             "dispatch_seconds": progress.dispatch_seconds,
         },
-        "ledger": clock.ledger,
+        "ledger": ledger,
         "resumed": progress.resumed,
         "plan": setup.witness.plan,
         "initial_state": setup.witness.fresh,
