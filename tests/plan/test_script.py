@@ -33,7 +33,7 @@ def test_gpt3_by_its_sizes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["r92", "--target", "h100x8"], "did you mean 'r29'"),
+        (["r290", "--target", "h100x8"], "did you mean 'r29'"),
         (["r29", "--target", "h101x8"], "h100"),
         (["r29", "--target", "h100x0"], "h100x0"),
         ([], "no recipe given"),

@@ -115,7 +115,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch:
     whole = sum(_bytes(s) for s in specs)
     return Memory(
         parameters=own,
-        optimizer=_local_bytes(state["optimizer"]),
+        optimizer=_local_bytes({name: part for name, part in state.items() if name != "params"}),
         batch=recipe.lanes // devices * (stage.lane_len + 1) * 2,
         gathered=copies,
         gradients=whole + own + (4 * sum(math.prod(s.shape) for s in specs) if parts > 1 else 0),

@@ -16,7 +16,7 @@ from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.target import pretend
-from jspeed.recipe import Recipe, flops_per_token, leaves, parameter_count
+from jspeed.recipe import Recipe, flops_per_token, is_matrix, leaves, parameter_count
 from jspeed.recipe import replace as change
 from jspeed.run import program
 from jspeed.run.device import lanes_at_once, micro_batches
@@ -120,7 +120,7 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
     ]
     tokens = recipe.tokens_per_step(stage)
     return {
-        "name": f"stage {number}",
+        "name": name_of(recipe, number),
         "steps": stage.steps,
         "tokens_per_step": tokens,
         "micro_batches": step.parts,
@@ -145,6 +145,12 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
         "roofline_ms": 1e3 * total.total,
         "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.total)],
     }
+
+
+def name_of(recipe: Recipe, number: int) -> str:
+    """Name the ``number``-th program, of which a stage has as many as the recipe's period."""
+    stage, phase = divmod(number - 1, recipe.period)
+    return f"stage {stage + 1}" + (f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else "")
 
 
 def describe_sends(
@@ -281,7 +287,7 @@ def _until_it_fits(recipe: Recipe, place: Rented) -> Iterator[dict[str, Any]]:
     for lanes in lanes_at_once(recipe, last, place.mesh):
         if lanes > recipe.lanes // place.mesh.shape["data"] // parts:
             continue
-        [step] = compile_stages(change(recipe, stages=(last,)), place, lanes * last.lane_len)
+        step = compile_stages(change(recipe, stages=(last,)), place, lanes * last.lane_len)[-1]
         seconds = predict.times(step.kernels, place.cluster)[0].total
         yield {
             "layout": place.layout,
@@ -300,7 +306,7 @@ def matrices_of(recipe: Recipe) -> dict[str, tuple[int, int]]:
     return {
         path: (spec.shape[-2], spec.shape[-1])
         for path, spec in leaves(recipe.parameters)
-        if len(spec.shape) >= 2 and spec.size >= 2**12 and ("token" not in spec.axes or "head" not in recipe.parameters)
+        if len(spec.shape) >= 2 and spec.size >= 2**12 and (is_matrix(spec) or "head" not in recipe.parameters)
     }
 
 
