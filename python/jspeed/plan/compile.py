@@ -27,7 +27,7 @@ WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO
 class Step:
     """The compiled step of one stage, as one device runs it."""
 
-    stage: Stage
+    stage: Stage  # with as many steps as run this program
     parts: int  # micro-batches
     text: str  # optimised HLO
     memory: dict[str, int]  # bytes: arguments, outputs, aliased, temporaries, peak
@@ -69,38 +69,52 @@ def rent(
 
 
 def compile_stages(recipe: Recipe, rented: Rented, micro_batch: int | None = None) -> list[Step]:
-    """Compile the step of every stage, stages that differ in attention windows alone once.
+    """Compile the steps of every stage, stages that differ in attention windows alone once.
 
-    Whether they do is seen, not assumed: their programs, as JAX hands them to the compiler, must be equal but for
-    the windows that the attention calls name.
+    A stage has as many programs as the recipe's period. Whether stages differ in more is seen, not assumed: their
+    programs, as JAX hands them to the compiler, must be equal but for the windows that the attention calls name.
     """
+    stages, period = by_phase(recipe), recipe.period
     groups: dict[tuple, list[int]] = {}
-    for number, stage in enumerate(recipe.stages):
-        groups.setdefault((stage.lane_len, stage.max_docs), []).append(number)
+    for number, stage in enumerate(stages):
+        groups.setdefault((stage.lane_len, stage.max_docs, number % period), []).append(number)
     found: dict[int, Step] = {}
     jobs: list[tuple[int, jax.stages.Lowered]] = []
     copies: dict[int, int] = {}
     with pretend(rented.cluster.target):
         for members in groups.values():
             last = members[-1]
-            lowered = {last: lower(recipe, recipe.stages[last], rented, micro_batch)}
+            lowered = {last: lower(recipe, stages[last], rented, micro_batch, last % period)}
             first = members[0]
             if first != last:
-                lowered[first] = lower(recipe, recipe.stages[first], rented, micro_batch)
-            alike = all(_windows(recipe.stages[last], recipe.stages[n]) is not None for n in members)
+                lowered[first] = lower(recipe, stages[first], rented, micro_batch, first % period)
+            alike = all(_windows(stages[last], stages[n]) is not None for n in members)
             if alike and len({WINDOW.sub(r"\1", program_.as_text()) for program_ in lowered.values()}) == 1:
                 jobs.append((last, lowered[last]))
                 copies |= {n: last for n in members[:-1]}
             else:
-                jobs += [(n, lowered.get(n) or lower(recipe, recipe.stages[n], rented, micro_batch)) for n in members]
+                rest = {
+                    n: lower(recipe, stages[n], rented, micro_batch, n % period) for n in members if n not in lowered
+                }
+                jobs += sorted((lowered | rest).items())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             programs = list(pool.map(lambda job: build(job[1], rented.device), jobs))
     for (number, _), built in zip(jobs, programs, strict=True):
-        stage = recipe.stages[number]
+        stage = stages[number]
         found[number] = read(stage, micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch), built)
     for number, last in copies.items():
-        found[number] = with_stage(found[last], recipe.stages[number])
-    return [found[number] for number in range(len(recipe.stages))]
+        found[number] = with_stage(found[last], stages[number])
+    return [found[number] for number in range(len(stages))]
+
+
+def by_phase(recipe: Recipe) -> list[Stage]:
+    """Return every stage as often as the recipe has phases, with the number of steps that are in each."""
+    found, start = [], 0
+    for stage in recipe.stages:
+        phases = [step % recipe.period for step in range(start, start + stage.steps)]
+        found += [replace(stage, steps=phases.count(phase)) for phase in range(recipe.period)]
+        start += stage.steps
+    return found
 
 
 def with_stage(step: Step, stage: Stage) -> Step:
@@ -109,10 +123,10 @@ def with_stage(step: Step, stage: Stage) -> Step:
     return replace(step, stage=stage, shared=True, windows=pairs)
 
 
-def lower(recipe: Recipe, stage: Stage, rented: Rented, micro_batch: int | None) -> jax.stages.Lowered:
+def lower(recipe: Recipe, stage: Stage, rented: Rented, micro_batch: int | None, phase: int = -1) -> jax.stages.Lowered:
     """Lower one stage's step through the code that training runs."""
     parts = micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch)
-    return program.lower_step(recipe, stage, rented.mesh, rented.layout, rented.device, parts)
+    return program.lower_step(recipe, stage, rented.mesh, rented.layout, rented.device, parts, phase)
 
 
 def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:

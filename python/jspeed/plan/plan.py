@@ -21,7 +21,7 @@ from jspeed.recipe import replace as change
 from jspeed.run import program
 from jspeed.run.device import lanes_at_once, micro_batches
 from jspeed.run.find import Found
-from jspeed.sizes import flops_per_token, parameter_count
+from jspeed.sizes import flops_per_token, is_matrix, parameter_count
 
 KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 BOUNDS = [
@@ -121,7 +121,7 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
     ]
     tokens = recipe.tokens_per_step(stage)
     return {
-        "name": f"stage {number}",
+        "name": name_of(recipe, number),
         "steps": stage.steps,
         "tokens_per_step": tokens,
         "micro_batches": step.parts,
@@ -146,6 +146,12 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
         "roofline_ms": 1e3 * total.total,
         "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.total)],
     }
+
+
+def name_of(recipe: Recipe, number: int) -> str:
+    """Name the ``number``-th program, of which a stage has as many as the recipe's period."""
+    stage, phase = divmod(number - 1, recipe.period)
+    return f"stage {stage + 1}" + (f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else "")
 
 
 def describe_sends(
@@ -282,7 +288,7 @@ def _until_it_fits(recipe: Recipe, place: Rented) -> Iterator[dict[str, Any]]:
     for lanes in lanes_at_once(recipe, last, place.mesh):
         if lanes > recipe.lanes // place.mesh.shape["data"] // parts:
             continue
-        [step] = compile_stages(change(recipe, stages=(last,)), place, lanes * last.lane_len)
+        step = compile_stages(change(recipe, stages=(last,)), place, lanes * last.lane_len)[-1]
         seconds = predict.times(step.kernels, place.cluster)[0].total
         yield {
             "layout": place.layout,
@@ -301,7 +307,7 @@ def matrices_of(recipe: Recipe) -> dict[str, tuple[int, int]]:
     return {
         path: (spec.shape[-2], spec.shape[-1])
         for path, spec in leaves(recipe.parameters)
-        if len(spec.shape) >= 2 and spec.size >= 2**12 and ("token" not in spec.axes or "head" not in recipe.parameters)
+        if len(spec.shape) >= 2 and spec.size >= 2**12 and (is_matrix(spec) or "head" not in recipe.parameters)
     }
 
 
