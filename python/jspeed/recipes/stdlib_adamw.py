@@ -67,20 +67,20 @@ PARAMETERS = {
 }
 
 
+def block(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
+    """One layer, its parameters in ``p``."""
+    heads = (*x_BTD.shape[:2], HEADS, WIDTH // HEADS)
+    a_BTD = rms_norm(x_BTD)
+    q_BTHK = rotary(rms_norm((a_BTD @ p["query"]).reshape(heads)))
+    k_BTHK = rotary(rms_norm((a_BTD @ p["key"]).reshape(heads)))
+    v_BTHK = (a_BTD @ p["value"]).reshape(heads)
+    x_BTD += attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE).reshape(x_BTD.shape) @ p["out"]
+    return x_BTD + relu_squared(rms_norm(x_BTD) @ p["up"]) @ p["down"]
+
+
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: fp32 ``[B, T, D]``."""
-    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    x_BTD = rms_norm(params["embed"][tokens_BT])
-    for layer in range(LAYERS):
-        a_BTD = rms_norm(x_BTD)
-        q_BTHK = rotary(rms_norm((a_BTD @ params["query"][layer]).reshape(heads)))
-        k_BTHK = rotary(rms_norm((a_BTD @ params["key"][layer]).reshape(heads)))
-        v_BTHK = (a_BTD @ params["value"][layer]).reshape(heads)
-        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE)
-        x_BTD += y_BTHK.reshape(x_BTD.shape) @ params["out"][layer]
-        h_BTF = relu_squared(rms_norm(x_BTD) @ params["up"][layer])
-        x_BTD += h_BTF @ params["down"][layer]
-    return rms_norm(x_BTD)
+    return rms_norm(ctx.blocks(block, PARAMETERS, LAYERS, params, rms_norm(params["embed"][tokens_BT])))
 
 
 def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -151,4 +151,5 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    alike=True,
 )
