@@ -29,7 +29,8 @@ Progress = Callable[[int, int | None], None]
 
 def stdlib_folder() -> Path:
     """Return where this Python's standard library is kept as tokens, prepared or not."""
-    return cache_folder() / "data" / f"stdlib-{sources.stdlib_key(sources.stdlib_files())}"
+    # 2: manifests that say where documents are marked; folders of earlier versions are left where they are.
+    return cache_folder() / "data" / f"stdlib-2-{sources.stdlib_key(sources.stdlib_files())}"
 
 
 def prepare_stdlib(out: Path | None = None, progress: Progress | None = None) -> Path:
