@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
+export PIP_QUIET := 1
 RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs' -print -o -name Cargo.toml -print)
 
 speedrun: .venv/built
@@ -54,6 +55,7 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/built: .venv/bin/python pyproject.toml $(RUST)
+	@echo 'installing packages and building the Rust extension: a few minutes, once'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'maturin>=1.9.4,<2'
 	$(BIN)/maturin develop --release --quiet
 	@touch $@

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
@@ -119,6 +120,31 @@ def test_seconds_to_a_loss_are_linear_between_validations(monkeypatch):
         {"loss": 6.0, "ours": 5.0, "theirs": 15.0, "ratio": 3.0},
     ]
     assert compare([ours], [theirs])[-1] == {"loss": 4.5, "ours": 8.75, "theirs": 30.0, "ratio": 30 / 8.75}
+
+
+def test_seconds_of_nanogpt_leave_evaluation_out(monkeypatch, shards, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches import nanogpt
+
+    said = ["step 0: train loss 4.2, val loss 4.2874", "iter 0: loss 4.2, time 900.00ms, mfu -100.00%"]
+    said += [f"iter {n}: loss 3.0, time {20 + n}.00ms, mfu 0.01%" for n in (1, 2, 3)]
+    said += ["step 4: train loss 1.7, val loss 1.8799", "saving checkpoint", "iter 4: loss 1.7, time 800.00ms, mfu 1%"]
+    said += ["iter 5: loss 1.7, time 24.00ms, mfu 1%", "step 6: train loss 1.6, val loss 1.8000"]
+    clone = tmp_path / "clone"
+    (clone / "config").mkdir(parents=True)
+    for name in ("model.py", "configurator.py", "config/train_shakespeare_char.py"):
+        (clone / name).write_text("")
+    with pytest.raises(BadInput, match=r"has no train.py; give the folder of a clone"):
+        nanogpt.nanogpt(clone, shards, tmp_path / "none")
+    (clone / "train.py").write_text("print(" + repr("\n".join(said)) + ")")
+    copy = nanogpt.nanogpt(clone, shards, tmp_path / "copy")
+    text = np.fromfile(copy / "data" / "shakespeare_char" / "val.bin", np.uint16)
+    assert text.tolist() == [256, *b"round and round " * 200]
+    found = nanogpt.their_run(copy, Path(sys.executable))
+    assert found == {"seconds": pytest.approx(0.0225 + 0.021 + 0.022 + 0.023), "loss": 1.8799, "steps": 4}
+    (copy / "train.py").write_text("import pytorch")
+    with pytest.raises(BadInput, match=r"exit code 1 and said: .*No module named 'pytorch'; give a Python"):
+        nanogpt.their_run(copy, Path(sys.executable))
 
 
 def test_kernels_of_a_gpu_are_added_up(monkeypatch):

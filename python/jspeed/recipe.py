@@ -152,11 +152,11 @@ class Recipe:
     """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it ``RECIPE``.
 
     ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT, targets_BT,
-    weights_BT, ctx)`` returns the weighted sum of the token losses (a scalar with a gradient) and the losses
-    themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax transformation over the
-    whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any number of
-    devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of ``eval_len``, with
-    ``eval_windows`` where they are not those of the last stage.
+    weights_BT, ctx)`` returns the weighted sum of the token losses, or what training descends on instead (a scalar with
+    a gradient), and the losses themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax
+    transformation over the whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
+    number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of
+    ``eval_len``, with ``eval_windows`` where they are not those of the last stage.
 
     ``alike`` says that the layers are one function of their parameters, which ``forward`` runs through ``ctx.blocks``:
     only such layers can be gathered, recomputed or spread over a pipeline one by one.

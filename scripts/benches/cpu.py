@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benches.nanogpt import contest
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
@@ -22,21 +23,30 @@ Points = list[tuple[float, float | None]]
 
 
 def cpu(
-    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RECIPE ...")] = ("stdlib", "stdlib-adamw"),
+    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RECIPE ...")] = (),
     rounds: int = 1,
+    versus: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    python: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
     svg_file: Annotated[Path | None, tyro.conf.arg(name="svg", metavar="FILE")] = None,
-) -> None:
+) -> int:
     """Run recipes to their end in turn, A B A B, and compare their timed seconds.
 
     Args:
-        recipes: Names or paths; ratios are to the first.
+        recipes: Names or paths; ratios are to the first. Default: stdlib, stdlib-adamw; with --versus shakespeare-char.
         rounds: Runs of each, with seeds 1, 2, ...
+        versus: Folder of a clone of karpathy/nanoGPT: race a recipe for shakespeare-char against its setting for a CPU.
+        python: With --versus, a Python that has PyTorch and NumPy; default: this one.
         json_file: Write every run's record and the medians here.
         svg_file: Draw the validation curves of the first round here.
     """
     if rounds < 1:
         raise BadInput(f"--rounds {rounds}: must be at least 1")
+    if versus is not None:
+        if len(recipes) > 1 or svg_file:
+            raise BadInput("--versus takes at most one recipe and draws nothing")
+        return contest((recipes or ("shakespeare-char",))[0], versus, python, rounds, json_file)
+    recipes = recipes or ("stdlib", "stdlib-adamw")
     runs: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, rounds + 1):
@@ -67,6 +77,7 @@ def cpu(
         first = runs[recipes[0]][0]
         title = f"{' and '.join(recipes)}, seed 1, {first['devices']['kind']}"
         picture.curves_svg(svg_file, curves, first["target_loss"], title)
+    return 0
 
 
 def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -87,13 +87,15 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
     for index in chosen(len(recipe.stages)):
         stage = recipe.stages[index]
         began = now()
-        step, parts = fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
+        phases = range(recipe.period)
+        fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
+        steps, parts = [step for step, _ in fitted], fitted[-1][1]
         compile_seconds = now() - began
         if state is None:
             init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
             state = init(jax.device_put(np.uint32(1), replicated(mesh)))
         before = peak_bytes(mesh)
-        state, times = run(step, state, recipe, stage, setting)
+        state, times = run(steps, state, recipe, stage, setting)
         most = peak_bytes(mesh)
         rate = recipe.tokens_per_step(stage) / times["in_a_row"]
         flops = flops_per_token(recipe, stage)
@@ -115,7 +117,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             tokens_per_second_per_device=rate / mesh.size,
             flops_per_token=flops,
             mfu=flops * rate / (mesh.size * best) if best else None,
-            memory_needed=memory_needed(step),
+            memory_needed=max(memory_needed(step) for step in steps),
             # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
             memory_peak=most if most and most > (before or 0) else None,
             data_wait_ms=1e3 * times["wait"] if setting.shards else None,
@@ -125,9 +127,13 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
 
 
 def run(
-    step: Callable[[State, jax.Array], Any], state: State, recipe: Recipe, stage: Stage, setting: Setting
+    steps: Sequence[Callable[[State, jax.Array], Any]], state: State, recipe: Recipe, stage: Stage, setting: Setting
 ) -> tuple[State, dict[str, Any]]:
-    """Run steps and return (state, seconds of each step ``alone``, of one ``in_a_row``, of a data ``wait``, ...)."""
+    """Run steps and return (state, seconds of each step ``alone``, of one ``in_a_row``, of a data ``wait``, ...).
+
+    Where a recipe's steps take turns, all of a period are run and profiled together, and their time is divided by
+    their number.
+    """
     rows = batch_rows(setting.mesh)
     loader = None
     feed: Iterator[Any] = itertools.repeat(None)
@@ -142,8 +148,9 @@ def run(
 
     def one() -> dict[str, jax.Array]:
         nonlocal state
-        state, metrics = step(state, placed(next(feed)))
-        jax.block_until_ready((state, metrics))
+        for step in steps:
+            state, metrics = step(state, placed(next(feed)))
+            jax.block_until_ready((state, metrics))
         return metrics
 
     alone, waits, unread = [], 0.0, None
@@ -153,9 +160,9 @@ def run(
         for _ in range(setting.steps):
             began = now()
             one()
-            alone.append(now() - began)
+            alone.append((now() - began) / len(steps))
         began = now()
-        for _ in range(setting.steps):
+        for step in steps * setting.steps:
             asked = now()
             batch = next(feed)
             waits += now() - asked
@@ -164,10 +171,16 @@ def run(
                 jax.device_get(unread)  # as the training loop: one number a step, one step late
             unread = metrics["loss"]
         jax.block_until_ready(state)
-        in_a_row = (now() - began) / setting.steps
+        in_a_row = (now() - began) / (len(steps) * setting.steps)
         seen = profile(one)
     loss = float(jax.device_get(metrics["loss"]))
-    return state, {"alone": alone, "in_a_row": in_a_row, "wait": waits / setting.steps, "loss": loss, "profile": seen}
+    return state, {
+        "alone": alone,
+        "in_a_row": in_a_row,
+        "wait": waits / (len(steps) * setting.steps),
+        "loss": loss,
+        "profile": seen,
+    }
 
 
 def synthetic(recipe: Recipe, stage: Stage) -> np.ndarray:

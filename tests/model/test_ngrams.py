@@ -1,9 +1,9 @@
-"""Bigram rows and signs against plain integers and the values tabulated for the reference recipe (appendix A)."""
+"""Rows of n-grams, of bigrams and their signs, against integers and the reference recipe's values (appendix A)."""
 
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.ngrams import bigram_rows, sign_rows, signs
+from jspeed.model.ngrams import bigram_rows, ngram_rows, sign_rows, signs
 
 TOKENS = [50256, 464, 2068, 7586, 21831, 18045]
 
@@ -37,3 +37,22 @@ def test_signs_are_fair_and_those_of_the_pair():
     np.testing.assert_array_equal(np.asarray(signs(tokens, 40)).shape, (1, 400, 40))
     again = np.asarray(signs(jnp.concatenate([tokens[:, 7:9], tokens[:, 7:9]], 1), 768))
     np.testing.assert_array_equal(again[0, [1, 3]], found[0, [8, 8]])
+
+
+def test_rows_of_ngrams_by_python_integers():
+    tokens = np.random.default_rng(0).integers(0, 65, size=(2, 50))
+    for order in (1, 2, 5):
+        for row, rows in zip(tokens.tolist(), np.asarray(ngram_rows(jnp.asarray(tokens), order, 4096)), strict=True):
+            for place, found in enumerate(rows.tolist()):
+                value = order
+                for back in reversed(range(order)):
+                    value = (value ^ (row[place - back] + 1 if back <= place else 0)) * 2654435769 % 2**32
+                    value ^= value >> 15
+                assert found == value % 4096
+
+
+def test_ngrams_spread_over_the_rows():
+    every = jnp.stack(jnp.meshgrid(*[jnp.arange(65)] * 3, indexing="ij"), -1).reshape(-1, 3)
+    counts = np.bincount(np.asarray(ngram_rows(every, 3, 16_384))[:, 2], minlength=16_384)
+    mean = 65**3 / 16_384
+    assert counts.sum() == 65**3 and counts.var() < 1.1 * mean  # as a fair draw

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ..several import ended, environment, metrics, shards, start, toy
+from ..toys import TOYS
 
 FEW = ["STEPS=50", "EVAL_EVERY=25"]
 
@@ -68,6 +69,27 @@ def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_
     assert code in (0, 1) and "step 25" in out and "damaged" in out and "after step 20" in out, (out, err)
     for kind in ("train_loss", "val_loss"):
         one, other = metrics(runs / "whole", kind), metrics(folder, kind)
+        assert one.keys() == other.keys()
+        np.testing.assert_allclose(list(other.values()), list(one.values()), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_slow_parameters_are_saved_when_nothing_is_held_for_them(tmp_path):
+    shards(tmp_path / "shards")
+    fields = [*TOYS["r62"], "BOS=256", "EVAL_EVERY=6"]
+
+    def r62(name, *arguments):
+        words = ["r62", "--data", "shards", "--run-dir", name, "--no-sample", *arguments, "--set", *fields]
+        code, out, err = ended([start(tmp_path, environment(), *words)])[0]
+        assert code in (0, 1), err
+        return out
+
+    r62("whole")
+    r62("half", "--steps", 9, "--checkpoint-every", 3)
+    assert [path.name for path in (tmp_path / "half" / "checkpoints").iterdir()] == ["6"]
+    assert "after step 6" in r62("half", "--resume", "--mesh", "data=4")
+    for kind in ("train_loss", "val_loss"):
+        one, other = metrics(tmp_path / "whole", kind), metrics(tmp_path / "half", kind)
         assert one.keys() == other.keys()
         np.testing.assert_allclose(list(other.values()), list(one.values()), atol=1e-5)
 

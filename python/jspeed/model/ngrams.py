@@ -1,11 +1,27 @@
-"""Which row of a table stands for a pair of neighbouring tokens, and with which signs."""
+"""Which row of a table stands for the last tokens, and with which signs."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jspeed.model.layers import previous
+
 SIGN_ROWS = 8192
+
+
+def ngram_rows(tokens_BT: jax.Array, order: int, rows: int) -> jax.Array:
+    """Hash every token with the ``order`` - 1 before it into ``rows`` rows: int32 ``[B, T]``.
+
+    Multiplication by Knuth's 2654435769 (2^32 over the golden ratio) and a shift for each token, in uint32; orders do
+    not share a sequence of hashes, so one table may hold several. Before the first token of a row there is nothing.
+    """
+    hashed_BT = jnp.full(tokens_BT.shape, order, jnp.uint32)
+    for back in reversed(range(order)):
+        token_BT = previous(tokens_BT.astype(jnp.int32), back, -1) + 1
+        hashed_BT = (hashed_BT ^ token_BT.astype(jnp.uint32)) * jnp.uint32(2654435769)
+        hashed_BT ^= hashed_BT >> 15
+    return (hashed_BT % rows).astype(jnp.int32)
 
 
 def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:

@@ -26,7 +26,7 @@ from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
 from jspeed.run import console as say
-from jspeed.run import evaluate, provenance
+from jspeed.run import evaluate, held, provenance
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
@@ -161,7 +161,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         with clock.section("initial state"):
             record: dict[str, Any] | None = None
             if step is not None:
-                state, record = restore(run_dir / "checkpoints", step, state_shardings(recipe, options.layout, mesh)[0])
+                shapes = held.without(state_shardings(recipe, options.layout, mesh)[0])
+                state, record = restore(run_dir / "checkpoints", step, shapes)
+                state["held"] = held.empty(recipe, options.layout, mesh)
                 loader.load_state_dict(record["loader"])
                 after_warm_up = checksum(program.init(seed))
             else:

@@ -19,6 +19,7 @@ from jspeed.parallel import distributed, failure
 from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
+from jspeed.run import held
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.console import Display
@@ -102,7 +103,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
         read()
         with clock.section("checkpoint", wait_for=state):
             record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
-            checkpoints.save(progress.steps, state, record)
+            checkpoints.save(progress.steps, held.without(state), record)
         saved = progress.steps
 
     clock.start(state)
@@ -114,7 +115,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
             read()
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
-        if every and progress.steps % every == 0 and progress.steps > saved:
+        if every and progress.steps % math.lcm(every, recipe.period) == 0 and progress.steps > saved:
             save()
         profile.before(progress.steps, state)
         before = now()
@@ -131,14 +132,15 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
             progress.end("stopped")
         if clock.timed_seconds > limit:
             agreement.wish("stopped")
-        if why := agreement.reached(progress.steps):
+        # Between two updates of slow parameters there is more to keep than a checkpoint does.
+        if progress.steps % recipe.period == 0 and (why := agreement.reached(progress.steps)):
             progress.end(why)
         if progress.status != "finished":
             break
     read()
     profile.close(state)
     clock.stop(state)
-    wanted = every or progress.interrupted_by == 143
+    wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
     if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
         save()
     return state

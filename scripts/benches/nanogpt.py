@@ -1,0 +1,97 @@
+"""A recipe against nanoGPT's setting for a CPU: seconds of training until each predicts Shakespeare equally well."""
+
+import json
+import pickle
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from benches.versus import our_run
+from jspeed.data.overlap import HEADER
+from jspeed.data.shards import find_split
+from jspeed.errors import BadInput
+from jspeed.files import cache_folder, write_whole
+
+# nanoGPT's README, "I only have a macbook": about 3 minutes there, and a validation loss of 1.88.
+SETTING = "--device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
+SETTING += "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+TARGET = 1.88  # nats per character, on the last tenth
+STEP = re.compile(r"iter (\d+): loss \S+, time (\S+)ms")
+VALIDATION = re.compile(r"step (\d+): train loss \S+, val loss (\S+)")
+
+
+def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_file: Path | None) -> int:
+    """Train ``recipe`` and nanoGPT in turn, ``rounds`` times each, and print the ratio of their median seconds.
+
+    nanoGPT's programs are copied from ``folder`` and see the recipe's own characters; ``python`` (default: this one)
+    has PyTorch. Its seconds are those of all its steps, with the median step in place of each that evaluated; they end
+    with the first evaluation at the target, or with the last step. Returns 0 if every run of the recipe came down to
+    the target, else 1. Raises :class:`BadInput` if one of the two cannot run.
+    """
+    data = cache_folder() / "data" / "shakespeare-char"
+    if not data.is_dir():
+        raise BadInput(f"{data} does not exist; make it with `python scripts/prepare.py shakespeare-char`")
+    ours, theirs = [], []
+    with tempfile.TemporaryDirectory(prefix="jspeed-nanogpt-") as place:
+        copy = nanogpt(folder, data, Path(place) / "nanoGPT")
+        for number in range(1, rounds + 1):
+            for who in ("theirs", "ours") if number % 2 else ("ours", "theirs"):
+                if who == "ours":
+                    run = our_run(recipe, data, Path(place) / str(number), number, {}, ())
+                    ours.append({"seconds": run["timed_seconds"], "loss": run["val_loss"], "steps": run["steps"]})
+                else:
+                    theirs.append(their_run(copy, python or Path(sys.executable)))
+                    print("nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(**theirs[-1]), flush=True)
+    mine, other = (statistics.median(run["seconds"] for run in runs) for runs in (ours, theirs))
+    reached = sum(run["loss"] <= TARGET for run in ours)
+    console = Console(highlight=False)
+    console.print(f"to {TARGET} nats per character, seconds of training alone, medians of n={rounds}")
+    console.print(f"{recipe} {mine:.2f} s ({reached} of {rounds} came down to it), nanoGPT {other:.1f} s")
+    console.print(f"nanoGPT / {recipe}: {other / mine:.1f}")
+    if json_file:
+        content = {"recipe": recipe, "setting": SETTING, "target": TARGET, "ours": ours, "theirs": theirs}
+        write_whole(json_file, json.dumps(content | {"ratio": other / mine}, indent=1) + "\n")
+    return 0 if reached == rounds else 1
+
+
+def nanogpt(folder: Path, data: Path, copy: Path) -> Path:
+    """Copy nanoGPT's programs and write the characters of ``data`` as they read them; returns the copy's folder."""
+    copy.mkdir()
+    for name in ("train.py", "model.py", "configurator.py", "config/train_shakespeare_char.py"):
+        if not (folder / name).is_file():
+            raise BadInput(f"--versus {folder}: has no {name}; give the folder of a clone of karpathy/nanoGPT")
+        (copy / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(folder / name, copy / name)
+    characters = copy / "data" / "shakespeare_char"
+    characters.mkdir(parents=True)
+    for split in ("train", "val"):
+        parts = [np.fromfile(path, "<u2", offset=HEADER) for path in find_split(data, split).paths]
+        np.concatenate(parts).tofile(characters / f"{split}.bin")
+    (characters / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
+    return copy
+
+
+def their_run(folder: Path, python: Path) -> dict[str, float]:
+    """Train nanoGPT once and return its seconds, loss and steps."""
+    command = [str(python), "train.py", "config/train_shakespeare_char.py", *SETTING.split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    steps = {int(number): float(ms) / 1e3 for number, ms in STEP.findall(done.stdout)}
+    found = [(int(number), float(loss)) for number, loss in VALIDATION.findall(done.stdout)]
+    if done.returncode or not steps or not found:
+        said = (done.stderr.strip() or "nothing").splitlines()[-1]
+        raise BadInput(
+            f"nanoGPT ended with exit code {done.returncode} and said: {said}; give a Python that has PyTorch and "
+            "NumPy with --python FILE"
+        )
+    evaluated = {number for number, _ in found}
+    usual = statistics.median(seconds for number, seconds in steps.items() if number not in evaluated)
+    last, loss = next(((number, loss) for number, loss in found if loss <= TARGET), found[-1])
+    seconds = sum(usual if number in evaluated else spent for number, spent in steps.items() if number < last)
+    return {"seconds": seconds, "loss": loss, "steps": last}
