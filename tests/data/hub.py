@@ -133,8 +133,8 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "cut":
             part = part[: value[0]]
             self.close_connection = True
+        self.server.sent[name] += len(part)  # before whoever reads the last byte can look
         self.wfile.write(part)
-        self.server.sent[name] += len(part)
 
 
 @contextmanager

@@ -15,15 +15,21 @@ LAUNCH = [sys.executable, str(REPOSITORY / "scripts" / "launch.py")]
 
 @pytest.fixture
 def launch(tmp_path):
+    started = []
+
     def call(flags, program="", start=False):
         (tmp_path / "program.py").write_text("import os, signal, sys, time\n" + textwrap.dedent(program))
         command = [*LAUNCH, *flags.split(), "program.py", "--flag", "of the program"]
         settings = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         if start:
-            return subprocess.Popen(command, **settings)
+            started.append(subprocess.Popen(command, **settings))
+            return started[-1]
         return subprocess.run(command, timeout=60, **settings)
 
-    return call
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def test_every_process_knows_its_place(launch):
@@ -85,29 +91,28 @@ def test_a_failed_run_starts_again_but_not_for_bad_input(launch, tmp_path):
 def test_sigterm_is_passed_on_and_becomes_sigkill(launch, stubborn, code):
     program = f"""
     signal.signal(signal.SIGTERM, lambda *_: {"None" if stubborn else "sys.exit(143)"})
-    print("ready", flush=True)
+    sys.stdout.write("ready\\n")
     while True:
         time.sleep(0.1)
     """
     process = launch("--nproc-per-node 2 --grace 1", program, start=True)
-    with process:
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=30)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
     assert process.returncode == code and ("SIGKILL" in err) == stubborn
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
 def test_none_is_left_over_when_the_launcher_is_killed(launch):
     program = """
-    signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(143)))
-    print("ready", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write("told\\n"), sys.exit(143)))
+    sys.stdout.write("ready\\n")
     time.sleep(60)
     """
-    with launch("--nproc-per-node 2", program, start=True) as process:
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        process.kill()
-        assert process.stdout.read() == "told\n" * 2
+    process = launch("--nproc-per-node 2", program, start=True)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.kill()
+    assert process.stdout.read() == "told\n" * 2
 
 
 @pytest.mark.parametrize(

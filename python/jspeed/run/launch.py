@@ -232,7 +232,7 @@ class Node:
         """Return when all processes have ended: the code of the first that failed, or 0."""
         code, left = 0, len(self._processes)
         while left:
-            what, number = self._events.get()
+            what, number = self._next()
             if what == "signal":
                 self._pass(number)
                 continue
@@ -247,6 +247,12 @@ class Node:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         return 128 + self._told if self._told and code not in (0, 1) else code
+
+    def _next(self) -> tuple[str, int]:
+        """The next event. A signal that comes just before a wait does not interrupt it, so no wait is long."""
+        while True:
+            with suppress(queue.Empty):
+                return self._events.get(timeout=0.2)
 
     def _pass(self, number: int) -> None:
         """Pass a signal on; the grace starts with the first that asks for the end."""
