@@ -2,8 +2,11 @@
 
 import os
 
-# LLVM takes half as long over programs that run for milliseconds. Read when the first one is compiled.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0".strip()
+# Toys take longer to compile than to run: without LLVM's optimisations and XLA's newer emitter of fusions half as long.
+# Read when the first program is compiled.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"]
+)
 
 import jax
 import pytest
@@ -11,8 +14,6 @@ import pytest
 if not os.environ.get("JSPEED_TEST_GPU"):
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-# Toys take longer to compile than to run: without LLVM's optimisations the whole suite needs half the time.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

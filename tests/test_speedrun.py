@@ -126,7 +126,7 @@ def gpt2_like_shards(folder: Path) -> Path:
     ("recipe", "own"),
     [
         pytest.param("r21", ["WINDOW=8", "FP8=on"], marks=pytest.mark.slow),
-        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"]),
+        pytest.param("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"], marks=pytest.mark.slow),
     ],
 )
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
@@ -150,6 +150,7 @@ def test_more_documents_than_attention_has_room_for(speedrun, tmp_path):
     assert "room for 5" in done.stderr and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):
     def losses(name: str, *arguments: str) -> list[float]:
         run_dir = tmp_path / name

@@ -53,7 +53,8 @@ def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_fi
     reached = sum(run["loss"] <= TARGET for run in ours)
     console = Console(highlight=False)
     console.print(f"to {TARGET} nats per character, seconds of training alone, medians of n={rounds}")
-    console.print(f"{recipe} {mine:.2f} s ({reached} of {rounds} came down to it), nanoGPT {other:.1f} s")
+    came = sum(run["loss"] <= TARGET for run in theirs)
+    console.print(f"{recipe} {mine:.2f} s ({reached} of {rounds} came down to it), nanoGPT {other:.1f} s ({came})")
     console.print(f"nanoGPT / {recipe}: {other / mine:.1f}")
     if json_file:
         content = {"recipe": recipe, "setting": SETTING, "target": TARGET, "ours": ours, "theirs": theirs}

@@ -74,6 +74,7 @@ def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
     assert device.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == 2
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_found_at_compile_with_what_fits():
     recipe, mesh = find("stdlib", [*TOYS["stdlib"], "LANES=2", "LANE_LEN=256", "LAYERS=1"]).recipe, mesh_of(1)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
