@@ -68,7 +68,18 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         else:
             logs = "".join((folder / f"{name}.out").read_text() for name in ("munge", "controller", "node"))
             raise RuntimeError(f"Slurm did not come up: {state.stdout}{state.stderr}{logs}")
+        stack.callback(_cancel, told)
         yield told
+
+
+def _cancel(told: dict[str, str]) -> None:
+    """End the jobs of a test that failed while the daemons can still do it."""
+    subprocess.run(["scancel", "--full", "--user=root"], env=os.environ | told, capture_output=True)
+    for _ in range(100):
+        jobs = subprocess.run(["squeue", "-h"], env=os.environ | told, capture_output=True, text=True)
+        if not jobs.stdout.strip():
+            return
+        time.sleep(0.2)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,8 +138,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
+        path = min(str(found.path), os.path.relpath(found.path), key=len)
         facts = [
-            ("recipe", f"{found.path}, hash {found.hash[:12]}", recipe.name),
+            ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
             *describe(recipe),
             (
                 "devices",
