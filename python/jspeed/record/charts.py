@@ -5,6 +5,7 @@ size, in colours of the page (CSS variables), with words for those who do not se
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
@@ -15,7 +16,8 @@ from jspeed.record import words
 Entry = Mapping[str, Any]
 WIDTH, LEFT, RIGHT, TOP = 360.0, 46.0, 8.0, 10.0
 BOTTOM = 210.0  # of the plots with a legend under them
-GUTTER = 88.0  # room for a recipe's name
+GUTTER = 136.0  # room for a recipe's name
+NAME = 21  # letters that fit there
 LINES = 6  # curves that can be told apart
 
 
@@ -124,7 +126,7 @@ def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], re
     first, last = min(d for d, _ in everything), max(d for d, _ in everything)
     margin = max(5.0, 0.03 * (last - first))
     axes = Axes((first - margin, last + margin), (low / 1.15, high * 1.15), BOTTOM, log=True)
-    parts = axes.grid(date_labels(*axes.xs), [(mark, f"{mark:g}") for mark in log_ticks(*axes.ys) or [low]])
+    parts = axes.grid(date_labels(*axes.xs), [(mark, f"{mark:.4g}") for mark in log_ticks(*axes.ys) or [low]])
     names = []
     for kind, points, name in (("reference", theirs, reference), ("ours", ours, "jspeed")):
         if best := best_so_far(points):
@@ -158,6 +160,13 @@ def date_labels(first: float, last: float) -> list[tuple[float, str]]:
     return [(float(day.toordinal()), f"{day:%Y-%m}") for day in firsts[::-1][::every][::-1]]
 
 
+def called(entries: Sequence[Entry]) -> list[str]:
+    """Return what to call each of ``entries``: its recipe, with the start of its hash where several share that."""
+    names = Counter(entry["recipe"] for entry in entries)
+    hashes = (f" {entry['recipe_hash'][:4]}" if names[entry["recipe"]] > 1 else "" for entry in entries)
+    return [printable(entry["recipe"], NAME - len(end)) + end for entry, end in zip(entries, hashes, strict=True)]
+
+
 def curves(track: Mapping[str, Any]) -> str:
     """Return validation loss over timed seconds of the best entries."""
     shown = [entry for entry in track["entries"] if entry["seconds"] and len(entry["curve"]) > 1][:LINES]
@@ -173,7 +182,7 @@ def curves(track: Mapping[str, Any]) -> str:
     parts = axes.grid([(v, f"{v:g} s") for v in ticks(0, right, 4)], [(v, f"{v:g}") for v in ticks(*axes.ys, 4)])
     parts.append(line(LEFT, axes.y(target), WIDTH - RIGHT, axes.y(target), "target"))
     parts += [path([(axes.x(s), axes.y(v)) for s, v in curve], f"line c{n}") for n, curve in enumerate(points)]
-    ends = [f"{printable(entry['recipe'], 30)}: {words.loss(entry['curve'][-1][2])}" for entry in shown]
+    ends = [f"{name}: {words.loss(entry['curve'][-1][2])}" for name, entry in zip(called(shown), shown, strict=True)]
     names = [(f"line c{place}", end) for place, end in enumerate(ends)]
     said = f"Validation loss over timed seconds. {'; '.join(ends)}"
     title = f"Validation loss over seconds, target {target:g}"
@@ -192,9 +201,9 @@ def dots(track: Mapping[str, Any]) -> str:
     axes = Axes((low - edge, high + edge), (0, 1), height, left=GUTTER)
     parts = axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
     parts.append(line(axes.x(target), TOP, axes.x(target), axes.bottom, "target"))
-    for place, (entry, losses) in enumerate(zip(shown, found, strict=True)):
+    for place, (name, entry, losses) in enumerate(zip(called(shown), shown, found, strict=True)):
         y = TOP + 20.0 * place + 14
-        parts.append(word(GUTTER - 8, y + 3.5, printable(entry["recipe"], 14), "", "end"))
+        parts.append(word(GUTTER - 8, y + 3.5, name, "", "end"))
         parts += [f'<circle class="dot" cx="{axes.x(loss):.1f}" cy="{y:.1f}" r="3"/>' for loss in losses]
         mean = axes.x(entry["loss"]["mean"])
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
