@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -50,6 +51,7 @@ class Checkpoints:
             return
         with suppress(Exception):  # the one that is being written may be the last; what went wrong is known already
             within(60, self._manager.wait_until_finished)
+        remove_unfinished(self._folder)
 
     def save(self, step: int, state: State, record: Mapping[str, Any]) -> None:
         """Copy ``state`` to the host and write it in the background, with ``record``; waits for the save before.
@@ -186,5 +188,13 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _quieten() -> None:
-    """Keep Orbax from warning of what is meant: read-only folders, and waits that the ledger has by name."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    """Keep Orbax from warning of what is meant (read-only folders, waits that the ledger has by name) and from showing
+    a save that fails in tracebacks, beside the sentence; TensorStore's threads have theirs shown as unraisable."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    usual = sys.unraisablehook
+
+    def hook(what: "sys.UnraisableHookArgs") -> None:
+        if str(what.exc_value) != "Event loop is closed":  # writes that end when another one has failed
+            usual(what)
+
+    sys.unraisablehook = hook
