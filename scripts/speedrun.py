@@ -35,7 +35,10 @@ def speak(run_dir: Path) -> None:
         asked = model.recipe.sample
         sampling = Sampling(asked.temperature, asked.top_k)
         texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
-    except BadInput as error:  # no vocabulary, or a recipe that cannot be generated from: the run is none the worse
+    except (
+        BadInput,
+        RuntimeError,
+    ) as error:  # no vocabulary, a recipe of its own kind, no memory: the run has ended well
         print(f"no sample: {error}")
         return
     write_whole(run_dir / "samples.txt", joined(texts) + "\n")

@@ -115,7 +115,7 @@ class Generator:
         cache = self._checked(cache, texts)
         for place in range(tokens):
             if lengths.max() > self.limit:
-                texts = [text[-max(1, self.limit // 2) :] for text in texts]
+                texts = [text[-max(1, self.limit // 2) :] if len(text) > self.limit else text for text in texts]
                 cache, lengths = self._read_all(texts)
             last = np.array([text[-1] for text in texts], np.int32)
             cache, drawn = self.step(self._params, cache, lengths - 1, last, np.int32(place))

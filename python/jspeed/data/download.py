@@ -110,6 +110,7 @@ def describe_hub(repository: str, names: Sequence[str], revision: str = "main") 
     """
     from huggingface_hub import HfApi, RepoFile
 
+    _quieten()
     try:
         api = HfApi()
         commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
@@ -136,6 +137,7 @@ def list_hub(
     """
     from huggingface_hub import HfApi
 
+    _quieten()
     for revision in revisions:
         try:
             names = HfApi().list_repo_files(repository, repo_type="dataset", revision=revision)
@@ -151,8 +153,8 @@ def fetch_set(
     repository: str, names: Sequence[str], folder: Path, progress: Progress, revision: str = "main"
 ) -> list[Path]:
     """Fetch files of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
-    writable_folder(folder, "the folder for downloads")
     commit, files = describe_hub(repository, names, revision)
+    writable_folder(folder, "the folder for downloads")
     lock = lock_folder(folder, wait=True)
     try:
         fetch_hub(repository, commit, files, folder, progress)
@@ -185,7 +187,6 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
                 stop.set()
                 raise
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with ThreadPoolExecutor(WORKERS) as pool:
         for done in [pool.submit(one, file) for file in missing]:
             done.result()
@@ -260,6 +261,11 @@ def _counter(progress: Progress) -> Any:
 ADVICE = (
     "files that have come whole are kept: run the command again when the network is there (HF_ENDPOINT names a mirror)"
 )
+
+
+def _quieten() -> None:
+    """Keep huggingface_hub from telling of every attempt; the last one's failure is said."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def where(repository: str) -> str:

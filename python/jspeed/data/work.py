@@ -28,6 +28,7 @@ from jspeed.data.pieces import Piece, documents
 from jspeed.data.sources import hash_of
 from jspeed.data.tokenizers import named_tokenizer
 from jspeed.errors import BadInput, writable_folder
+from jspeed.files import write_whole
 
 RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
 WAITING = 2  # pieces that wait for each process
@@ -64,12 +65,12 @@ def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, p
     Raises BadInput for the first of them that cannot be read, and when there is no room, which loses nothing.
     """
     done = journal(folder)
+    write_whole(folder / "journal", "".join(json.dumps(line) + "\n" for line in done))  # without what does not count
     with open(folder / "tokens", "ab") as tokens, open(folder / "documents", "ab") as records:
         with open(folder / "journal", "a") as lines:
-            tokens.truncate(2 * done[-1]["tokens"] if done else 0)
-            records.truncate(RECORD.itemsize * done[-1]["documents"] if done else 0)
-            _rewrite(lines, done)
             total = dict(done[-1]) if done else {"documents": 0, "tokens": 0}
+            tokens.truncate(2 * total["tokens"])
+            records.truncate(RECORD.itemsize * total["documents"])
             work = in_order(partial(encode, tokenizer, mark), islice(pieces, len(done), None), processes)
             for encoded in work:
                 try:
@@ -91,12 +92,6 @@ def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, p
 
 class NoRoom(BadInput):
     """What was done before it is kept."""
-
-
-def _rewrite(lines: Any, done: list[dict[str, int]]) -> None:
-    lines.truncate(0)
-    lines.writelines(json.dumps(line) + "\n" for line in done)
-    lines.flush()
 
 
 def journal(folder: Path) -> list[dict[str, int]]:
