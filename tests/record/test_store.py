@@ -95,9 +95,7 @@ def test_a_source_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"recipe\.py cannot be read"):
         store.add([run_dir], tmp_path / "records")
     old = make_run(tmp_path / "old")
-    first = (
-        REPOSITORY / "records/stdlib/cpu/stdlib/20261120T183857Z-s1-9645cda8.json"
-    )  # schema 1
+    first = REPOSITORY / "records/stdlib/cpu/stdlib/20261120T183857Z-s1-9645cda8.json"  # schema 1
     (old / "run.json").write_text(first.read_text())
     with pytest.raises(BadInput, match="field 'schema': expected 2, which has the evidence, found 1"):
         store.add([old], tmp_path / "records")
