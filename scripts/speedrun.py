@@ -35,10 +35,7 @@ def speak(run_dir: Path) -> None:
         asked = model.recipe.sample
         sampling = Sampling(asked.temperature, asked.top_k)
         texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
-    except (
-        BadInput,
-        RuntimeError,
-    ) as error:  # no vocabulary, a recipe of its own kind, no memory: the run has ended well
+    except (BadInput, RuntimeError) as error:  # no vocabulary, a recipe of its own kind, no memory: the run ended well
         print(f"no sample: {error}")
         return
     write_whole(run_dir / "samples.txt", joined(texts) + "\n")
