@@ -5,6 +5,7 @@ BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
 export PIP_QUIET := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
 RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs' -print -o -name Cargo.toml -print)
 
 speedrun: .venv/built
@@ -57,7 +58,7 @@ clean:
 
 .venv/built: .venv/bin/python pyproject.toml $(RUST)
 	@echo 'installing packages and building the Rust extension: a few minutes, once'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'maturin>=1.9.4,<2'
+	$(BIN)/python -m pip install 'maturin>=1.9.4,<2'
 	$(BIN)/maturin develop --release --quiet
 	@touch $@
 
@@ -70,13 +71,13 @@ clean:
 .venv/aot/installed: pyproject.toml | .venv/dev
 	rm -rf .venv/aot
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)') && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/aot \
+	$(BIN)/python -m pip install --no-deps --target .venv/aot \
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
 .venv/page/installed: | .venv/dev
 	rm -rf .venv/page
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/page \
+	$(BIN)/python -m pip install --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
 .PHONY: speedrun test test-slow test-aot test-page test-faults test-launchers page check clean

@@ -122,11 +122,12 @@ def gpt2_like_shards(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "own"),
     [
-        pytest.param("r21", ["WINDOW=8", "FP8=on"], marks=pytest.mark.slow),
-        pytest.param("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"], marks=pytest.mark.slow),
+        ("r21", ["WINDOW=8", "FP8=on"]),
+        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"]),
     ],
 )
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):

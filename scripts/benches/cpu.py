@@ -2,8 +2,6 @@
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benches.nanogpt import contest
+from benches.versus import our_run
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
-from jspeed.record.runfile import read_run
 
-SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 Points = list[tuple[float, float | None]]
 
 
@@ -46,28 +43,15 @@ def cpu(
         if len(recipes) > 1 or svg_file:
             raise BadInput("--versus takes at most one recipe and draws nothing")
         return contest((recipes or ("shakespeare-char",))[0], versus, python, rounds, json_file)
+    if python is not None:
+        raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
     recipes = recipes or ("stdlib", "stdlib-adamw")
     runs: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, rounds + 1):
             for recipe in recipes:
                 run_dir = Path(folder) / f"{Path(recipe).stem}-{seed}"
-                command = [
-                    sys.executable,
-                    SPEEDRUN,
-                    recipe,
-                    "--seed",
-                    str(seed),
-                    "--run-dir",
-                    run_dir,
-                    "--no-progress",
-                    "--no-sample",
-                ]
-                done = subprocess.run([str(word) for word in command], stdout=subprocess.PIPE, text=True)
-                if done.returncode not in (0, 1):
-                    raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")
-                print(f"{recipe}, seed {seed}: {done.stdout.splitlines()[-1]}", flush=True)
-                runs[recipe].append(read_run(run_dir / "run.json"))
+                runs[recipe].append(our_run(recipe, None, run_dir, seed, {}, ()))
     summary = {recipe: _medians(found) for recipe, found in runs.items()}
     Console().print(_table(summary))
     if json_file:

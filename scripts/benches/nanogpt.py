@@ -17,7 +17,9 @@ from benches.versus import our_run
 from jspeed.data.overlap import HEADER
 from jspeed.data.shards import find_split
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, write_whole
+from jspeed.files import write_whole
+from jspeed.run.find import find
+from jspeed.run.prepare import data_folder
 
 # nanoGPT's README, "I only have a macbook": about 3 minutes there, and a validation loss of 1.88.
 SETTING = "--device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
@@ -35,9 +37,7 @@ def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_fi
     with the first evaluation at the target, or with the last step. Returns 0 if every run of the recipe came down to
     the target, else 1. Raises :class:`BadInput` if one of the two cannot run.
     """
-    data = cache_folder() / "data" / "shakespeare-char"
-    if not data.is_dir():
-        raise BadInput(f"{data} does not exist; make it with `python scripts/prepare.py shakespeare-char`")
+    data = data_folder(find(recipe).recipe, None)
     ours, theirs = [], []
     with tempfile.TemporaryDirectory(prefix="jspeed-nanogpt-") as place:
         copy = nanogpt(folder, data, Path(place) / "nanoGPT")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -78,15 +79,13 @@ def race(
 
 
 def our_run(
-    recipe: str, data: Path, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
-) -> dict:
-    """Train ``recipe`` with speedrun.py and return its run.json."""
+    recipe: str, data: Path | None, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
+) -> dict[str, Any]:
+    """Train ``recipe`` with speedrun.py, on its own data without ``data``, and return its run.json."""
     words = [
         sys.executable,
         SPEEDRUN,
         recipe,
-        "--data",
-        data,
         "--run-dir",
         run_dir,
         "--seed",
@@ -94,13 +93,13 @@ def our_run(
         "--no-progress",
         "--no-sample",
     ]
-    for flag, value in flags.items():
+    for flag, value in {"--data": data, **flags}.items():
         words += [] if value is None else [flag, value]
     words += ["--set", *sets] if sets else []
     done = subprocess.run([str(word) for word in words], stdout=subprocess.PIPE, text=True)
     if done.returncode not in (0, 1):
         raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")
-    print(done.stdout.splitlines()[-1], flush=True)
+    print(f"{recipe}, seed {seed}: {done.stdout.splitlines()[-1]}", flush=True)
     return read_run(run_dir / "run.json")
 
 

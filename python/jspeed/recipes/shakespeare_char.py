@@ -5,8 +5,8 @@ What        Every letter brings the sum of five vectors, its own and one for eac
             zero-init output projections and head, softcapped logits). Muon on its matrices, Adam on table and head.
             A ninth of one pass over the text suffices. The whole held-out tenth validates.
 Source      nanoGPT's setting for a CPU has the target: 1.88 after 2,000 steps of 12 rows of 64, with 4 layers of 128.
-            modded-nanogpt for the parts; hashes of n-grams from its records 62 and 78. Sizes and rates tuned here.
-Hardware    two CPU cores, about two seconds. `python scripts/prepare.py shakespeare-char` fetches the data.
+            modded-nanogpt for the parts; hashes of n-grams after its record 62. Sizes and rates tuned here.
+Hardware    two CPU cores, two to three seconds. `python scripts/prepare.py shakespeare-char` fetches the data.
 Parent      stdlib
 """
 

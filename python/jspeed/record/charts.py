@@ -126,7 +126,8 @@ def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], re
     first, last = min(d for d, _ in everything), max(d for d, _ in everything)
     margin = max(5.0, 0.03 * (last - first))
     axes = Axes((first - margin, last + margin), (low / 1.15, high * 1.15), BOTTOM, log=True)
-    parts = axes.grid(date_labels(*axes.xs), [(mark, f"{mark:.4g}") for mark in log_ticks(*axes.ys) or [low]])
+    marks = log_ticks(*axes.ys) or [float(f"{low:.4g}")]
+    parts = axes.grid(date_labels(*axes.xs), [(mark, f"{mark:g}") for mark in marks])
     names = []
     for kind, points, name in (("reference", theirs, reference), ("ours", ours, "jspeed")):
         if best := best_so_far(points):
@@ -199,17 +200,17 @@ def dots(track: Mapping[str, Any]) -> str:
     low, high = min([target, *(min(f) for f in found)]), max([target, *(max(f) for f in found)])
     edge = 0.06 * (high - low or 0.01)
     axes = Axes((low - edge, high + edge), (0, 1), height, left=GUTTER)
-    parts = axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
+    names, parts = called(shown), axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
     parts.append(line(axes.x(target), TOP, axes.x(target), axes.bottom, "target"))
-    for place, (name, entry, losses) in enumerate(zip(called(shown), shown, found, strict=True)):
+    for place, (name, entry, losses) in enumerate(zip(names, shown, found, strict=True)):
         y = TOP + 20.0 * place + 14
         parts.append(word(GUTTER - 8, y + 3.5, name, "", "end"))
         parts += [f'<circle class="dot" cx="{axes.x(loss):.1f}" cy="{y:.1f}" r="3"/>' for loss in losses]
         mean = axes.x(entry["loss"]["mean"])
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
     said = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{entry['recipe']} mean {words.loss(entry['loss']['mean'])} of {len(losses)}"
-        for entry, losses in zip(shown, found, strict=True)
+        f"{name} mean {words.loss(entry['loss']['mean'])} of {len(losses)}"
+        for name, entry, losses in zip(names, shown, found, strict=True)
     )
     return figure(f"Final loss of every run, target {target:g}", said, height, parts)
 

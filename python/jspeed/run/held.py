@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.parallel.layout import owned, partitions
 from jspeed.recipe import Context, ParamSpec, Recipe, leaves
@@ -44,14 +44,6 @@ def cuts(recipe: Recipe, layout: str, mesh: Mesh) -> Held:
 def without(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state without what is held: all there is to keep where the next step is the first of a period."""
     return {name: part for name, part in state.items() if name != "held"}
-
-
-def empty(recipe: Recipe, layout: str, mesh: Mesh) -> Held:
-    """Return :func:`nothing` on the devices of ``mesh``."""
-    lies = jax.tree.map(
-        lambda cut: NamedSharding(mesh, cut), cuts(recipe, layout, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
-    return jax.jit(lambda: nothing(recipe, layout, mesh), out_shardings=lies)()
 
 
 def recall(recipe: Recipe, ctx: Context, held: Held, whole: Any) -> Any:

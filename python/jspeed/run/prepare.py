@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
@@ -115,7 +116,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     device = device_of(mesh, options.attention)
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
-        folder = data_folder(recipe, options.data, console)
+        folder = data_folder(recipe, options.data)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
@@ -163,9 +164,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         with clock.section("initial state"):
             record: dict[str, Any] | None = None
             if step is not None:
-                shapes = held.without(state_shardings(recipe, options.layout, mesh)[0])
-                state, record = restore(run_dir / "checkpoints", step, shapes)
-                state["held"] = held.empty(recipe, options.layout, mesh)
+                shapes, _ = state_shardings(recipe, options.layout, mesh)
+                state, record = restore(run_dir / "checkpoints", step, held.without(shapes))
+                state["held"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["held"])
                 loader.load_state_dict(record["loader"])
                 after_warm_up = checksum(program.init(seed))
             else:
@@ -259,7 +260,7 @@ def check_numbers(options: Options) -> None:
         raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
 
 
-def data_folder(recipe: Recipe, given: Path | None, console: Console) -> Path:
+def data_folder(recipe: Recipe, given: Path | None) -> Path:
     """Return the folder with the recipe's shards; prepares the standard library's where none is given."""
     if given is not None:
         return given
