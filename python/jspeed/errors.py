@@ -17,6 +17,11 @@ class BadInput(Exception):
     """
 
 
+def say(line: str) -> None:
+    """Print a line on stderr in one write: unbuffered, ``print`` makes two, and lines of several processes mix."""
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
@@ -29,7 +34,7 @@ def as_sentences() -> Iterator[None]:
     try:
         yield
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jspeed.errors import FAULT, BadInput
+from jspeed.errors import FAULT, BadInput, say
 from jspeed.parallel.distributed import barrier, client, is_alone, lines, process_count, process_index, silence_seconds
 from jspeed.parallel.rendezvous import is_there
 from jspeed.parallel.within import within
@@ -186,7 +186,7 @@ def _obey() -> None:
             _leave(None, failure["code"])
         _leave(failure["text"], failure["code"])
     with _leaving:
-        print(f"error: {failure['text']}", file=sys.stderr, flush=True)
+        say(f"error: {failure['text']}")
         store.key_value_set(_SAID, "")
         for _ in range(50):
             if not any(map(is_there, lines.values())):
@@ -203,7 +203,7 @@ def _leave(text: str | None, code: int, held: bool = False) -> None:
         with suppress(OSError):
             cleanup()
     if text is not None:
-        print(f"error: {text}", file=sys.stderr)
+        say(f"error: {text}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, say
 from jspeed.parallel.place import visible_gpus
 from jspeed.parallel.rendezvous import free_port
 
@@ -77,7 +77,7 @@ def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
     if launch.standalone and launch.nnodes > 1:
         raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
     if launch.nnodes > 1 and launch.master_addr in ("127.0.0.1", "localhost") and not dry:
-        print("launch: --master-addr is this machine itself; other machines cannot reach it", file=sys.stderr)
+        say("launch: --master-addr is this machine itself; other machines cannot reach it")
     if launch.max_restarts < 0 or launch.grace < 0:
         raise BadInput("--max-restarts and --grace must be 0 or more")
     if not Path(launch.command[2]).is_file():
@@ -131,7 +131,7 @@ def run(launch: Launch) -> int:
         code = Node(launch, attempt).watch()
         if code in ENDED or attempt == launch.max_restarts:
             break
-        print(f"launch: restart {attempt + 1} of {launch.max_restarts}", file=sys.stderr, flush=True)
+        say(f"launch: restart {attempt + 1} of {launch.max_restarts}")
     return code
 
 
@@ -214,13 +214,13 @@ class Node:
     def _end(self, why: str) -> None:
         """Ask all to end, and make them when the grace is over."""
         if alive := self._alive():
-            print(f"launch: {why}; ending rank {alive}", file=sys.stderr, flush=True)
+            say(f"launch: {why}; ending rank {alive}")
             self._send(signal.SIGTERM)
             self._later(min(10.0, self._launch.grace), self._kill)
 
     def _kill(self) -> None:
         if alive := self._alive():
-            print(f"launch: rank {alive} did not end; SIGKILL", file=sys.stderr, flush=True)
+            say(f"launch: rank {alive} did not end; SIGKILL")
             self._send(signal.SIGKILL)
 
     def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
@@ -266,5 +266,5 @@ class Node:
         how = f"rank {rank} ended with exit code {ended}"
         if ended < 0:
             how = f"rank {rank} was killed by {signal.Signals(-ended).name}"
-            print(f"launch: {how}", file=sys.stderr, flush=True)
+            say(f"launch: {how}")
         self._later(SETTLE_SECONDS, self._end, how)
