@@ -33,7 +33,7 @@ STAGED += ["SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4", "RATES=(1.0,1.5)", "TARGETS=(
 STAGED += [
     "SHARES=({0:1.0},{5:0.5,12:0.0},{0:0.25,5:0.0})",
     "MOMENTUM={0:0.85,6:0.95}",
-    "COOLDOWN=(4,9)",
+    "COOLDOWN={4:0.0,9:1.0}",
     "ADAM_EPS=3e-4",
 ]
 MUDD = ["LAYERS=4", "LONG_LAYERS=(1,3)", "XSA_LAYERS=(1,)", "SHARED_FROM=0", "GATES_FROM=1"]
@@ -63,5 +63,7 @@ TOYS = {
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }
 
+TOYS["jspeed1"] = [*TOYS["r89"], "HORIZON=4"]
+
 # Recipes that compute what another one does, at another size: tests of the step and of generation leave them out.
-ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu"}
+ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu", "jspeed1": "r89"}

@@ -26,7 +26,7 @@ from jspeed.run.cpu import keep_freed_memory
 from jspeed.run.device import device_of
 from jspeed.run.find import find
 
-RECIPES = ("llmc", "track3", "r21", "r29")
+RECIPES = ("llmc", "track3", "r21", "r29", "r62", "r89")
 MFU_FORMULA = "FLOPs/token x tokens/s / (devices x peak dense bf16 FLOP/s)"
 FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causal mask and the window leave x layers"
 
@@ -50,7 +50,7 @@ def gpu(
     Exit code: 1 when a recipe could not be measured.
 
     Args:
-        recipe: Names or paths; default: llmc, track3, r21 and r29, with --versus r29.
+        recipe: Names or paths; default: all of the records, with --versus r29.
         steps: Steps timed one by one, and again in a row.
         data: Folder of token shards; default: synthetic tokens that are on the devices already.
         micro_batch: Tokens a device takes at once.

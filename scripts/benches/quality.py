@@ -1,113 +1,182 @@
-"""The FineWeb recipes at one small size on the same tokens in the same order: which loss after how many tokens."""
+"""Recipes at one small size on the same tokens in the same order: which loss after how many tokens."""
 
 import json
-import subprocess
-import sys
+import statistics
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from benches.versus import our_run
+from jspeed.data import pieces
+from jspeed.data.folder import write_folder
+from jspeed.data.sources import text_files
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
-from jspeed.record.runfile import read_run
+from jspeed.record.stats import better_than, pooled_sigma
+from jspeed.run.find import find
 
-SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
-TOKENS_PER_STEP = 2048
-MICRO_BATCH = 2048  # tokens; the quickest of 512 to 4096 on two cores, where the head is most of the work
-SMALL = ["WIDTH=256", "LAYERS=6", "MLP_WIDTH=1024", "COMPUTE=float32", "EVAL_TOKENS=16384", "EVAL_CHUNK=256"]
-ROWS = ["LANES=8", "LANE_LEN=256", "EVAL_LEN=256"]
-PACKED = [
-    "LANES=2",
-    "LANE_LEN=1024",
-    "EVAL_LEN=1024",
-    "MAX_DOCS=64",
-    "HEADS=2",
-    "NO_ATTENTION=3",
-    "LONG_LAYERS=(0,2,5)",
-]
-# What shrinks with the run: windows to the lane, warm-ups to the steps. Learning rates stay the recipes' own, except
-# llmc's: AdamW wants a higher one at a width of 256.
+VOCAB = 4096  # GPT-2's first byte pairs: with all 50,257 the head would be most of the work at this width
+TOKENS, VAL_TOKENS = 10_000_000, 24_576
+WIDTH = ["WIDTH=128", "MLP_WIDTH=512", "HEADS=2", f"VOCAB={VOCAB}", "COMPUTE=float32", f"EVAL_TOKENS={VAL_TOKENS}"]
+ROWS = [*WIDTH, "LAYERS=11", "LANES=8", "LANE_LEN=384", "EVAL_LEN=384", "EVAL_CHUNK=384"]
+# Lanes, documents and windows shrink together, to a 128th of the records' tokens a step.
+LANES = [*WIDTH, f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=384", "EVAL_CHUNK=384"]
+PACKED = [*LANES, "LANE_LEN=384", "MAX_DOCS=32"]
+STAGED = [*LANES, "LANE_LENS=(128,256,384,384)", "MAX_DOC_LENS=(128,256,256,256)", "MAX_DOCS=(16,24,32,32)"]
+# Learning rates stay the recipes' own, except llmc's: AdamW wants a higher one at this width.
 SETS = {
-    "llmc": [*SMALL, *ROWS, "HEADS=4", "WARMUP=20", "LEARNING_RATE=0.002"],
-    "track3": [*SMALL, *ROWS, "HEADS=2"],
-    "r21": [*SMALL, *PACKED, "WINDOW=512", "BLOCK=64", "MOMENTUM_WARMUP=40"],
+    "llmc": [*ROWS, "LEARNING_RATE=0.002"],
+    "track3": ROWS,
+    "r21": [*PACKED, "WINDOW=208"],
+    "r29": [*PACKED, "MAX_DOC_LEN=256"],
+    "r62": [*STAGED, f"BIGRAMS={5 * VOCAB}"],
+    "r89": [*STAGED, f"BIGRAMS={15 * VOCAB // 2}", "MUDD_WIDTH=32"],
+    "jspeed1": [*STAGED, f"BIGRAMS={15 * VOCAB // 2}", "MUDD_WIDTH=32"],
 }
+IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE", "HORIZON")
 
 
 def quality(
-    data: Path,
-    steps: int = 180,
-    fractions: Annotated[tuple[float, ...], tyro.conf.arg(metavar="F ...")] = (1.0, 0.5, 1 / 3),
+    texts: tyro.conf.Positional[tuple[Path, ...]],
+    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("r29", "r62", "r89"),
+    shorter: float = 12.0,
+    seeds: int = 3,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
     svg_file: Annotated[Path | None, tyro.conf.arg(name="svg", metavar="FILE")] = None,
 ) -> None:
-    """Train llmc, track3 and r21 at width 256 and 6 layers, and compare the tokens they need for one loss.
+    """Train recipes at width 128 on the same tokens in the same order, and compare them with the first of them.
 
     Args:
-        data: Folder of GPT-2 token shards.
-        steps: Steps of 2,048 tokens for llmc, the baseline.
-        fractions: Steps of llmc, track3 and r21, as parts of that; each runs its whole schedule.
+        texts: Text files, as prepare.py text takes them: the first 10 M tokens train; the last file validates.
+        recipes: Names, each with changes of its fields after colons if any: r89:FINAL_RATE=0.3.
+        shorter: Every recipe has its own number of steps divided by this, and every step it names.
+        seeds: Runs of each recipe, with seeds 1, 2, ...
         json_file: Write curves and tokens needed here.
-        svg_file: Draw the validation curves against tokens here.
+        svg_file: Draw the validation curves of seed 1 against tokens here.
     """
-    if len(fractions) != len(SETS):
-        raise BadInput(f"--fractions: {len(fractions)} given; expected one each for {', '.join(SETS)}")
-    curves: dict[str, list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for (recipe, sets), fraction in zip(SETS.items(), fractions, strict=True):
-            curves[recipe] = _train(recipe, sets, round(fraction * steps), data, Path(folder) / recipe)
-    rows = _compare(curves)
-    Console().print(_table(rows))
-    if json_file:
-        write_whole(json_file, json.dumps({"curves": curves, "needed": rows}, indent=2) + "\n")
+    planned = {label: settings(label, shorter) for label in recipes}
+    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tokens(folder / "tokens", texts)
+        for seed in range(1, seeds + 1):
+            for number, (label, sets) in enumerate(planned.items()):
+                run_dir = folder / f"{number}-{seed}"
+                run = our_run(label.split(":")[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets)
+                trained = tokens_after(label.split(":")[0], sets)
+                curves[label].append([(trained[point["step"]], point["val_loss"]) for point in run["curve"]])
+                rows = compare(curves)
+                if json_file:  # after every run: hours of work lose nothing
+                    write_whole(json_file, json.dumps({"curves": curves, "compared": rows}, indent=1) + "\n")
+    Console().print(table(rows))
     if svg_file:
-        points = {recipe: [(tokens / 1e6, loss) for tokens, loss in curve] for recipe, curve in curves.items()}
-        title = "width 256, 6 layers, same tokens in the same order"
-        picture.curves_svg(svg_file, points, rows["llmc"]["loss"], title, "million tokens")
+        points = {label: [(tokens / 1e6, loss) for tokens, loss in found[0]] for label, found in curves.items()}
+        goal = rows[recipes[0]]["loss"]
+        picture.curves_svg(svg_file, points, goal, "width 128, same tokens in the same order", "million tokens")
 
 
-def _train(recipe: str, sets: list[str], steps: int, data: Path, run_dir: Path) -> list[tuple[float, float]]:
-    """Run ``recipe`` and return its validation curve as (tokens, nats per token)."""
-    own = [f"STEPS={steps}", f"EVAL_EVERY={max(1, steps // 8)}"]
-    command = [sys.executable, SPEEDRUN, recipe, "--data", data, "--run-dir", run_dir, "--no-progress", "--no-sample"]
-    done = subprocess.run(
-        [*map(str, command), "--micro-batch", str(MICRO_BATCH), "--target-loss", "0.1", "--set", *sets, *own],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode not in (0, 1):
-        raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")
-    print(f"{recipe}: {done.stdout.splitlines()[-1]}", flush=True)
-    curve = read_run(run_dir / "run.json")["curve"]
-    return [(point["step"] * TOKENS_PER_STEP, point["val_loss"]) for point in curve]
+def settings(label: str, shorter: float) -> list[str]:
+    """Return the ``--set`` of a recipe at this size, ``NAME[:FIELD=VALUE ...]``."""
+    name, *own = label.split(":")
+    if name not in SETS:
+        raise BadInput(f"recipe '{name}' has no small size here; those that have: {', '.join(SETS)}")
+    fields = find(name, own, trace=False).fields
+    # A cooldown may also be a fraction of the steps.
+    counts = [field for field in IN_STEPS if not isinstance(fields.get(field, 0.0), float)]
+    scaled = {field: fewer(fields[field], shorter) for field in counts}
+    steps = scaled["STEPS"]
+    if "LAST_TIED" in fields:  # updates come in pairs
+        scaled["LAST_TIED"] = sum(steps[:2]) | 1
+    total = steps if isinstance(steps, int) else sum(steps)
+    evaluations = [f"EVAL_EVERY={max(1, total // 12)}"]
+    rest = [word for word in own if word.split("=")[0] not in scaled]
+    return [*SETS[name], *(f"{field}={value!r}" for field, value in scaled.items()), *evaluations, *rest]
 
 
-def _compare(curves: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
-    """Tokens at which each curve first meets the first recipe's final loss, linear between two evaluations."""
-    baseline = next(iter(curves.values()))
-    total, goal = baseline[-1]
+def tokens_after(name: str, sets: Sequence[str]) -> list[int]:
+    """Return the tokens that a run has trained on after 0, 1, 2, ... steps."""
+    recipe = find(name, sets, trace=False).recipe
+    steps = (recipe.tokens_per_step(stage) for stage in recipe.stages for _ in range(stage.steps))
+    return list(accumulate(steps, initial=0))
+
+
+def fewer(steps: Any, shorter: float) -> Any:
+    """Divide a number of steps, each of several, or those that points of a schedule lie at."""
+    if isinstance(steps, Mapping):
+        return {round(step / shorter): value for step, value in steps.items()}
+    if isinstance(steps, tuple):
+        return tuple(fewer(part, shorter) for part in steps)
+    return max(1, round(steps / shorter))
+
+
+def write_tokens(out: Path, texts: Sequence[Path]) -> None:
+    """Write the first documents to train and the last to validate, in GPT-2's first VOCAB - 1 byte pairs and a mark."""
+    import tiktoken
+
+    gpt2 = tiktoken.get_encoding("gpt2")
+    ranks = {piece: rank for piece, rank in gpt2._mergeable_ranks.items() if rank < VOCAB - 1}
+    encoding = tiktoken.Encoding("gpt2-short", pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens={})
+    *train, last = [path for _, path in text_files(texts)]
+
+    def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
+        total = 0
+        for path in paths:
+            for segment in pieces.segments(path):
+                for document in pieces.documents(segment):
+                    ids = np.array([VOCAB - 1, *encoding.encode_ordinary(document.decode())], np.uint16)
+                    yield split, ids, np.array([len(ids)])
+                    if (total := total + len(ids)) > limit:
+                        return
+
+    def both() -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
+        yield from documents(train or [last], "train", TOKENS)
+        yield from documents([last], "val", 2 * VAL_TOKENS)
+
+    write_folder(out, both(), {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1}, "small")
+
+
+def compare(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> dict[str, dict[str, Any]]:
+    """Compare final losses with the first recipe's, and the tokens at which a curve first meets its mean final loss."""
+    ends = {label: [curve[-1][1] for curve in found] for label, found in curves.items() if found}
+    label = next(iter(ends))
+    goal, total, sigma = statistics.fmean(ends[label]), curves[label][0][-1][0], pooled_sigma(ends.values())
     rows = {}
-    for recipe, curve in curves.items():
-        needed = None
-        for (t0, l0), (t1, l1) in zip(curve, curve[1:], strict=False):
-            if l1 <= goal and needed is None:
-                needed = t0 + (t1 - t0) * (l0 - goal) / (l0 - l1)
-        fraction = needed / total if needed else None
-        rows[recipe] = {"tokens": curve[-1][0], "loss": curve[-1][1], "needed": needed, "fraction": fraction}
+    for other, losses in ends.items():
+        needed = [tokens / total for curve in curves[other] if (tokens := meets(curve, goal))]
+        rows[other] = {
+            "tokens": curves[other][0][-1][0],
+            "losses": losses,
+            "loss": statistics.fmean(losses),
+            "fraction": statistics.fmean(needed) if len(needed) == len(losses) else None,
+            "p": better_than(losses, ends[label], sigma).p if sigma and other != label else None,
+        }
     return rows
 
 
-def _table(rows: dict[str, dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("recipe", "tokens", "final loss", "tokens to llmc's final loss", "fraction"):
-        table.add_column(name, justify="left" if name == "recipe" else "right")
-    for recipe, row in rows.items():
-        needed = f"{row['needed']:,.0f}" if row["needed"] else "not reached"
-        fraction = f"{row['fraction']:.2f}" if row["fraction"] else "-"
-        table.add_row(recipe, f"{row['tokens']:,}", f"{row['loss']:.4f}", needed, fraction)
-    return table
+def meets(curve: Sequence[tuple[int, float]], goal: float) -> float | None:
+    """Tokens at which ``curve`` first comes down to ``goal``, linear between two evaluations."""
+    for (t0, l0), (t1, l1) in zip(curve, curve[1:], strict=False):
+        if l1 <= goal:
+            return t0 + (t1 - t0) * (l0 - goal) / (l0 - l1)
+    return None
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Return the comparison as a table."""
+    made = Table(box=None, pad_edge=False)
+    first = next(iter(rows))
+    for name in ("recipe", "tokens", "final loss", "runs", f"of {first}'s tokens to its loss", f"p, below {first}"):
+        made.add_column(name, justify="left" if name == "recipe" else "right")
+    for label, row in rows.items():
+        fraction = f"{row['fraction']:.2f}" if row["fraction"] else "not reached"
+        p = "-" if row["p"] is None else f"{row['p']:.2g}"
+        made.add_row(label, f"{row['tokens']:,}", f"{row['loss']:.4f}", str(len(row["losses"])), fraction, p)
+    return made

@@ -13,7 +13,7 @@ from jspeed.optim.schedules import staged, through
 from jspeed.optim.slow import slow_adams, tied, when_due
 
 # The record's schedule: three batch sizes, a fall from step 508 to 1270, 15 steps more.
-ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall_from=508, fall_to=1270, floor=0.15)
+ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall={508: 0.0, 1270: 1.0}, floor=0.15)
 
 
 def polar_express(x):
@@ -99,7 +99,7 @@ def test_slow_adam_takes_the_gradient_of_two_steps_and_the_rate_of_the_second():
     rng = np.random.default_rng(1)
     weights, grads = rng.normal(size=9), rng.normal(size=(8, 9))
     pairs = grads.reshape(4, 2, 9).sum(1)
-    eta = staged((1.0, 1.52), (0, 5), fall_from=6, fall_to=9, floor=0.15)
+    eta = staged((1.0, 1.52), (0, 5), fall={6: 0.0, 9: 1.0}, floor=0.15)
     slow = slow_adams({"table": (0.6, 0.75, 0.95, 5)}, eta, period=2, eps=1e-10, decay=0.005)["table"]
     rates = [0.6, 0.6, 0.6 * 1.52, 0.6 * (1.52 * 2 / 3 + 0.15 / 3)]
     expected = adam_model(weights, pairs, rates, 0.75, 0.95, 0.025)

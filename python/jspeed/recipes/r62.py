@@ -85,7 +85,7 @@ ADAM = {  # rate, betas, decay in units of ADAM_DECAY
 }
 ADAM_EPS = 1e-10
 ADAM_DECAY = 0.005
-COOLDOWN = (701, 1560)  # steps between which rates fall
+COOLDOWN = {701: 0.0, 1560: 1.0}  # how far rates have fallen, lines between steps
 FINAL_RATE = 0.1
 
 # Evaluation
@@ -100,7 +100,7 @@ STARTS = (0, *accumulate(STEPS))
 ATTENDING = [layer for layer in range(LAYERS) if layer != NO_ATTENTION]
 CAP = asymmetric_cap(23.0, 5.0, 7.5)
 HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
-rate = staged(RATES, STARTS[:-1], fall_from=COOLDOWN[0], fall_to=COOLDOWN[1], floor=FINAL_RATE)
+rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 normal, zeros = initializers.normal(0.005), initializers.zeros
 
 

@@ -95,7 +95,7 @@ ADAM = {  # rate, betas, decay in units of ADAM_DECAY
 }
 ADAM_EPS = 1e-10
 ADAM_DECAY = 0.005
-COOLDOWN = (508, 1270)  # steps between which rates fall
+COOLDOWN = {508: 0.0, 1270: 1.0}  # how far rates have fallen, lines between steps
 FINAL_RATE = 0.15
 
 # Evaluation
@@ -118,7 +118,7 @@ GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS))
 GAIN = 1.1**0.5
 MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5, 0.0, 0.0, 0.0])
 HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
-rate = staged(RATES, STARTS[:-1], fall_from=COOLDOWN[0], fall_to=COOLDOWN[1], floor=FINAL_RATE)
+rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 
 
