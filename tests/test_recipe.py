@@ -10,6 +10,7 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.errors import BadInput
+from jspeed.record.schema import check_plain
 from jspeed.run.find import find, known_recipes
 
 from .toys import ALIKE, TOYS
@@ -55,6 +56,17 @@ def test_same_seed_same_arrays_and_layers_differ():
     bound = 0.5 * (3 / one["up"].shape[1]) ** 0.5
     assert float(jnp.max(jnp.abs(one["up"]))) <= bound
     assert float(jnp.std(one["up"])) == pytest.approx(bound / 3**0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_fields_come_back_from_json(name):
+    """Records and model folders hold fields as JSON; a run is reproduced, and a model read, with them as --set."""
+    found = find(name, trace=False)
+    fields = r.as_json(found.fields)
+    check_plain(fields)
+    assert r.recipe_hash(found.source, fields) == found.hash
+    again = find(name, [f"{field}={value!r}" for field, value in fields.items()], trace=False)
+    assert again.fields == found.fields and again.hash == found.hash
 
 
 @pytest.mark.parametrize(("name", "other"), ALIKE.items())

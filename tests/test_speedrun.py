@@ -126,18 +126,20 @@ def gpt2_like_shards(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("recipe", "own"),
     [
-        ("r21", ["WINDOW=8", "FP8=on"]),
-        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30"]),
+        ("r21", ["WINDOW=8", "FP8=on", "STEPS=24"]),
+        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30", "STEPS=24"]),
+        ("r62", ["FP8=on", "STEPS=(11,13)"]),
+        ("jspeed1", ["FP8=on", "STEPS=(11,13)"]),
     ],
 )
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
-    sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "STEPS=24", "EVAL_EVERY=12"]
+    sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "EVAL_EVERY=12"]
     done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, "--no-sample", "--mesh", "data=2", "--set", *sets)
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"
-    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=1e-3)
+    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=5e-3)
     assert run["curve"][-1]["val_loss"] < run["curve"][0]["val_loss"] - 0.5
     assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
     assert "stage 2" in done.stdout and "xla, FP8 emulated" in done.stdout

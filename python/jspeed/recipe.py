@@ -289,9 +289,14 @@ def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
     return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)
 
 
+def as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields as JSON gives them back: tuples are lists, keys are text."""
+    return json.loads(json.dumps(dict(fields)))
+
+
 def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran one recipe."""
-    text = json.dumps({"fields": dict(fields), "source": source}, sort_keys=True)
+    text = json.dumps({"fields": as_json(fields), "source": source}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

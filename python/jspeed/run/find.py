@@ -140,14 +140,29 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
         value = ast.literal_eval(value_text)
     except (ValueError, SyntaxError):
         value = value_text
-    if isinstance(old, float) and type(value) is int:
-        value = float(value)
+    value = _alike(value, old)
     if type(value) is not type(old) and old is not None:
         raise BadInput(
             f"--set {text}: field {name} of {path.name} is of type {type(old).__name__} (now {old!r}) but "
             f"{value_text!r} is {type(value).__name__}; give a {type(old).__name__}"
         )
     return name, value
+
+
+def _alike(value: Any, old: Any) -> Any:
+    """Return ``value`` with tuples, whole keys and floats where ``old`` has them: JSON knows neither of the first two."""
+    if isinstance(old, float) and type(value) is int:
+        return float(value)
+    if isinstance(old, tuple) and isinstance(value, (list, tuple)):
+        patterns = [*old, *old[-1:] * len(value)]
+        return tuple(map(_alike, value, patterns)) if old else tuple(value)
+    if isinstance(old, dict) and isinstance(value, dict):
+        pattern, whole = next(iter(old.values()), None), any(isinstance(key, int) for key in old)
+        return {
+            int(key) if whole and str(key).lstrip("-").isdigit() else key: _alike(item, old.get(key, pattern))
+            for key, item in value.items()
+        }
+    return value
 
 
 def _line_in(error: BaseException, filename: str) -> int | str:

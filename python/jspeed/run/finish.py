@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jspeed import export
 from jspeed.parallel.distributed import process_index
+from jspeed.recipe import as_json
 from jspeed.record import picture
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA
@@ -72,8 +73,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "recipe_hash": setup.found.hash,
         "recipe_source": setup.found.path.name,
         "recipe_sha256": hashlib.sha256(setup.found.source.encode()).hexdigest(),
-        "fields": setup.found.fields,
-        "overrides": setup.found.overrides,
+        "fields": as_json(setup.found.fields),
+        "overrides": as_json(setup.found.overrides),
         "parent": recipe.parent,
         "track": recipe.track,
         "seed": setup.options.seed,
