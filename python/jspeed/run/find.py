@@ -150,7 +150,7 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
 
 
 def _alike(value: Any, old: Any) -> Any:
-    """Return ``value`` with tuples, whole keys and floats where ``old`` has them: JSON knows neither of the first two."""
+    """Return ``value`` with tuples, whole keys and floats where ``old`` has them, which JSON has not."""
     if isinstance(old, float) and type(value) is int:
         return float(value)
     if isinstance(old, tuple) and isinstance(value, (list, tuple)):
