@@ -1,6 +1,8 @@
 """Recipes as tables: counts, FLOPs, hashes and what is refused."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +69,14 @@ def test_fields_come_back_from_json(name):
     assert r.recipe_hash(found.source, fields) == found.hash
     again = find(name, [f"{field}={value!r}" for field, value in fields.items()], trace=False)
     assert again.fields == found.fields and again.hash == found.hash
+
+
+def test_reading_a_recipe_starts_no_backend():
+    """Processes join, and CPU devices are asked for, after the recipe has been read and before JAX has any device."""
+    lines = "from jax._src import xla_bridge; from jspeed.run.find import find, known_recipes"
+    lines += "; print([name for name in known_recipes() if find(name) and xla_bridge._backends])"
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
 
 
 @pytest.mark.parametrize(("name", "other"), ALIKE.items())

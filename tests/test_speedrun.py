@@ -135,7 +135,8 @@ def gpt2_like_shards(folder: Path) -> Path:
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
     sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "EVAL_EVERY=12"]
-    done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, "--no-sample", "--mesh", "data=2", "--set", *sets)
+    flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
+    done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"

@@ -76,6 +76,12 @@ def test_numbers(plan):
     roofline = times["compute"] + times["memory"] + times["exposed_communication"]
     assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline)[0])
     assert plan["predicted_seconds"][0] == pytest.approx(10 * stage["predicted_ms"][0] / 1e3)
+    assert plan["fitted_seconds"] == pytest.approx(10 * roofline / 1e3 * predict.slowdown())
+    assert sum(row["share"] for row in plan["hindrances"]) == pytest.approx(1)
+    kernels = times["compute"] + times["memory"]
+    assert sum(row["seconds"] for row in plan["hindrances"]) == pytest.approx(kernels / 100 * predict.slowdown())
+    shares = [row["share"] for row in plan["hindrances"]]
+    assert shares == sorted(shares, reverse=True)
     assert plan["predicted_cost"]["low"] == pytest.approx(8 * plan["predicted_seconds"][0])
 
 
@@ -101,7 +107,16 @@ def test_tables_and_comparison(plan, rows):
     show.plan(plan | {"search": rows}, console)
     show.comparison(plan, plan, console)
     text = console.file.getvalue()
-    for word in ("predicted ms", "held out", "all-gather", "micro-batch", "bounds:", "guesses:", "bad against bad"):
+    for word in (
+        "predicted ms",
+        "held out",
+        "all-gather",
+        "micro-batch",
+        "bounds:",
+        "guesses:",
+        "most of it:",
+        "bad against bad",
+    ):
         assert word in text
     assert all(before == after for _, before, after in show.changes(plan, plan))
 

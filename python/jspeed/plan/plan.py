@@ -80,6 +80,8 @@ def make_plan(
         "stages": stages,
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
+        "fitted_seconds": sum(s["steps"] * s["roofline_ms"] for s in stages) / 1e3 * predict.slowdown(),
+        "hindrances": predict.hindrances([(step.stage.steps, step.kernels) for step in steps], cluster),
         "predicted_cost": {
             "currency": "USD",
             "per_device_hour": price,

@@ -6,7 +6,7 @@ says (:func:`slowdown`). It is fitted on published step times of other programs 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jspeed.plan.cost import PRODUCTS, Kernel
@@ -96,6 +96,25 @@ def kernel_seconds(kernel: Kernel, facts: Facts) -> tuple[float, float]:
     fastest = facts.peak_flops.get("bf16" if kernel.kind in PRODUCTS else rate_name(kernel.dtype, facts))
     assert fastest
     return kernel.flops / (fastest * FRACTIONS[kind]), max(by_bytes, LAUNCH)
+
+
+def hindrances(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[dict]:
+    """Return where the time of a run goes, most first: by the file that asks for kernels, and what holds these up.
+
+    ``runs`` are numbers of steps and the kernels of each. Sends are not among them; ``share`` is of all kernels.
+    """
+    spent: dict[tuple[str, str], float] = {}
+    for steps, kernels in runs:
+        for kernel in kernels:
+            if not kernel.collective:
+                by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
+                file = kernel.instruction.source.rsplit("/", 1)[-1].partition(":")[0]
+                key = file or "the compiler", "the multipliers" if by_flops > by_bytes else "memory"
+                spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
+    return [
+        {"source": file, "held_up_by": what, "seconds": seconds * slowdown(), "share": seconds / sum(spent.values())}
+        for (file, what), seconds in sorted(spent.items(), key=lambda item: -item[1])
+    ]
 
 
 def rate_name(dtype: str, facts: Facts) -> str:

@@ -30,9 +30,15 @@ def plan(made: Plan, console: Console | None = None) -> None:
     console.print(made["fit"], style=None if made["fits"] else "red")
     _print(console, stage_table(made))
     console.print(
-        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, {low:.0f} to {high:.0f} s to the target, "
+        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, {low:.0f} to {high:.0f} s to the target "
+        f"(fitted {made['fitted_seconds']:.0f}), "
         f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} a GPU and hour"
     )
+    most = (
+        f"{row['source']}, held up by {row['held_up_by']}: {row['seconds']:.1f} s ({row['share']:.0%})"
+        for row in made["hindrances"][:3]
+    )
+    console.print("most of it: " + "; ".join(most))
     last = made["stages"][-1]
     _print(console, parts_table(last))
     if last["collectives"]:
@@ -122,7 +128,7 @@ def calibration_table(made: Plan) -> Table:
             f"{row['error']:+.1%}",
             "fitted" if row["used_to_fit"] else "held out",
         )
-    table.caption = "8xH100, programs of others; 31.5 / 56.8 / 82.6 ms (records 62 to 89) are of recipes not here"
+    table.caption = "8xH100, programs of others; record 89 publishes 31.5 / 56.8 / 82.6 ms for its stages 1 to 3"
     return table
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.nn import initializers
 
@@ -112,7 +113,7 @@ def bank(init: initializers.Initializer, group: str, count: int, *shape: int) ->
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
     """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
-    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(jnp.array(start)), None)
+    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
     return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
 
 
@@ -207,7 +208,7 @@ def optimizer() -> optax.GradientTransformation:
     by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
     by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
     muon = partial(normuon, lambda step: MUON_LR * rate(step), through(MOMENTUM), beta2=MUON_BETA2)
-    up_and_down = jnp.tile(jnp.array([2.0, 4.0]), PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
+    up_and_down = np.tile([2.0, 4.0], PARAMETERS["mlp"].shape[0] // 2)[:, None, None]
     for group, scale in {"attention": 1.0, "mlp": up_and_down}.items():
         by_group[group] = muon(weight_decay=MUON_DECAY, scale=scale, dtype=COMPUTE)
     return optax.partition(by_group, groups(PARAMETERS))
