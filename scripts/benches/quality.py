@@ -27,8 +27,8 @@ VOCAB = 4096  # GPT-2's first byte pairs: with all 50,257 the head would be most
 TOKENS, VAL_TOKENS = 10_000_000, 27_648
 WIDTH = ["WIDTH=128", "MLP_WIDTH=512", "HEADS=2", f"VOCAB={VOCAB}", "COMPUTE=float32", f"EVAL_TOKENS={VAL_TOKENS}"]
 ROWS = [*WIDTH, "LAYERS=11", "LANES=2", "LANE_LEN=576", "EVAL_LEN=576", "EVAL_CHUNK=576"]
-# Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. A run is short by its batches more than
-# by its steps, because schedules are made of updates.
+# Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. A run is short by its batches more
+# than by its steps, because schedules are made of updates.
 LANES = [*WIDTH, "LANES=2", f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=576", "EVAL_CHUNK=576"]
 PACKED = [*LANES, "LANE_LEN=576", "MAX_DOCS=48"]
 STAGED = [*LANES, "LANE_LENS=(192,384,576,576)", "MAX_DOC_LENS=(192,256,256,256)", "MAX_DOCS=(16,32,48,48)"]
