@@ -249,3 +249,8 @@ def _quoted(text: str, key: str) -> str:
 def _word(text: str, key: str) -> str:
     """The word after ``key``, or an empty string."""
     return re.split(r"[,\s}]", text.partition(key)[2], maxsplit=1)[0]
+
+
+def short(source: str) -> str:
+    """``file:line`` without the folders."""
+    return source.rsplit("/", 1)[-1]

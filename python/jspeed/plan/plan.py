@@ -4,7 +4,6 @@ Its keys are those of ``--json``. Bytes, FLOPs and kernels are of one device and
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,8 @@ from jspeed.parallel.layout import LAYOUTS, REMAT, partitions
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
-from jspeed.plan.cost import Kernel, part_of
+from jspeed.plan.cost import part_of
+from jspeed.plan.sends import describe_sends
 from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
@@ -116,7 +116,7 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
             "bytes": buffer.array.bytes,
             "dtype": buffer.array.dtype,
             "dims": list(buffer.array.dims),
-            "source": _short(buffer.instruction.source),
+            "source": hlo.short(buffer.instruction.source),
             "op": buffer.instruction.op_name.rsplit("/", 1)[-1] or buffer.instruction.opcode,
         }
         for buffer in hlo.buffers(step.text, 2**16)[:10]
@@ -156,46 +156,6 @@ def name_of(recipe: Recipe, number: int) -> str:
     return f"stage {stage + 1}" + (f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else "")
 
 
-def describe_sends(
-    kernels: Sequence[Kernel], sends: Mapping[int, tuple[float, float]], rented: Rented
-) -> list[dict[str, Any]]:
-    """Every exchange between devices, in order."""
-    found = []
-    for place, (takes, late) in sends.items():
-        kernel = kernels[place]
-        exchange = kernel.collective
-        assert exchange
-        beside = [k for k in kernels[place + 1 : kernel.until] if not k.collective]
-        found.append(
-            {
-                "kind": exchange.kind,
-                "bytes": exchange.bytes,
-                "axis": axis_of(exchange, dict(rented.mesh.shape)),
-                "group": exchange.group,
-                "async": exchange.overlaps,
-                "count": kernel.times,
-                "dtype": exchange.arrays[0].dtype,
-                "ms": 1e3 * takes / kernel.times,
-                "compute_ms_between": 1e3 * sum(max(predict.kernel_seconds(k, rented.cluster.facts)) for k in beside),
-                "exposed_ms": 1e3 * late / kernel.times,
-                "source": _short(exchange.instruction.source),
-            }
-        )
-    return found
-
-
-def axis_of(exchange: hlo.Collective, mesh: Mapping[str, int]) -> str:
-    """Name the mesh axis (or axes, with a comma) that an exchange goes along, by its size and its stride."""
-    if exchange.group == math.prod(mesh.values()):
-        return ",".join(axis for axis, size in mesh.items() if size > 1) or next(iter(mesh))
-    named = [axis for axis, size in mesh.items() if size == exchange.group]
-    members = re.search(r"\{\{(\d+),(\d+)", exchange.instruction.attributes)
-    if len(named) > 1 and members:
-        stride, axes = int(members[2]) - int(members[1]), list(mesh)
-        named = [axis for axis in named if math.prod(list(mesh.values())[axes.index(axis) + 1 :]) == stride] or named
-    return named[0] if named else "unknown"
-
-
 def examine(
     recipe: Recipe, rented: Rented, steps: Sequence[Step], stages: Sequence[dict], ideal: Mapping[str, float]
 ) -> tuple[list[doctor.Finding], list[dict]]:
@@ -221,7 +181,7 @@ def examine(
         *doctor.slow_scatters(step.text),
     ]
     for row in products:
-        row["source"] = _short(row["source"])
+        row["source"] = hlo.short(row["source"])
     return findings, products
 
 
@@ -341,10 +301,6 @@ def require_devices(recipe: Recipe, rented: Rented) -> None:
             f"recipe {recipe.name} has {recipe.lanes} lanes, which {devices} devices cannot share equally; "
             f"--set LANES={-(-recipe.lanes // devices) * devices} gives each a whole number (the global batch grows)"
         )
-
-
-def _short(source: str) -> str:
-    return source.rsplit("/", 1)[-1]
 
 
 def _finite(number: float) -> float | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from jspeed.plan import hlo
 from jspeed.plan.cost import PRODUCTS, Kernel
 from jspeed.plan.hlo import Collective
 from jspeed.plan.target import Cluster, Facts
@@ -108,7 +109,7 @@ def hindrances(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -
         for kernel in kernels:
             if not kernel.collective:
                 by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
-                file = kernel.instruction.source.rsplit("/", 1)[-1].partition(":")[0]
+                file = hlo.short(kernel.instruction.source).partition(":")[0]
                 key = file or "the compiler", "the multipliers" if by_flops > by_bytes else "memory"
                 spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
     return [
