@@ -13,11 +13,11 @@ from jspeed.record import page, store
 
 from . import chromium, synthetic
 
-if not os.environ.get("JSPEED_TEST_PAGE"):
-    pytest.skip("run by make test-page, which sets JSPEED_TEST_PAGE", allow_module_level=True)
-if chromium.binary() is None:
-    pytest.skip(f"no Chromium: none of {', '.join(chromium.NAMES)} is here", allow_module_level=True)
-
+# Marks, because pytest takes a module that skips itself for no tests at all, and that for a failure.
+pytestmark = [
+    pytest.mark.skipif("JSPEED_TEST_PAGE" not in os.environ, reason="run by make test-page"),
+    pytest.mark.skipif(chromium.binary() is None, reason=f"no Chromium: none of {', '.join(chromium.NAMES)} is here"),
+]
 SIZES = [(390, False), (390, True), (1280, False), (1280, True)]
 
 
