@@ -82,7 +82,7 @@ def test_reading_a_recipe_starts_no_backend():
 @pytest.mark.parametrize(("name", "other"), ALIKE.items())
 def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
-    begin, end = "def hidden(", {"llmc": "def schedule(", "r89": "def optimizer("}.get(other, "def falling(")
+    begin, end = "def hidden(", "def schedule(" if other == "llmc" else "def falling("
     part = ours[ours.index(begin) : ours.index("def optimizer(" if other == "llmc" else end)]
     assert part == theirs[theirs.index(begin) : theirs.index(end)]
 

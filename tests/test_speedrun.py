@@ -129,7 +129,7 @@ def gpt2_like_shards(folder: Path) -> Path:
         ("r21", ["WINDOW=8", "FP8=on", "STEPS=24"]),
         ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30", "STEPS=24"]),
         ("r62", ["FP8=on", "STEPS=(11,13)"]),
-        ("jspeed1", ["FP8=on", "STEPS=(11,13)"]),
+        ("r89", ["FP8=on", "STEPS=(11,13)"]),
     ],
 )
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
