@@ -76,7 +76,7 @@ def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_
 @pytest.mark.slow
 def test_slow_parameters_are_saved_when_nothing_is_held_for_them(tmp_path):
     shards(tmp_path / "shards")
-    fields = [*TOYS["r62"], "BOS=256", "EVAL_EVERY=6"]
+    fields = [*TOYS["r62"], "BOS=32", "EVAL_EVERY=6"]  # documents are words
 
     def r62(name, *arguments):
         words = ["r62", "--data", "shards", "--run-dir", name, "--no-sample", *arguments, "--set", *fields]
