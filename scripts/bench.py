@@ -3,7 +3,7 @@
 import tyro
 
 from benches.cpu import cpu
-from benches.fused import kernels
+from benches.fused import fused
 from benches.gpu import gpu
 from benches.loader import loader
 from benches.quality import quality
@@ -11,6 +11,6 @@ from benches.text import generate, tokenise
 from jspeed.errors import run_script
 
 if __name__ == "__main__":
-    benches = {"cpu": cpu, "gpu": gpu, "generate": generate, "kernels": kernels, "loader": loader}
+    benches = {"cpu": cpu, "fused": fused, "gpu": gpu, "generate": generate, "loader": loader}
     benches |= {"quality": quality, "tokenise": tokenise}
     run_script(lambda: tyro.extras.subcommand_cli_from_dict(benches, description=__doc__))

@@ -59,7 +59,7 @@ sys.exit(0 if jax.default_backend() == "gpu" else "error: JAX finds no GPU; the 
       --json "$out/lane-$each.json"
   done
 
-  part kernels "$python" scripts/bench.py kernels
+  part fused "$python" scripts/bench.py fused
 
   for each in cudnn fa4; do
     if [ "$each" = fa4 ] && ! "$python" -c 'import fa4_jax' 2>/dev/null; then

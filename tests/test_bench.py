@@ -11,6 +11,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jspeed.errors import BadInput
+from jspeed.run.find import find
 
 from .data.on_disk import shard_bytes
 from .toys import TINY
@@ -147,6 +148,30 @@ def test_seconds_of_nanogpt_leave_evaluation_out(monkeypatch, shards, tmp_path):
         nanogpt.their_run(copy, Path(sys.executable))
 
 
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89"])
+def test_recipes_at_small_size_keep_their_schedule(monkeypatch, name):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.quality import settings, tokens_after
+
+    full, small = (find(name, sets, trace=False).recipe for sets in ((), settings(name, 4.0)))
+    assert small.steps == pytest.approx(full.steps / 4, abs=4)
+    assert tokens_after(name, settings(name, 4.0))[-1] == small.tokens
+    own = find(name, settings(f"{name}:EVAL_CHUNK=8", 4.0), trace=False)
+    assert own.fields["EVAL_CHUNK"] == 8
+
+
+def test_curves_are_compared_with_the_first_recipe(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.quality import compare
+
+    first, second = [[(0, 8.0), (100, 4.0)], [(0, 8.0), (100, 4.2)]], [[(0, 8.0), (50, 4.0)], [(0, 8.0), (60, 4.0)]]
+    rows = compare({"one": first, "two": second, "three": [[(0, 8.0), (90, 5.0)]], "none yet": []})
+    assert list(rows) == ["one", "two", "three"]
+    assert rows["one"]["loss"] == pytest.approx(4.1) and rows["one"]["p"] is None
+    assert rows["two"]["fraction"] == pytest.approx((50 + 60) / 2 * (3.9 / 4) / 100)
+    assert rows["two"]["p"] < 0.5 < rows["three"]["p"] and rows["three"]["fraction"] is None
+
+
 def test_kernels_of_a_gpu_are_added_up(monkeypatch):
     """A profile as CUPTI leaves it: streams whose kernels overlap, and a line that repeats them by module."""
     monkeypatch.syspath_prepend(SCRIPTS)
@@ -175,7 +200,7 @@ def test_a_gpu_day_goes_on_after_a_part_that_fails(tmp_path):
     environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "day")}
     done = subprocess.run([SCRIPTS / "gpu_day.sh"], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1, done.stdout
-    passed = "gpu-llmc gpu-r21 gpu-r29 gpu-r62 gpu-r89 lane-r62 lane-r89 kernels attention-cudnn"
+    passed = "gpu-llmc gpu-r21 gpu-r29 gpu-r62 gpu-r89 lane-r62 lane-r89 fused attention-cudnn"
     assert f"passed: devices tests {passed}\n" in done.stdout.replace("nvidia-smi ", "")
     assert "gpu-track3 (4)" in done.stdout and "training: no TOKEN_FOLDER given, skipped" in done.stdout
     assert (tmp_path / "day" / "log.txt").read_text() == done.stdout

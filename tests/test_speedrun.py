@@ -124,23 +124,24 @@ def gpt2_like_shards(folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("recipe", "own"),
+    ("recipe", "own", "near", "target"),
     [
-        ("r21", ["WINDOW=8", "FP8=on", "STEPS=24"]),
-        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30", "STEPS=24"]),
-        ("r62", ["FP8=on", "STEPS=(11,13)"]),
-        ("r89", ["FP8=on", "STEPS=(11,13)"]),
+        ("r21", ["WINDOW=8", "FP8=on", "STEPS=24"], 1e-3, 3.28),
+        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30", "STEPS=24"], 1e-3, 3.28),
+        # Their embeddings are their heads, and do not start at zero; their rates are made for more steps.
+        ("r62", ["FP8=on", "STEPS=(11,13)"], 5e-3, 5),
+        ("r89", ["FP8=on", "STEPS=(11,13)"], 5e-3, 5),
     ],
 )
-def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own):
+def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own, near, target):
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
     sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "EVAL_EVERY=12"]
-    flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
+    flags = ["--no-sample", "--mesh", "data=2", "--target-loss", str(target)]
     done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"
-    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=5e-3)
+    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=near)
     assert run["curve"][-1]["val_loss"] < run["curve"][0]["val_loss"] - 0.5
     assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
     assert "stage 2" in done.stdout and "xla, FP8 emulated" in done.stdout

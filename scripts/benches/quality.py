@@ -62,17 +62,21 @@ def quality(
         json_file: Write curves and tokens needed here.
         svg_file: Draw the validation curves of seed 1 against tokens here.
     """
-    planned = {label: settings(label, shorter) for label in recipes}
+    if seeds < 1 or shorter <= 0:
+        raise BadInput(f"--seeds {seeds} --shorter {shorter}: must be at least 1, and above 0")
+    sets = {label: settings(label, shorter) for label in recipes}
+    trained = {label: tokens_after(label, sets[label]) for label in recipes}
     curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokens(folder / "tokens", texts)
         for seed in range(1, seeds + 1):
-            for number, (label, sets) in enumerate(planned.items()):
+            for number, label in enumerate(recipes):
                 run_dir = folder / f"{number}-{seed}"
-                run = our_run(label.split(":")[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets)
-                trained = tokens_after(label.split(":")[0], sets)
-                curves[label].append([(trained[point["step"]], point["val_loss"]) for point in run["curve"]])
+                run = our_run(
+                    label.split(":")[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label]
+                )
+                curves[label].append([(trained[label][point["step"]], point["val_loss"]) for point in run["curve"]])
                 rows = compare(curves)
                 if json_file:  # after every run: hours of work lose nothing
                     write_whole(json_file, json.dumps({"curves": curves, "compared": rows}, indent=1) + "\n")
@@ -101,9 +105,9 @@ def settings(label: str, shorter: float) -> list[str]:
     return [*SETS[name], *(f"{field}={value!r}" for field, value in scaled.items()), *evaluations, *rest]
 
 
-def tokens_after(name: str, sets: Sequence[str]) -> list[int]:
+def tokens_after(label: str, sets: Sequence[str]) -> list[int]:
     """Return the tokens that a run has trained on after 0, 1, 2, ... steps."""
-    recipe = find(name, sets, trace=False).recipe
+    recipe = find(label.split(":")[0], sets, trace=False).recipe
     steps = (recipe.tokens_per_step(stage) for stage in recipe.stages for _ in range(stage.steps))
     return list(accumulate(steps, initial=0))
 
@@ -140,6 +144,7 @@ def write_tokens(out: Path, texts: Sequence[Path]) -> None:
         yield from documents(train or [last], "train", TOKENS)
         yield from documents([last], "val", 2 * VAL_TOKENS)
 
+    # Ids are GPT-2's own, as ranks are; only the mark is another.
     write_folder(out, both(), {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1}, "small")
 
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jspeed.errors import BadInput
-from jspeed.model.fp8 import E4M3
+from jspeed.model.fp8 import E4M3, quantise
 
 ROWS, COLUMNS = 128, 128  # of the output, for one warpgroup; two lie side by side
 STRIP = 64  # columns that leave the registers at once
@@ -43,7 +43,7 @@ def squared_relu_product(
         positive = jnp.maximum(pre, 0.0)
         h = (positive * positive).astype(jnp.bfloat16)
         h32 = h.astype(jnp.float32)
-        return h, jnp.minimum(h32 / scales[1], 448.0).astype(E4M3), jnp.max(h32, axis=1)
+        return h, jnp.minimum(h32 * (1 / scales[1]), 448.0).astype(E4M3), jnp.max(h32, axis=1)
 
     h_NF, copy_NF, largest_GN = _product(x_ND, w_FD, True, [scales_2], outputs, finish, interpret)
     return h_NF, copy_NF, largest_GN
@@ -57,8 +57,7 @@ def squared_relu_product_twin(
     pre_NF = (product_NF * scales_2[0]).astype(jnp.bfloat16).astype(jnp.float32)
     h_NF = jnp.square(jnp.maximum(pre_NF, 0.0)).astype(jnp.bfloat16)
     largest_NG = jnp.max(h_NF.reshape(h_NF.shape[0], -1, STRIP), axis=-1).astype(jnp.float32)
-    copy_NF = jnp.minimum(h_NF.astype(jnp.float32) / scales_2[1], 448.0).astype(E4M3)
-    return h_NF, copy_NF, largest_NG.T
+    return h_NF, quantise(h_NF, scales_2[1], E4M3), largest_NG.T
 
 
 def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, interpret: Any = False) -> jax.Array:

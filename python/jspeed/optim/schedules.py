@@ -17,7 +17,8 @@ def staged(peaks: Sequence[float], starts: Sequence[int], *, fall: Mapping[int, 
 
     def schedule(step: jnp.ndarray) -> jnp.ndarray:
         stage = jnp.searchsorted(jnp.asarray(starts), step, side="right") - 1
-        return jnp.asarray(peaks, jnp.float32)[stage] * (1 - fallen(step)) + floor * fallen(step)
+        share = fallen(step)
+        return jnp.asarray(peaks, jnp.float32)[stage] * (1 - share) + floor * share
 
     return schedule
 
