@@ -39,7 +39,7 @@ def test_rotation_is_the_records_with_its_neighbours_apart(paired):
     found = rotate(
         jnp.asarray(x[..., order], jnp.float32),
         angles,
-        pair_positions(9, 4) if paired else jnp.arange(9)[:, None],
+        pair_positions(9) if paired else jnp.arange(9)[:, None],
     )
     np.testing.assert_allclose(found, expected[..., order], atol=2e-6)
 

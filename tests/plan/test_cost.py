@@ -10,8 +10,10 @@ TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %fused_slice (param_0.1: bf16[48,768,768]) -> bf16[768,768] {
   %param_0.1 = bf16[48,768,768]{2,1,0} parameter(0)
-  %cut = bf16[1,768,768]{2,1,0} slice(%param_0.1), slice={[0:1], [0:768], [0:768]}
-  ROOT %flat = bf16[768,768]{1,0} bitcast(%cut)
+  %wide = f32[48,768,768]{2,1,0} convert(%param_0.1)
+  %cut = f32[1,768,768]{2,1,0} slice(%wide), slice={[0:1], [0:768], [0:768]}
+  %narrow = bf16[1,768,768]{2,1,0} convert(%cut)
+  ROOT %flat = bf16[768,768]{1,0} bitcast(%narrow)
 }
 
 ENTRY %main (x: bf16[49152,768], part: bf16[6,768,768]) -> bf16[49152,768] {

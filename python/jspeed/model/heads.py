@@ -31,9 +31,9 @@ def attention_in_pairs(
     return attention(*paired, documents=pair_documents(documents), **rest).reshape(v_BTHK.shape)
 
 
-def pair_positions(length: int, heads: int) -> jax.Array:
-    """Positions by which the heads of a pair turn: fp32 ``[T, H]``, 2t for even heads and 2t + 1 for odd ones."""
-    return 2.0 * jnp.arange(length)[:, None] + (jnp.arange(heads) % 2)[None, :]
+def pair_positions(length: int) -> jax.Array:
+    """Positions by which the heads of a pair turn: fp32 ``[T, 2]``, 2t for even heads and 2t + 1 for odd ones."""
+    return 2.0 * jnp.arange(length)[:, None] + jnp.arange(2)[None, :]
 
 
 def pair_documents(documents: Documents) -> Documents:
@@ -81,12 +81,29 @@ def composed(
     query, key = jnp.arange(size)[:, None] + size, jnp.arange(2 * size)[None]
     seen = (key <= query) & (query - key < window)
     seen = seen[None, None] & (ids_BNS[..., None] == with_previous(ids_BNS, fill=-1)[..., None, :])
-    scores = jnp.einsum(
-        "bnihk,bnjhk->bnhij", cut(q_BTHK), with_previous(cut(k_BTHK)), preferred_element_type=jnp.float32
-    )
+    scores = _scores(cut(q_BTHK), with_previous(cut(k_BTHK)))
     p = jax.nn.softmax(jnp.where(seen[:, :, None], scale * scores, -jnp.inf), axis=-1)
     take_BTH = take_BTH.astype(jnp.float32)
     take_BTH *= jax.lax.rsqrt(jnp.mean(jnp.square(take_BTH), axis=-1, keepdims=True) + 1e-6)
     mixed = jnp.sum(p * jnp.moveaxis(cut(take_BTH), 3, 2)[..., None], axis=2).astype(v_BTHK.dtype)
     y = jnp.einsum("bnij,bnjhk->bnihk", mixed, with_previous(cut(v_BTHK)))
     return y.reshape(rows, blocks * size, heads, width)[:, :length] * give_BTH[..., None].astype(v_BTHK.dtype)
+
+
+@jax.custom_vjp
+def _scores(q_BNIHK: jax.Array, k_BNJHK: jax.Array) -> jax.Array:
+    """Products of queries and keys, fp32 ``[B, N, H, I, J]``.
+
+    Their gradient is multiplied in the dtype of the operands, as attention kernels do: JAX's own would be fp32, and
+    twice the bytes.
+    """
+    return jnp.einsum("bnihk,bnjhk->bnhij", q_BNIHK, k_BNJHK, preferred_element_type=jnp.float32)
+
+
+def _scores_backward(saved: tuple[jax.Array, jax.Array], g_BNHIJ: jax.Array):
+    q_BNIHK, k_BNJHK = saved
+    g_BNHIJ = g_BNHIJ.astype(q_BNIHK.dtype)
+    return jnp.einsum("bnhij,bnjhk->bnihk", g_BNHIJ, k_BNJHK), jnp.einsum("bnhij,bnihk->bnjhk", g_BNHIJ, q_BNIHK)
+
+
+_scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)

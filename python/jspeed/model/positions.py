@@ -31,18 +31,20 @@ def yarn(
     return angles, scale
 
 
-def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TH: jax.Array) -> jax.Array:
+def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Array) -> jax.Array:
     """Turn the first ``2 len(angles)`` channels of each head by position x angle; same shape and dtype out.
 
     Channel c turns with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from record 58 on: the same
-    model with its columns in another order. ``positions_TH`` is ``[T, H]`` or ``[T, 1]``.
+    model with its columns in another order. ``positions_TP`` is ``[T, P]``: head h turns by column h modulo P.
     """
-    count = len(angles)
-    angle_THF = positions_TH.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
-    cos, sin = jnp.cos(angle_THF)[None], jnp.sin(angle_THF)[None]
-    first, second = (x_BTHK[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
+    count, columns = len(angles), positions_TP.shape[1]
+    angle_TPF = positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
+    cos, sin = jnp.cos(angle_TPF)[None, :, None], jnp.sin(angle_TPF)[None, :, None]
+    x = x_BTHK.reshape(*x_BTHK.shape[:2], -1, columns, x_BTHK.shape[3])
+    first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
     turned = [first * cos + second * sin, second * cos - first * sin]
-    return jnp.concatenate([*(part.astype(x_BTHK.dtype) for part in turned), x_BTHK[..., 2 * count :]], axis=-1)
+    turned = jnp.concatenate([*(part.astype(x.dtype) for part in turned), x[..., 2 * count :]], axis=-1)
+    return turned.reshape(x_BTHK.shape)
 
 
 def previous(x_BT: jax.Array) -> jax.Array:

@@ -206,11 +206,11 @@ def _bytes_used(step: Instruction, users: dict[str, list[Instruction]], body: di
             continue
         elif user.opcode == "scatter" and user.operands[0] == step.name:
             total += body[user.operands[2]].bytes
-        elif user.opcode == "bitcast":
-            total += _bytes_used(user, users, body)
+        elif user.opcode in ("bitcast", "convert"):
+            total += _bytes_used(user, users, body) * step.bytes // max(1, user.bytes)
         else:
             return step.bytes
-    return total
+    return min(total, step.bytes)
 
 
 def _computations(text: str) -> dict[str, dict[str, Instruction]]:

@@ -172,15 +172,14 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
-    feed = partial(mlp, share=tokens_BT.shape[0] / LANES)
-    matrices = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH)
+    feed, matrices = partial(mlp, share=tokens_BT.shape[0] / LANES), params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH)
 
     def attend(a_BTD: jax.Array, layer: int, more: Any = 0.0, gate_BTH: jax.Array | None = None) -> jax.Array:
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
         queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
         value, out = params["values_outs"][2 * number : 2 * number + 2]
         value_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
-        positions_TH = pair_positions(length, HEADS) if paired else jnp.arange(length)[:, None]
+        positions_TH = pair_positions(length) if paired else jnp.arange(length)[:, None]
         q, k = jnp.split(jnp.einsum("btd,gdk->btgk", a_BTD, queries_keys), 2, axis=2)
         q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(heads)), angles, positions_TH) for x in (q, k))
         v_BTHK = (a_BTD @ (value_scale * value)).reshape(heads) + more
