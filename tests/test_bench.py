@@ -160,6 +160,15 @@ def test_recipes_at_small_size_keep_their_schedule(monkeypatch, name):
     assert own.fields["EVAL_CHUNK"] == 8
 
 
+def test_a_change_of_a_recipe_may_hold_colons(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.quality import settings
+
+    sets = settings("r89:COOLDOWN={400: 0.0, 1200: 1.0}:MUDD_WIDTH=8", 4.0)
+    fields = find("r89", sets, trace=False).fields
+    assert (fields["COOLDOWN"], fields["MUDD_WIDTH"]) == ({100: 0.0, 300: 1.0}, 8)
+
+
 def test_curves_are_compared_with_the_first_recipe(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from benches.quality import compare
