@@ -43,8 +43,8 @@ def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Arr
     x = x_BTHK.reshape(*x_BTHK.shape[:2], -1, columns, x_BTHK.shape[3])
     first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
     turned = [first * cos + second * sin, second * cos - first * sin]
-    turned = jnp.concatenate([*(part.astype(x.dtype) for part in turned), x[..., 2 * count :]], axis=-1)
-    return turned.reshape(x_BTHK.shape)
+    parts = [*(part.astype(x.dtype) for part in turned), x[..., 2 * count :]]
+    return jnp.concatenate(parts, axis=-1).reshape(x_BTHK.shape)
 
 
 def previous(x_BT: jax.Array) -> jax.Array:
