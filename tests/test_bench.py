@@ -148,7 +148,7 @@ def test_seconds_of_nanogpt_leave_evaluation_out(monkeypatch, shards, tmp_path):
         nanogpt.their_run(copy, Path(sys.executable))
 
 
-@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89"])
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed1"])
 def test_recipes_at_small_size_keep_their_schedule(monkeypatch, name):
     monkeypatch.syspath_prepend(SCRIPTS)
     from benches.quality import settings, tokens_after
@@ -177,8 +177,10 @@ def test_curves_are_compared_with_the_first_recipe(monkeypatch):
     rows = compare({"one": first, "two": second, "three": [[(0, 8.0), (90, 5.0)]], "none yet": []})
     assert list(rows) == ["one", "two", "three"]
     assert rows["one"]["loss"] == pytest.approx(4.1) and rows["one"]["p"] is None
-    assert rows["two"]["fraction"] == pytest.approx((50 + 60) / 2 * (3.9 / 4) / 100)
-    assert rows["two"]["p"] < 0.5 < rows["three"]["p"] and rows["three"]["fraction"] is None
+    # At 4.1, which the second run of "one" does not reach; "three" ends at 5.0.
+    assert rows["two"]["fraction"] == pytest.approx((50 + 60) * (3.9 / 4) / (97.5 + 100))
+    assert rows["three"]["fraction"] == pytest.approx(2 * 90 / (75 + 100 * 3 / 3.8))
+    assert rows["two"]["p"] < 0.5 < rows["three"]["p"]
 
 
 def test_kernels_of_a_gpu_are_added_up(monkeypatch):

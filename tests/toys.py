@@ -63,5 +63,7 @@ TOYS = {
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }
 
+TOYS["jspeed1"] = TOYS["r89"]
+
 # Recipes that compute what another one does, at another size: tests of the step and of generation leave them out.
-ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu"}
+ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu", "jspeed1": "r89"}

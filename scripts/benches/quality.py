@@ -1,6 +1,7 @@
 """Recipes at one small size on the same tokens in the same order: which loss after how many tokens."""
 
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ SETS = {
     "r62": [*STAGED, f"BIGRAMS={5 * VOCAB}"],
     "r89": [*STAGED, f"BIGRAMS={15 * VOCAB // 2}", "MUDD_WIDTH=32"],
 }
+SETS["jspeed1"] = SETS["r89"]
 IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE")
 
 
@@ -73,9 +75,7 @@ def quality(
         for seed in range(1, seeds + 1):
             for number, label in enumerate(recipes):
                 run_dir = folder / f"{number}-{seed}"
-                run = our_run(
-                    label.split(":")[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label]
-                )
+                run = our_run(parts(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label])
                 curves[label].append([(trained[label][point["step"]], point["val_loss"]) for point in run["curve"]])
                 rows = compare(curves)
                 if json_file:  # after every run: hours of work lose nothing
@@ -87,9 +87,14 @@ def quality(
         picture.curves_svg(svg_file, points, goal, "width 128, same tokens in the same order", "million tokens")
 
 
+def parts(label: str) -> list[str]:
+    """Split ``NAME[:FIELD=VALUE ...]``; a value may have colons of its own."""
+    return re.split(r":(?=[A-Z][A-Z0-9_]*=)", label)
+
+
 def settings(label: str, shorter: float) -> list[str]:
     """Return the ``--set`` of a recipe at this size, ``NAME[:FIELD=VALUE ...]``."""
-    name, *own = label.split(":")
+    name, *own = parts(label)
     if name not in SETS:
         raise BadInput(f"recipe '{name}' has no small size here; those that have: {', '.join(SETS)}")
     fields = find(name, own, trace=False).fields
@@ -107,7 +112,7 @@ def settings(label: str, shorter: float) -> list[str]:
 
 def tokens_after(label: str, sets: Sequence[str]) -> list[int]:
     """Return the tokens that a run has trained on after 0, 1, 2, ... steps."""
-    recipe = find(label.split(":")[0], sets, trace=False).recipe
+    recipe = find(parts(label)[0], sets, trace=False).recipe
     steps = (recipe.tokens_per_step(stage) for stage in recipe.stages for _ in range(stage.steps))
     return list(accumulate(steps, initial=0))
 
@@ -149,19 +154,23 @@ def write_tokens(out: Path, texts: Sequence[Path]) -> None:
 
 
 def compare(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> dict[str, dict[str, Any]]:
-    """Compare final losses with the first recipe's, and the tokens at which a curve first meets its mean final loss."""
+    """Compare final losses with the first recipe's, and the tokens to the higher of the two mean final losses."""
     ends = {label: [curve[-1][1] for curve in found] for label, found in curves.items() if found}
-    label = next(iter(ends))
-    goal, total, sigma = statistics.fmean(ends[label]), curves[label][0][-1][0], pooled_sigma(ends.values())
+    first, sigma = next(iter(ends)), pooled_sigma(ends.values())
+
+    def needed(label: str, goal: float) -> float:
+        return statistics.fmean(meets(curve, goal) or curve[-1][0] for curve in curves[label])
+
     rows = {}
-    for other, losses in ends.items():
-        needed = [tokens / total for curve in curves[other] if (tokens := meets(curve, goal))]
-        rows[other] = {
-            "tokens": curves[other][0][-1][0],
+    for label, losses in ends.items():
+        goal = max(statistics.fmean(losses), statistics.fmean(ends[first]))
+        rows[label] = {
+            "tokens": curves[label][0][-1][0],
             "losses": losses,
             "loss": statistics.fmean(losses),
-            "fraction": statistics.fmean(needed) if len(needed) == len(losses) else None,
-            "p": better_than(losses, ends[label], sigma).p if sigma and other != label else None,
+            "goal": goal,
+            "fraction": needed(label, goal) / needed(first, goal),
+            "p": better_than(losses, ends[first], sigma).p if sigma and label != first else None,
         }
     return rows
 
@@ -178,10 +187,11 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the comparison as a table."""
     made = Table(box=None, pad_edge=False)
     first = next(iter(rows))
-    for name in ("recipe", "tokens", "final loss", "runs", f"of {first}'s tokens to its loss", f"p, below {first}"):
+    columns = ("recipe", "tokens", "final loss", "runs", "at loss", f"tokens there, of {first}'s", f"p, below {first}")
+    for name in columns:
         made.add_column(name, justify="left" if name == "recipe" else "right")
     for label, row in rows.items():
-        fraction = f"{row['fraction']:.2f}" if row["fraction"] else "not reached"
         p = "-" if row["p"] is None else f"{row['p']:.2g}"
-        made.add_row(label, f"{row['tokens']:,}", f"{row['loss']:.4f}", str(len(row["losses"])), fraction, p)
+        losses = f"{row['loss']:.4f}", str(len(row["losses"])), f"{row['goal']:.4f}"
+        made.add_row(label, f"{row['tokens']:,}", *losses, f"{row['fraction']:.2f}", p)
     return made
