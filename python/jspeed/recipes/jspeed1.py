@@ -175,9 +175,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
         value, out = params["values_outs"][2 * number : 2 * number + 2]
         value_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
-        positions_TH = pair_positions(length) if paired else jnp.arange(length)[:, None]
+        positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
         q, k = jnp.split(jnp.einsum("btd,gdk->btgk", a_BTD, queries_keys), 2, axis=2)
-        q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(heads)), angles, positions_TH) for x in (q, k))
+        q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(heads)), angles, positions_TP) for x in (q, k))
         v_BTHK = (a_BTD @ (value_scale * value)).reshape(heads) + more
         if layer in LONG_LAYERS:
             k_BTHK = offset_keys(k_BTHK)

@@ -152,9 +152,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
         query, key, value, out = params["attention"][4 * number : 4 * number + 4]
         value_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
-        positions_TH = pair_positions(length) if paired else jnp.arange(length)[:, None]
-        q_BTHK = rotate(rms_norm((a_BTD @ query).reshape(heads)), angles, positions_TH)
-        k_BTHK = rotate(rms_norm((a_BTD @ key).reshape(heads)), angles, positions_TH)
+        positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
+        q_BTHK = rotate(rms_norm((a_BTD @ query).reshape(heads)), angles, positions_TP)
+        k_BTHK = rotate(rms_norm((a_BTD @ key).reshape(heads)), angles, positions_TP)
         v_BTHK = (a_BTD @ (value_scale * value)).reshape(heads)
         if layer in LONG_LAYERS:
             k_BTHK = offset_keys(k_BTHK)
