@@ -62,9 +62,13 @@ def test_prefixes_of_gpt2(monkeypatch):
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")
-    found = gpt2_prefixes(50_304)
+    found = gpt2_prefixes(50_256, 50_304)
     assert found.shape == (50_304,) and found.dtype == np.int32
     assert np.all(found[50_256:] == -1) and np.all(found[:256] == -1) and np.all(found < 50_256)
+    # In a vocabulary of fewer byte pairs, what lies beyond them is no byte pair, nor the prefix of one.
+    few = gpt2_prefixes(4095, 4096)
+    assert found[4095] >= 0 and few[4095] == -1 and few.max() < 4095
+    np.testing.assert_array_equal(few[:300], np.where(found[:300] < 4095, found[:300], few[:300]))
     for id in np.random.default_rng(0).integers(256, 50_256, size=300):
         token, prefix = (encoding.decode_single_token_bytes(int(i)) for i in (id, found[id]))
         assert token.startswith(prefix) and len(prefix) < len(token)

@@ -38,10 +38,11 @@ lookup.defvjp(_lookup_forward, _lookup_backward)
 def rms_norm(x: jax.Array) -> jax.Array:
     """Divide by the root mean square over the last axis; no gain. fp32 inside, ``x``'s shape and dtype out.
 
-    Used before every sub-layer, before the head, and on queries and keys (QK-norm), as in modded-nanogpt.
+    Used before every sub-layer, before the head, and on queries and keys (QK-norm), as in modded-nanogpt. The epsilon
+    under the root is that of fp32, PyTorch's default in ``F.rms_norm``.
     """
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + 1e-6)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + jnp.finfo(jnp.float32).eps)
     return (x32 * scale).astype(x.dtype)
 
 

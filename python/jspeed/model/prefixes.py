@@ -22,8 +22,10 @@ def longest_prefixes(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
 
 
 @cache
-def gpt2_prefixes(size: int) -> NDArray[np.int32]:
-    """Return :func:`longest_prefixes` of GPT-2's vocabulary for ids below ``size``: -1 beyond it and for specials.
+def gpt2_prefixes(ordinary: int, size: int) -> NDArray[np.int32]:
+    """Return :func:`longest_prefixes` of GPT-2's first ``ordinary`` byte pairs: int32 ``[size]``, -1 for other ids.
+
+    An id from ``ordinary`` on is a special token, padding, or what a smaller vocabulary uses it for: no byte pair.
 
     Raises BadInput when tiktoken can neither find nor fetch the vocabulary.
     """
@@ -36,6 +38,5 @@ def gpt2_prefixes(size: int) -> NDArray[np.int32]:
             f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); connect to the network, "
             "or set TIKTOKEN_CACHE_DIR to a folder that has it"
         ) from None
-    ordinary = encoding.n_vocab - len(encoding.special_tokens_set)
-    found = longest_prefixes([encoding.decode_single_token_bytes(id) for id in range(ordinary)])[:size]
-    return np.pad(np.where(found < size, found, -1), (0, size - len(found)), constant_values=-1)
+    found = longest_prefixes([encoding.decode_single_token_bytes(id) for id in range(ordinary)])
+    return np.pad(found, (0, size - ordinary), constant_values=-1)

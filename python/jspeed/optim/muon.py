@@ -17,7 +17,7 @@ Coefficients = tuple[tuple[float, float, float], ...]
 NEWTON_SCHULZ_5: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 # Twelve of the Newton-Schulz iteration that converges to 1 (modded-nanogpt, track 3 baseline).
 NEWTON_SCHULZ_12: Coefficients = ((2.0, -1.5, 0.5),) * 12
-# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X / (1.02 ||X||_F).
+# Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X / (1.02 ||X||_F + 1e-6).
 POLAR_EXPRESS: Coefficients = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -47,8 +47,8 @@ def orthogonalise(
     if tall:
         x = x.mT
     norm = jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True)
-    safety = 1.02 if coefficients is POLAR_EXPRESS else 1.0
-    x = (x / (safety * norm + 1e-7)).astype(dtype)
+    safety, epsilon = (1.02, 1e-6) if coefficients is POLAR_EXPRESS else (1.0, 1e-7)
+    x = (x / (safety * norm + epsilon)).astype(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x

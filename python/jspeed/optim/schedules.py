@@ -23,7 +23,7 @@ def staged(peaks: Sequence[float], starts: Sequence[int], *, fall: Mapping[int, 
     return schedule
 
 
-def through(points: Mapping[int, float]) -> optax.Schedule:
+def through(points: Mapping[int, float] | Mapping[float, float]) -> optax.Schedule:
     """Straight lines through ``points`` (step: value, ascending); level before the first and after the last."""
     steps, values = np.array(list(points)), np.array(list(points.values()), np.float32)
     return lambda step: jnp.interp(jnp.asarray(step, jnp.float32), steps, values)

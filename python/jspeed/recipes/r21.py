@@ -5,8 +5,9 @@ What        Against track3: no biases and no gains; the embedding enters every l
             (U-net), layer 7 has no attention; lanes of 49,152 tokens with attention inside documents and windows
             that grow from 128 to 1,792 tokens, half of that outside LONG_LAYERS; another softcap; the head in FP8;
             momentum warm-up, no weight decay, rates that end at a tenth; 384 Ki tokens a step, 1,770 steps.
-Departures  A window is so many tokens, not a budget of key blocks of which document borders eat; tables and their Adam
-            moments are stored in fp32; validation on the way uses the last stage's windows.
+Departures  A window of n blocks shows every query 128 n - 63 keys; the record's mask of blocks shows 128 (n - 1) + 1 to
+            128 n, by the query's place in its block, 128 n - 63.5 in the mean; tables and their Adam moments are stored
+            in fp32; validation on the way uses the last stage's windows.
 Source      modded-nanogpt record 21: 2.933 minutes on 8xH100 (100 ms a step), 3.2787 (n = 81).
 Hardware    8xH100: compiled for it, not run here. On CPU at a small size: benchmarks/quality.md.
 Parent      track3
@@ -25,6 +26,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.layers import lookup, mix, relu_squared, rms_norm, rotary, zero_every
 from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
 from jspeed.optim.muon import NEWTON_SCHULZ_5, muon
+from jspeed.optim.schedules import through
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
 # Model
@@ -178,8 +180,7 @@ def loss(
 
 def falling(peak: float) -> optax.Schedule:
     """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
-    steps = round(COOLDOWN * STEPS)
-    return optax.linear_schedule(peak, FINAL_LR * peak, steps, transition_begin=STEPS - steps)
+    return through({(1 - COOLDOWN) * STEPS: peak, STEPS: FINAL_LR * peak})
 
 
 def momentum(step: jax.Array) -> jax.Array:
@@ -216,8 +217,9 @@ def blocks_at(step: int) -> int:
 
 
 def windows_of(blocks: int) -> tuple[int, ...]:
-    """The window of every layer in tokens: ``blocks`` in LONG_LAYERS, half of them elsewhere."""
-    return tuple(BLOCK * (blocks if layer in LONG_LAYERS else max(1, blocks // 2)) for layer in range(LAYERS))
+    """The window of every layer in tokens: ``blocks`` in LONG_LAYERS, half of them elsewhere, the newest half full."""
+    most = [blocks if layer in LONG_LAYERS else max(1, blocks // 2) for layer in range(LAYERS)]
+    return tuple(BLOCK * n - BLOCK // 2 + 1 for n in most)
 
 
 STAGES = tuple(

@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.nn import initializers
 
@@ -22,6 +21,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.layers import lookup, mix, relu_squared, rms_norm, rotary, zero_every
 from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
 from jspeed.optim.muon import NEWTON_SCHULZ_5, muon
+from jspeed.optim.schedules import through
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
 # Model
@@ -178,18 +178,12 @@ def loss(
 
 def falling(peak: float) -> optax.Schedule:
     """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
-    steps = round(COOLDOWN * STEPS)
-    return optax.linear_schedule(peak, FINAL_LR * peak, steps, transition_begin=STEPS - steps)
+    return through({(1 - COOLDOWN) * STEPS: peak, STEPS: FINAL_LR * peak})
 
 
 def momentum(step: jax.Array) -> jax.Array:
     """Muon's momentum, warmed up linearly."""
     return optax.linear_schedule(MOMENTUM_START, MOMENTUM_END, MOMENTUM_WARMUP)(step)
-
-
-def muon_on(scale: float | np.ndarray) -> optax.GradientTransformation:
-    """Muon with the recipe's constants, its updates times ``scale``."""
-    return muon(falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=scale, dtype=COMPUTE)
 
 
 def adam(peak: float) -> optax.GradientTransformation:
@@ -199,11 +193,12 @@ def adam(peak: float) -> optax.GradientTransformation:
 
 def optimizer() -> optax.GradientTransformation:
     """Muon on the blocks' matrices, Adam on the rest."""
-    up_and_down = np.tile([(MLP_WIDTH / WIDTH) ** 0.5, 1.0], LAYERS)[:, None, None]
+    # No shape has a rate of its own: the record stores up, like down, with fewer rows than columns.
+    matrices = muon(falling(MUON_LR), momentum, coefficients=NEWTON_SCHULZ_5, scale=1.0, dtype=COMPUTE)
     by_group = {
-        "attention": muon_on(1.0),
-        "mlp": muon_on(up_and_down.astype(np.float32)),
-        "gate": muon_on(1.0),
+        "attention": matrices,
+        "mlp": matrices,
+        "gate": matrices,
         "embed": adam(EMBED_LR),
         "head": adam(HEAD_LR),
         "scalars": adam(SCALAR_LR),

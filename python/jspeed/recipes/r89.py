@@ -178,11 +178,11 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
         queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
         value, out = params["values_outs"][2 * number : 2 * number + 2]
-        value_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
+        own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
         positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
-        q, k = jnp.split(jnp.einsum("btd,gdk->btgk", a_BTD, queries_keys), 2, axis=2)
+        q, k = jnp.split(jnp.einsum("btd,gdk->btgk", a_BTD, own_scale * queries_keys), 2, axis=2)
         q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(heads)), angles, positions_TP) for x in (q, k))
-        v_BTHK = (a_BTD @ (value_scale * value)).reshape(heads) + more
+        v_BTHK = (a_BTD @ (own_scale * value)).reshape(heads) + more
         if layer in LONG_LAYERS:
             k_BTHK = offset_keys(k_BTHK)
         if layer in VALUE_OF:
@@ -252,7 +252,7 @@ def loss(
         shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
         targets_BT, weights_BT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
         if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
-            prefixes, share = jnp.asarray(gpt2_prefixes(VOCAB)), through(PREFIX_SHARE)(ctx.step)
+            prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), through(PREFIX_SHARE)(ctx.step)
             targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=chunk)
