@@ -90,10 +90,10 @@ class Context:
     """What ``forward`` and ``loss`` may know besides parameters and tokens; all but ``step`` fixed at compile time.
 
     ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
-    multiplication is on these devices: ``native``, ``emulated`` (same numbers, no speed) or ``missing``. ``blocks`` is
-    :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the number of steps before this
-    one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``. ``fetch(table, ids)`` looks up rows of a
-    table with a ``row`` axis, wherever they lie.
+    multiplication is on these devices: ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or
+    ``missing``. ``blocks`` is :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the
+    number of steps before this one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``.
+    ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
     """
 
     stage: Stage

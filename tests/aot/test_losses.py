@@ -1,10 +1,12 @@
 """The loss compiled for an H100 that is not there: FP8 calls, and nothing of fp32 logits' size in memory."""
 
 import math
+import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -48,6 +50,19 @@ def gemms(program):
     return [call.attributes for call in hlo.custom_calls(program.as_text(), "__cublas$lt$matmul$f8")]
 
 
+def scales_of(program):
+    """Name the two scales of every FP8 call, constants of the program that bf16 has."""
+    text = program.as_text()
+    constants = dict(re.findall(r"%(\S+) = f32\[\]\S* constant\((\S+)\)", text))
+    names = {np.float32(np.asarray(scale, jnp.bfloat16)): name for name, scale in SCALES._asdict().items()}
+    calls = re.findall(
+        r"custom-call\(%\S+, %\S+, %(\S+), %(\S+)\), custom_call_target=\"__cublas\$lt\$matmul\$f8", text
+    )
+    return sorted(
+        tuple(sorted((names[np.float32(constants[c])] for c in call), key=["grad", "x", "w"].index)) for call in calls
+    )
+
+
 @pytest.mark.parametrize("cap", [sigmoid_cap(15.0), root_cap(15.0)], ids=["sigmoid", "root"])
 @pytest.mark.parametrize(("tokens", "rows"), [(16_384, 8), (49_152, 1)])
 def test_fp8_head(device, tokens, rows, cap):
@@ -56,6 +71,8 @@ def test_fp8_head(device, tokens, rows, cap):
     assert len(calls) == 3
     # Fast accumulation in the forward product alone.
     assert sum("HIGHEST" in line for line in calls) == 2
+    # Each product undoes what its own operands were divided by, to the last bit.
+    assert scales_of(program) == sorted([("x", "w"), ("grad", "w"), ("grad", "x")])
     # The logits once, written by their product with its scale; their gradient in the layouts of both products.
     size = tokens * VOCAB
     assert made(program, size) == {"bf16": 1, "f8e5m2": 2}

@@ -40,18 +40,23 @@ def test_product_and_gradients(case, dtype, tolerance):
     x, w, g = case
     x, g = x.astype(dtype), g.astype(dtype)
     y, dx, dw = products(x, w, g, SCALES)
-    xq, wq = rounded(x, SCALES.x, ml_dtypes.float8_e4m3fn), rounded(w, SCALES.w, ml_dtypes.float8_e4m3fn)
-    gq = rounded(g, SCALES.grad, ml_dtypes.float8_e5m2)
+    # Divisors are numbers of the product's dtype.
+    scales = Scales(*(float(np.asarray(scale, dtype)) for scale in SCALES))
+    xq, wq = rounded(x, scales.x, ml_dtypes.float8_e4m3fn), rounded(w, scales.w, ml_dtypes.float8_e4m3fn)
+    gq = rounded(g, scales.grad, ml_dtypes.float8_e5m2)
     assert (y.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
     expected = (
-        np.einsum("btd,vd->btv", xq, wq) * SCALES.x * SCALES.w,
-        np.einsum("btv,vd->btd", gq, wq) * SCALES.grad * SCALES.w,
-        np.einsum("btv,btd->vd", gq, xq) * SCALES.grad * SCALES.x,
+        np.einsum("btd,vd->btv", xq, wq) * scales.x * scales.w,
+        np.einsum("btv,vd->btd", gq, wq) * scales.grad * scales.w,
+        np.einsum("btv,btd->vd", gq, xq) * scales.grad * scales.x,
     )
     for found, value in zip((y, dx, dw), expected, strict=True):
         np.testing.assert_allclose(
             found.astype(jnp.float32), value, rtol=tolerance, atol=tolerance * np.abs(value).max()
         )
+        # Neither larger nor smaller on average. Without FP8 hardware the widened operands are rounded to the dtype.
+        ratio = np.vdot(found.astype(jnp.float32), value) / np.vdot(value, value)
+        assert ratio == pytest.approx(1, abs=1e-6 if dtype == jnp.float32 else 1.5e-3)
     # And near the product that was asked for.
     plain = np.einsum("btd,vd->btv", x.astype(jnp.float32), w)
     assert 1e-3 < np.abs(np.asarray(y, np.float32) - plain).max() / np.abs(plain).max() < 0.06

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import Precision
 from jax.typing import DTypeLike
 
@@ -15,7 +16,9 @@ class Scales(NamedTuple):
     """Divisors: an operand is stored as ``operand / scale`` and the product multiplied by both scales.
 
     ``x`` and ``w`` bring activations and weights into +-448 (e4m3), ``grad`` the gradient of the output into
-    +-57,344 (e5m2). They are Python floats, part of the program: measuring them would cost a pass over the data.
+    +-57,344 (e5m2). They are Python floats, part of the program: measuring them would cost a pass over the data. Used
+    are the nearest numbers of the compute dtype (bf16: within 0.4 %), for division and multiplication alike, so that
+    no product is larger or smaller than its operands say.
     """
 
     x: float
@@ -36,7 +39,7 @@ def matmul(x: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Array:
     With ``scales`` the operands are e4m3 and the incoming gradient e5m2; without, all are in ``x.dtype``. As in
     modded-nanogpt the forward product accumulates fast (14 bits or so on Hopper) and the backward ones in full.
     Gradients come in the dtype of what they belong to, rounded once. XLA makes the FP8 products cuBLASLt calls
-    on GPUs from sm_89 on, and computes the same numbers slowly elsewhere.
+    on GPUs from sm_89 on. Elsewhere operands are widened to ``x.dtype``, which is slow, and rounds them in bf16.
     """
     # XLA's rewriter takes exactly one dimension beside the contracted one.
     y_NV = _matmul(x.reshape(-1, x.shape[-1]), w_VD, scales)
@@ -69,18 +72,14 @@ def _forward_matmul(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scal
 
 
 def _forward_only(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
-    # Factors known only at run time go before the product: so XLA's rewriter takes them into the call.
-    q_ND, q_VD = (
-        quantise(a, scale.astype(jnp.float32), E4M3).astype(x_ND.dtype) * scale
-        for a, scale in ((x_ND, x_scale), (w_VD, w_scale))
-    )
-    return _dot(q_ND, q_VD, (1, 1), 1.0, x_ND.dtype, Precision.DEFAULT), (x_ND, w_VD)
+    q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
+    return _dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), (x_ND, w_VD)
 
 
 def _backward_wide(saved: tuple[jax.Array, ...], g_NV: jax.Array):
     x_ND, w_VD = saved
-    dx_ND = _dot(g_NV, w_VD.astype(g_NV.dtype), (1, 0), 1.0, x_ND.dtype, Precision.DEFAULT)
-    dw_VD = _dot(g_NV, x_ND, (0, 0), 1.0, w_VD.dtype, Precision.DEFAULT)
+    dx_ND = _dot(g_NV, w_VD.astype(g_NV.dtype), (1, 0), None, x_ND.dtype, Precision.DEFAULT)
+    dw_VD = _dot(g_NV, x_ND, (0, 0), None, w_VD.dtype, Precision.DEFAULT)
     return dx_ND, dw_VD, None, None
 
 
@@ -110,10 +109,11 @@ def _matmul(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Arra
 
 def _forward(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None):
     if scales is None:
-        q_ND, q_VD, scale = x_ND, w_VD.astype(x_ND.dtype), 1.0
+        q_ND, q_VD, factors = x_ND, w_VD.astype(x_ND.dtype), None
     else:
-        q_ND, q_VD, scale = quantise(x_ND, scales.x, E4M3), quantise(w_VD, scales.w, E4M3), scales.x * scales.w
-    y_NV = _dot(q_ND, q_VD, (1, 1), scale, x_ND.dtype, Precision.DEFAULT)
+        factors = _as_multiplied(scales.x, x_ND.dtype), _as_multiplied(scales.w, x_ND.dtype)
+        q_ND, q_VD = (quantise(a, scale, E4M3) for a, scale in zip((x_ND, w_VD), factors, strict=True))
+    y_NV = _dot(q_ND, q_VD, (1, 1), factors, x_ND.dtype, Precision.DEFAULT)
     # The operands are kept as they were multiplied; the originals only lend their dtypes.
     return y_NV, (q_ND, q_VD, x_ND[:0], w_VD[:0])
 
@@ -121,21 +121,34 @@ def _forward(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None):
 def _backward(scales: Scales | None, saved: tuple[jax.Array, ...], g_NV: jax.Array):
     q_ND, q_VD, x_0D, w_0D = saved
     if scales is None:
-        q_NV, x_scale, w_scale, precision = g_NV, 1.0, 1.0, Precision.DEFAULT
+        q_NV, with_w, with_x, precision = g_NV, None, None, Precision.DEFAULT
     else:
-        q_NV, precision = quantise(g_NV, scales.grad, E5M2), Precision.HIGHEST
-        x_scale, w_scale = scales.grad * scales.w, scales.grad * scales.x
-    dx_ND = _dot(q_NV, q_VD, (1, 0), x_scale, x_0D.dtype, precision)
-    dw_VD = _dot(q_NV, q_ND, (0, 0), w_scale, w_0D.dtype, precision)
+        x, w, grad = (_as_multiplied(scale, x_0D.dtype) for scale in scales)
+        q_NV, with_w, with_x, precision = quantise(g_NV, grad, E5M2), (grad, w), (grad, x), Precision.HIGHEST
+    dx_ND = _dot(q_NV, q_VD, (1, 0), with_w, x_0D.dtype, precision)
+    dw_VD = _dot(q_NV, q_ND, (0, 0), with_x, w_0D.dtype, precision)
     return dx_ND, dw_VD
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int], scale: float, dtype: DTypeLike, precision: Precision):
+def _as_multiplied(scale: float, dtype: DTypeLike) -> float:
+    """Return ``scale`` as the nearest number that ``dtype`` has, so that a product undoes exactly the division."""
+    return float(np.asarray(scale, jnp.dtype(dtype)))
+
+
+def _dot(
+    a: jax.Array,
+    b: jax.Array,
+    contract: tuple[int, int],
+    factors: tuple[float | jax.Array, float | jax.Array] | None,
+    dtype: DTypeLike,
+    precision: Precision,
+) -> jax.Array:
     over = (contract[:1], contract[1:]), ((), ())
-    y = jax.lax.dot_general(a, b, over, precision=precision, preferred_element_type=dtype)
-    # In the dtype of the product, or XLA does not fold the factor into the call but reads and writes y once more.
-    # That rounds the factor: by at most 1/512 in bf16, where rounding an operand to e4m3 may take 1/16.
-    return y if scale == 1 else y * jnp.asarray(scale, dtype)
+    if factors:
+        # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the product it would be one
+        # number rounded to the product's dtype, or y be read and written once more.
+        a, b = (x.astype(dtype) * jnp.asarray(factor, dtype) for x, factor in zip((a, b), factors, strict=True))
+    return jax.lax.dot_general(a, b, over, precision=precision, preferred_element_type=dtype)
