@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from jspeed.data.tokenise import prepare_stdlib
+from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.errors import BadInput, run_script
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices

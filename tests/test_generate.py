@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed.data import tokenizers
+from jspeed.corpus import tokenizers
 from jspeed.errors import BadInput
 from jspeed.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
 from jspeed.model.cache import advance, empty

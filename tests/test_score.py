@@ -9,7 +9,7 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed import score
-from jspeed.data import tokenizers
+from jspeed.corpus import tokenizers
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.find import find

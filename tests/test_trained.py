@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspeed import score
-from jspeed.data import classics
+from jspeed.corpus import classics
 from jspeed.errors import BadInput
 from jspeed.export import load
 from jspeed.generate import Sampling, sample

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jspeed.corpus.download import Progress, fetch
+from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
-from jspeed.data.download import Progress, fetch
 from jspeed.data.folder import complete_manifest
-from jspeed.data.tokenizers import Tokenizer
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 from jspeed.generate import context_length

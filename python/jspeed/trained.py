@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jspeed.data.tokenizers import Tokenizer, tokenizer_of
+from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.errors import BadInput
 from jspeed.export import FILE, named, read_parameters
 from jspeed.parallel.layout import DEFAULT_LAYOUT

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benches.versus import our_run
-from jspeed.data import pieces
+from jspeed.corpus import pieces
+from jspeed.corpus.sources import text_files
 from jspeed.data.folder import write_folder
-from jspeed.data.sources import text_files
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jspeed.data import pieces, work
-from jspeed.data.sources import text_files
-from jspeed.data.tokenizers import bytes_tokenizer, named_tokenizer
+from jspeed.corpus import pieces, work
+from jspeed.corpus.sources import text_files
+from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
 from jspeed.generate import Generator, Sampling
 from jspeed.parallel.mesh import make_mesh

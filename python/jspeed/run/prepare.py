@@ -14,9 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.folder import complete_manifest
-from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
 from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
@@ -234,7 +234,7 @@ def given_state(recipe: Recipe, given: Any, state: State) -> State:
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a manifest says of its tokenizer, for :func:`jspeed.data.tokenizers.tokenizer_of`; None for none."""
+    """Return what a manifest says of its tokenizer, for :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
     names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
     return {name: manifest[name] for name in names if name in manifest} or None
 

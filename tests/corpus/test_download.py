@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.data import download
+from jspeed.corpus import download
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput
 
+from ..data.on_disk import shard_bytes
 from .hub import COMMIT, serving
-from .on_disk import shard_bytes
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare.py"

@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.data import sources, tokenise
+from jspeed.corpus import sources, tokenise
 from jspeed.errors import BadInput
 
-from .prepared import (
-    byte_documents,
-    check_manifest,
-    content_of,
-    jsonl,
-    prepare_bytes,
-    script,
-)
+from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes, script
 
 
 @pytest.fixture(scope="module")

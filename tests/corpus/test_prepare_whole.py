@@ -9,22 +9,16 @@ import sys
 import numpy as np
 import pytest
 
+from jspeed.corpus import pieces, sources, tokenise
 from jspeed.data import folder as folders
-from jspeed.data import pieces, sources, tokenise
 from jspeed.errors import BadInput
 
-from .prepared import (
-    byte_documents,
-    check_manifest,
-    content_of,
-    jsonl,
-    prepare_bytes,
-)
+from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes
 
 INTERRUPTED = """
 import sys, time
 from pathlib import Path
-from jspeed.data import pieces, tokenise, work
+from jspeed.corpus import pieces, tokenise, work
 from jspeed.errors import run_script
 
 pieces.PIECE_BYTES = 1000

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspeed.data import pieces, sources, tokenise
-from jspeed.data import split as splits
+from jspeed.corpus import pieces, sources, tokenise
+from jspeed.corpus import split as splits
 from jspeed.errors import BadInput
 
 from .prepared import (

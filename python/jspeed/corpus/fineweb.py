@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jspeed.data import download
+from jspeed.corpus import download
+from jspeed.corpus.tokenise import Progress
 from jspeed.data.folder import HEADER_BYTES, complete_manifest, lock_folder, manifest_of
 from jspeed.data.shards import open_shards
-from jspeed.data.tokenise import Progress
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import sha256_of, write_whole
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.corpus.pieces import Piece, documents
+from jspeed.corpus.sources import hash_of
+from jspeed.corpus.tokenizers import named_tokenizer
 from jspeed.data.folder import Batch, lock_folder, remove_leftovers
-from jspeed.data.pieces import Piece, documents
-from jspeed.data.sources import hash_of
-from jspeed.data.tokenizers import named_tokenizer
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import write_whole
 
@@ -132,7 +132,7 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], processe
         yield from map(function, items)
         return
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jspeed.data.work", "tiktoken"])
+    context.set_forkserver_preload(["jspeed.corpus.work", "tiktoken"])
     waiting: deque[Any] = deque()
     trouble: BaseException | None = None
     iterator = iter(items)

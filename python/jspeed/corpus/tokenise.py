@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jspeed.data import sources, split, work
+from jspeed.corpus import sources, split, work
+from jspeed.corpus.pieces import PIECE_BYTES, pieces
+from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
 from jspeed.data.folder import FORMAT_VERSION, SHARD_TOKENS, Batch, check_vacant, holds, write_folder
-from jspeed.data.pieces import PIECE_BYTES, pieces
-from jspeed.data.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 
@@ -70,10 +70,10 @@ def prepare_text(
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
-    """Tokenise text files (:func:`jspeed.data.pieces.documents`) into ``out`` and return it.
+    """Tokenise text files (:func:`jspeed.corpus.pieces.documents`) into ``out`` and return it.
 
-    The documents of ``val_inputs`` validate. Without any, those that :func:`jspeed.data.split.by_contents` picks do,
-    or with ``rows`` those of :func:`jspeed.data.split.by_rows`; of a single document, its last tenth, or
+    The documents of ``val_inputs`` validate. Without any, those that :func:`jspeed.corpus.split.by_contents` picks do,
+    or with ``rows`` those of :func:`jspeed.corpus.split.by_rows`; of a single document, its last tenth, or
     ``val_fraction``. ``processes`` (default: one for each core, or one for little text) change the time alone. What
     an interrupted process has done is taken up by the next for the same inputs and ``out``. Raises BadInput for
     whatever cannot work, and then leaves nothing behind, except when there is no room.

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.data import download, split
+from jspeed.corpus import download, split
+from jspeed.corpus.sources import hash_of
+from jspeed.corpus.tokenise import Progress, counted, facts, prepare_text
+from jspeed.corpus.tokenizers import named_tokenizer, symbols_tokenizer
 from jspeed.data.folder import Batch, holds, write_folder
-from jspeed.data.sources import hash_of
-from jspeed.data.tokenise import Progress, counted, facts, prepare_text
-from jspeed.data.tokenizers import named_tokenizer, symbols_tokenizer
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, sha256_of
 
@@ -36,7 +36,7 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
 
     Ids are the characters in order, then BOS, then PAD. The token after a row is the BOS of the next, so a name of
     ``row - 1`` characters still ends where it should; of a longer one the first ``row - 2`` characters are kept, and
-    the manifest counts these as ``truncated``. Splits by contents, as :func:`jspeed.data.split.by_contents` says.
+    the manifest counts these as ``truncated``. Splits by contents, as :func:`jspeed.corpus.split.by_contents` says.
     """
     if row < 3:
         raise BadInput(f"--row {row}: a row holds BOS, a character and BOS; give at least 3 tokens")

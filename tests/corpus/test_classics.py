@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.data import classics, tokenizers
+from jspeed.corpus import classics, tokenizers
 from jspeed.errors import BadInput
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -5,15 +5,10 @@ import os
 
 import pytest
 
-from jspeed.data import tokenise
+from jspeed.corpus import tokenise
 from jspeed.errors import BadInput
 
-from .prepared import (
-    byte_documents,
-    jsonl,
-    prepare_bytes,
-    script,
-)
+from .prepared import byte_documents, jsonl, prepare_bytes, script
 
 GOOD = b'{"text": "a"}\n{"text": "b"}\n'
 BAD_FILES = {
