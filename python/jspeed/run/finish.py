@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jspeed import export
-from jspeed.parallel.distributed import process_index
+from jspeed.cluster.distributed import process_index
 from jspeed.recipe import as_json
 from jspeed.record import picture
 from jspeed.record.runfile import write_run

@@ -14,14 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jspeed.cluster.distributed import barrier, process_index, same_everywhere
+from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.folder import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.distributed import barrier, process_index, same_everywhere
-from jspeed.parallel.failure import at_failure
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble

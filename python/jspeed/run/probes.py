@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.parallel.distributed import process_index, share
+from jspeed.cluster.distributed import process_index, share
 from jspeed.parallel.mesh import place, replicated
 from jspeed.recipe import Context
 from jspeed.run.evaluate import validation_loss

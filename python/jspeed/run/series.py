@@ -14,8 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from jspeed.cluster.place import find_place
 from jspeed.errors import BadInput, writable_folder
-from jspeed.parallel.place import find_place
 from jspeed.record import planned, stats, words
 from jspeed.record.runfile import read_run
 from jspeed.run.clock import utc_now

@@ -12,11 +12,11 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jspeed.cluster import distributed, failure
+from jspeed.cluster.agreement import Agreement
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
 from jspeed.export import FILE
-from jspeed.parallel import distributed, failure
-from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
 from jspeed.run import held

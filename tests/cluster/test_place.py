@@ -2,8 +2,8 @@
 
 import pytest
 
+from jspeed.cluster.place import Place, find_place, local_devices
 from jspeed.errors import BadInput
-from jspeed.parallel.place import Place, find_place, local_devices
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
 TORCHRUN |= {"MASTER_PORT": "29500"}

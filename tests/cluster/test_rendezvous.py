@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
+from jspeed.cluster.rendezvous import free_port, is_there, meet
 from jspeed.errors import BadInput
-from jspeed.parallel.rendezvous import free_port, is_there, meet
 
 from ..several import said
 

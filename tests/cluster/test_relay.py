@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from jspeed.parallel.relay import relay
-from jspeed.parallel.rendezvous import free_port
+from jspeed.cluster.relay import relay
+from jspeed.cluster.rendezvous import free_port
 
 
 def test_bytes_both_ways_then_silence():

@@ -13,8 +13,8 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from jspeed.cluster.within import within
 from jspeed.errors import BadInput
-from jspeed.parallel.within import within
 
 WAIT_SECONDS = "JSPEED_WAIT_SECONDS"  # the environment variable for how long processes wait for each other
 _GREETING = "jspeed 1"

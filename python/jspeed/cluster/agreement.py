@@ -2,8 +2,8 @@
 
 import threading
 
-from jspeed.parallel.distributed import client, process_count, process_index
-from jspeed.parallel.failure import pause, tell, when_told
+from jspeed.cluster.distributed import client, process_count, process_index
+from jspeed.cluster.failure import pause, tell, when_told
 
 _WISH, _STEPS = "stop", "jspeed/steps/"
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
+from jspeed.cluster.distributed import barrier, client, is_alone, lines, process_count, process_index, silence_seconds
+from jspeed.cluster.rendezvous import is_there
+from jspeed.cluster.within import within
 from jspeed.errors import FAULT, BadInput, say
-from jspeed.parallel.distributed import barrier, client, is_alone, lines, process_count, process_index, silence_seconds
-from jspeed.parallel.rendezvous import is_there
-from jspeed.parallel.within import within
 
 PEER_LOST = 75  # sysexits.h's EX_TEMPFAIL: a failure that may pass
 TICK = 0.3  # seconds between two looks at what others tell

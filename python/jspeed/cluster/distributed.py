@@ -1,6 +1,6 @@
 """Several processes as one program: how they join, what they share and what must be equal on all.
 
-Who a process is says :mod:`jspeed.parallel.place`; what an error on one of them means, :mod:`jspeed.parallel.failure`.
+Who a process is says :mod:`jspeed.cluster.place`; what an error on one of them means, :mod:`jspeed.cluster.failure`.
 For a process alone every function here does nothing.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import jax
 
+from jspeed.cluster.place import Place, find_place, local_devices
+from jspeed.cluster.relay import relay
+from jspeed.cluster.rendezvous import WAIT_SECONDS, meet
+from jspeed.cluster.within import within
 from jspeed.errors import BadInput
-from jspeed.parallel.place import Place, find_place, local_devices
-from jspeed.parallel.relay import relay
-from jspeed.parallel.rendezvous import WAIT_SECONDS, meet
-from jspeed.parallel.within import within
 
 HEARTBEAT_SECONDS = "JSPEED_HEARTBEAT_SECONDS"  # how long a process may be silent before it counts as dead
 

@@ -132,5 +132,5 @@ def test_bad_flags_are_a_sentence(launch, word, flags):
 
 
 def test_the_launcher_needs_no_jax():
-    code = "import jspeed.run.launch, sys; sys.exit('jax' in sys.modules)"
+    code = "import jspeed.cluster.launch, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

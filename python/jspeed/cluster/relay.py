@@ -1,7 +1,7 @@
 """JAX's way to its service on process 0, through a socket of ours that stays when process 0 does not.
 
 JAX ends a process with a stack trace in C++ at the moment when its connection to that service breaks, before anything
-can be said or done. Behind a relay the connection only falls silent, and :mod:`jspeed.parallel.failure` has its say.
+can be said or done. Behind a relay the connection only falls silent, and :mod:`jspeed.cluster.failure` has its say.
 """
 
 import socket

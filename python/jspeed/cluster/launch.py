@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+from jspeed.cluster.place import visible_gpus
+from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput, say
-from jspeed.parallel.place import visible_gpus
-from jspeed.parallel.rendezvous import free_port
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second, and process 0 says it last
 ENDED = {0, 1, 2, 130, 143}  # exit codes that another start would not change: done, missed, bad input, told to stop
