@@ -12,7 +12,9 @@ from rich.text import Text
 from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
-from jspeed.record import compare, judge, page, series, show, store, verify
+from jspeed.leaderboard import compare, judge
+from jspeed.leaderboard.views import page, show
+from jspeed.record import series, store, verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"

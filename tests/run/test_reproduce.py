@@ -9,7 +9,8 @@ import pytest
 from scipy import stats as scipy_stats
 
 from jspeed.errors import BadInput
-from jspeed.record import judge, store
+from jspeed.leaderboard import judge
+from jspeed.record import store
 from jspeed.run import reproduce
 
 from ..record.runs import make_series, source_of

@@ -13,7 +13,8 @@ from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.record import planned, stats, words
+from jspeed.leaderboard import stats, words
+from jspeed.record import planned
 from jspeed.record.runfile import read_run
 from jspeed.run.series import default_folder, make_runs
 

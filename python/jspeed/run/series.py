@@ -16,7 +16,8 @@ from typing import Any
 
 from jspeed.cluster.place import find_place
 from jspeed.errors import BadInput, writable_folder
-from jspeed.record import planned, stats, words
+from jspeed.leaderboard import stats, words
+from jspeed.record import planned
 from jspeed.record.runfile import read_run
 from jspeed.run.clock import utc_now
 from jspeed.run.find import find

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.record import compare, judge, series, store
+from jspeed.leaderboard import compare, judge
+from jspeed.record import series, store
 
-from .runs import make_run, make_series, source_of
+from ..record.runs import make_run, make_series, source_of
 from .test_judge import CHILD, PARENT, make_race
 
 RECIPES = Path(__file__).parents[2] / "python" / "jspeed" / "recipes"

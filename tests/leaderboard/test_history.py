@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.record.history import read_history
+from jspeed.leaderboard.history import read_history
 
 RECORDS = Path(__file__).parents[2] / "records"
 ROWS = read_history(RECORDS, "modded-nanogpt")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .runs import make_run, make_series, rewrite
+from ..record.runs import make_run, make_series, rewrite
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "leaderboard.py"
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
+from jspeed.leaderboard import words
 from jspeed.markup import printable, text
-from jspeed.record import words
 
 Entry = Mapping[str, Any]
 WIDTH, LEFT, RIGHT, TOP = 360.0, 46.0, 8.0, 10.0

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jspeed.leaderboard import words
+from jspeed.leaderboard.compare import changes, told
 from jspeed.markup import text
-from jspeed.record import words
-from jspeed.record.compare import changes, told
 
 Entry = Mapping[str, Any]
 SHOWN = 60  # entries of a track on the page

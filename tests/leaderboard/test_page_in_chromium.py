@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.record import page, store
+from jspeed.leaderboard.views import page
+from jspeed.record import store
 
 from . import chromium, synthetic
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspeed.record import stats
+from jspeed.leaderboard import stats
 from jspeed.record.series import Rounds
 from jspeed.record.track import Track
 

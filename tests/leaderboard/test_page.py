@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.record import charts, judge, page, readme, store, verify
+from jspeed.leaderboard import judge
+from jspeed.leaderboard.views import charts, page, readme
+from jspeed.record import store, verify
 
+from ..record.runs import make_series, source_of
 from . import synthetic
-from .runs import make_series, source_of
 
 REPOSITORY = Path(__file__).parents[2]
 RULE = ast.get_docstring(ast.parse((REPOSITORY / "python/jspeed/run/clock.py").read_text())) or ""

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from jspeed.record import judge, planned, show, store
+from jspeed.leaderboard import judge
+from jspeed.leaderboard.views import show
+from jspeed.record import planned, store
 from jspeed.record.planned import make_plan
 
-from .runs import START, as_run, make_run, make_series, source_of
+from ..record.runs import START, as_run, make_run, make_series, source_of
 
 RULES = """
 title = "A track in a test"

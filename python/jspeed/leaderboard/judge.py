@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from jspeed.record import stats, words
-from jspeed.record.parents import compare_with_parent
+from jspeed.leaderboard import stats, words
+from jspeed.leaderboard.parents import compare_with_parent
 from jspeed.record.series import ByFolder, Rounds, by_folder, extra, missing, rounds
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, unruled

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from jspeed.record import stats
+from jspeed.leaderboard import stats
 
 RNG = np.random.default_rng(0)
 

@@ -11,14 +11,15 @@ from typing import Any
 
 from jspeed.errors import writable_folder
 from jspeed.files import write_whole
+from jspeed.leaderboard import words
+from jspeed.leaderboard.history import NAMES, read_history
+from jspeed.leaderboard.judge import board
+from jspeed.leaderboard.views import charts
+from jspeed.leaderboard.views.look import SCRIPT, STYLE
+from jspeed.leaderboard.views.readme import block, renewed
+from jspeed.leaderboard.views.rows import table
 from jspeed.markup import page as whole_page
 from jspeed.markup import text
-from jspeed.record import charts, words
-from jspeed.record.history import NAMES, read_history
-from jspeed.record.judge import board
-from jspeed.record.look import SCRIPT, STYLE
-from jspeed.record.readme import block, renewed
-from jspeed.record.rows import table
 from jspeed.record.runfile import finite_or_null
 from jspeed.record.store import Records
 

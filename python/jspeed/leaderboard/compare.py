@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, nearest
-from jspeed.record import stats, words
-from jspeed.record.parents import losses, times
+from jspeed.leaderboard import stats, words
+from jspeed.leaderboard.parents import losses, times
 from jspeed.record.series import Rounds
 
 Entry = Mapping[str, Any]

@@ -11,7 +11,7 @@ from jspeed.record import planned, store
 from jspeed.record.runfile import content_hash
 from jspeed.record.verify import recipe_hash
 
-from .runs import START, as_run
+from ..record.runs import START, as_run
 
 REPOSITORY = Path(__file__).parents[2]
 H100 = {"kind": "NVIDIA H100 80GB HBM3", "count": 8, "processes": 8, "platform": "gpu"}

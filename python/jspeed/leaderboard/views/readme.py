@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
+from jspeed.leaderboard import words
+from jspeed.leaderboard.history import NAMES
 from jspeed.markup import printable
-from jspeed.record import words
-from jspeed.record.history import NAMES
 
 BEGIN = "<!-- leaderboard: made by scripts/leaderboard.py page -->"
 END = "<!-- /leaderboard -->"

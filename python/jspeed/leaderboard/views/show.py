@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jspeed.errors import BadInput, nearest
-from jspeed.record import words
+from jspeed.leaderboard import words
 
 Entry = Mapping[str, Any]
 WIDTH = 80
