@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
-from jspeed.plan.words import between, number, printable, size, span
+from jspeed.plan.views.words import between, number, printable, size, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

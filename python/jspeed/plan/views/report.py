@@ -11,9 +11,9 @@ from typing import Any
 from jspeed import markup
 from jspeed.files import write_whole
 from jspeed.markup import section, table, text
-from jspeed.plan.picture import INK, PALE, drawing, fullest, memory_by_kind
-from jspeed.plan.picture import plan_svg as plan_svg
-from jspeed.plan.words import (
+from jspeed.plan.views.picture import INK, PALE, drawing, fullest, memory_by_kind
+from jspeed.plan.views.picture import plan_svg as plan_svg
+from jspeed.plan.views.words import (
     NONE,
     array,
     between,
