@@ -16,7 +16,7 @@ from jspeed.plan.compile import Rented, compile_stages
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import show
-from jspeed.run.device import Device
+from jspeed.run.compute.device import Device
 from jspeed.run.find import find
 from jspeed.sizes import parameter_count
 

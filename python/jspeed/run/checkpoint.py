@@ -22,7 +22,7 @@ from jspeed.cluster import distributed
 from jspeed.cluster.within import within
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
-from jspeed.run.step import State
+from jspeed.run.compute.step import State
 
 KEEP = 2  # the newest, and one before it should the newest be damaged
 HASHES = "sha256.json"

@@ -10,7 +10,7 @@ from rich.text import Text
 from jspeed.parallel.layout import DEFAULT_LAYOUT, cut_dim, partition
 from jspeed.plan import calculate, chinchilla
 from jspeed.recipe import ParamSpec, Recipe, leaves
-from jspeed.run.console import opening
+from jspeed.run.output.console import opening
 from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count
 
 Row = tuple[str, str, str]

@@ -16,7 +16,7 @@ from jspeed.files import write_whole
 from jspeed.leaderboard import stats, words
 from jspeed.record import planned
 from jspeed.record.runfile import read_run
-from jspeed.run.series import default_folder, make_runs
+from jspeed.series.announced import default_folder, make_runs
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
 SURE = 0.001  # a mean loss further off than this is by chance is not the record's

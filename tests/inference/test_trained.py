@@ -9,18 +9,18 @@ import jax
 import numpy as np
 import pytest
 
-from jspeed import score
 from jspeed.corpus import classics
 from jspeed.errors import BadInput
-from jspeed.export import load
-from jspeed.generate import Sampling, sample
+from jspeed.inference import score
+from jspeed.inference.generate import Sampling, sample
+from jspeed.inference.trained import load_model, parameters_of
+from jspeed.run.export import load
 from jspeed.run.prepare import Options
 from jspeed.run.train import train
-from jspeed.trained import load_model, parameters_of
 
-from .toys import TOYS
+from ..toys import TOYS
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 SETS = ("WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "EVAL_EVERY=5", "STEPS=10", "EVAL_TOKENS=640")
 NAMES = [
     a + b + c for a in ("an", "bri", "car", "do") for b in ("n", "l", "r", "st") for c in ("a", "e", "o", "y", "ie")
@@ -148,7 +148,7 @@ def test_a_run_ends_by_speaking(run, capsys):
 def test_exported_gpt2_loads_again(tmp_path):
     """A trained GPT-2 leaves as Hugging Face's and comes back the same."""
     tokens = np.random.default_rng(0).integers(0, 272, 4000)
-    from .data.on_disk import shard_bytes
+    from ..data.on_disk import shard_bytes
 
     for name in ("t_train_000001.bin", "t_val_000000.bin"):
         (tmp_path / name).write_bytes(shard_bytes(tokens))

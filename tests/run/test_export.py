@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jspeed import export, sizes
 from jspeed import recipe as r
+from jspeed import sizes
 from jspeed.errors import BadInput
+from jspeed.inference.trained import load_model, parameters_of
+from jspeed.run import export
 from jspeed.run.find import find
-from jspeed.trained import load_model, parameters_of
 
-from .toys import TOYS
+from ..toys import TOYS
 
 LAYERS, HEADS, WIDTH, VOCAB, BLOCK = 2, 2, 32, 272, 16
 TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "LANE_LEN=16", "COMPUTE=float32"]

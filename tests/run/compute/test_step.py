@@ -11,11 +11,12 @@ import pytest
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Context
-from jspeed.run import evaluate, program, step
-from jspeed.run.device import device_of
+from jspeed.run import evaluate
+from jspeed.run.compute import program, step
+from jspeed.run.compute.device import device_of
 from jspeed.run.find import find
 
-from ..toys import ALIKE, TOYS
+from ...toys import ALIKE, TOYS
 from .steps import batches, mesh_of, run, start
 
 

@@ -10,10 +10,10 @@ from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh
 from jspeed.recipe import Context, Stage
-from jspeed.run import device, program
+from jspeed.run.compute import device, program
 from jspeed.run.find import find
 
-from ..toys import TOYS
+from ...toys import TOYS
 
 
 def mesh_of(count):

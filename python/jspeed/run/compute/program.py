@@ -18,9 +18,9 @@ from jspeed.files import cache_folder
 from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import batch_rows, place, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
-from jspeed.run import held
-from jspeed.run.device import Device, device_of, lanes_at_once, micro_batches
-from jspeed.run.step import State, evaluate, init_state, train_step
+from jspeed.run.compute import held
+from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
+from jspeed.run.compute.step import State, evaluate, init_state, train_step
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 

@@ -18,14 +18,14 @@ from jspeed.data import find_split
 from jspeed.data.folder import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
-from jspeed.generate import context_length
+from jspeed.inference.generate import context_length
+from jspeed.inference.trained import Model
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.recipe import Context, Recipe, Stage, replace
 from jspeed.run import evaluate
-from jspeed.run.device import device_of
-from jspeed.run.program import compiled, eval_context, lower_evaluation
-from jspeed.run.step import computing
-from jspeed.trained import Model
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import compiled, eval_context, lower_evaluation
+from jspeed.run.compute.step import computing
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
 HELLASWAG_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's name of that file's contents

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed import score
 from jspeed.corpus import tokenizers
 from jspeed.errors import BadInput
+from jspeed.inference import score
+from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.find import find
-from jspeed.trained import Model
 
-from .data.on_disk import shard_bytes
-from .toys import TOYS
+from ..data.on_disk import shard_bytes
+from ..toys import TOYS
 
 BYTES = tokenizers.bytes_tokenizer()
 

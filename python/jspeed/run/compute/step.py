@@ -27,14 +27,14 @@ from jspeed.parallel.layout import (
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.parallel.rows import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
-from jspeed.run import held
+from jspeed.run.compute import held
 
 State = dict[str, Any]
 
 
 def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
     """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step holds for
-    the next (:mod:`jspeed.run.held`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
+    the next (:mod:`jspeed.run.compute.held`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
     params = init_parameters(recipe.parameters, jax.random.key(seed))
     optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
     return {"params": params, "optimizer": optimizer, "step": step, "held": held.nothing(recipe, layout, mesh)}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jspeed.run.console import Display, closing, opening
+from jspeed.run.output.console import Display, closing, opening
 
 RUN = {
     "val_loss": 2.1034,

@@ -7,8 +7,8 @@ from typing import Any
 
 from jspeed.files import Lines
 from jspeed.run.clock import Clock
-from jspeed.run.console import Display
-from jspeed.run.sinks import Sink
+from jspeed.run.output.console import Display
+from jspeed.run.output.sinks import Sink
 
 
 @dataclass

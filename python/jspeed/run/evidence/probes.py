@@ -10,12 +10,12 @@ import numpy as np
 from jspeed.cluster.distributed import process_index, share
 from jspeed.parallel.mesh import place, replicated
 from jspeed.recipe import Context
+from jspeed.run.compute.program import eval_context
+from jspeed.run.compute.step import State, on_one_row
 from jspeed.run.evaluate import validation_loss
-from jspeed.run.evidence import overlap
+from jspeed.run.evidence.data import overlap
+from jspeed.run.evidence.witness import checksum
 from jspeed.run.prepare import Setup
-from jspeed.run.program import eval_context
-from jspeed.run.step import State, on_one_row
-from jspeed.run.witness import checksum
 
 Verdict = dict[str, Any]
 

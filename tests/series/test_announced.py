@@ -13,12 +13,12 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.record import planned
-from jspeed.run import series
 from jspeed.run.prepare import Options
+from jspeed.series import announced
 
 from ..several import REPOSITORY, ended, environment, shards, start, toy
 
-# What series.py calls: writes the record of a run that took as long as its recipe's name says, or does as told.
+# What announced.py calls: writes the record of a run that took as long as its recipe's name says, or does as told.
 TRAINER = """
     import os, sys, time
     from pathlib import Path
@@ -45,7 +45,7 @@ def trainer(tmp_path, monkeypatch):
     places = {"tests": str(REPOSITORY / "tests"), "python": str(REPOSITORY / "python")}
     script.write_text(textwrap.dedent(TRAINER).format(**places))
     (tmp_path / "told").write_text("")
-    monkeypatch.setattr(series, "SPEEDRUN", script)
+    monkeypatch.setattr(announced, "SPEEDRUN", script)
     return tmp_path
 
 
@@ -68,16 +68,16 @@ def test_what_cannot_be_meant(text):
 
 def test_a_series_makes_what_it_announced_and_goes_on(trainer, capfd):
     options = Options("stdlib", run_dir=trainer / "s", sets=("MUON_LR=0.03",), data=Path("here"), progress=False)
-    assert series.run_series(options, "n=3") == 0
+    assert announced.run_series(options, "n=3") == 0
     assert [line.split()[0] for line in calls(trainer)] == ["stdlib"] * 3
     assert "--data here --set MUON_LR=0.03 --no-progress" in calls(trainer)[0]
     assert "mean loss 1.3920 <= 1.4, mean time 20.2 s, n=3; sd 0.0010, p = 0.0026" in capfd.readouterr().out
     plan = (trainer / "s" / "plan.json").read_bytes()
     (trainer / "s" / "2-stdlib-s2" / "run.json").unlink()
-    assert series.run_series(options, "n=3") == 0 and len(calls(trainer)) == 4 and "--seed 2" in calls(trainer)[3]
+    assert announced.run_series(options, "n=3") == 0 and len(calls(trainer)) == 4 and "--seed 2" in calls(trainer)[3]
     assert (trainer / "s" / "plan.json").read_bytes() == plan
     with pytest.raises(BadInput, match="holds another plan"):
-        series.run_series(options, "n=4")
+        announced.run_series(options, "n=4")
 
 
 def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
@@ -86,20 +86,20 @@ def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(BadInput, match="--plan makes its runs in one process each"):
-        series.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+        announced.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
 
 
 def test_a_run_that_fails_stops_the_series(trainer):
     (trainer / "told").write_text("2 2")
     with pytest.raises(BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"):
-        series.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+        announced.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     (trainer / "told").write_text("2 143")
-    assert series.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3") == 143
+    assert announced.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3") == 143
     assert len(calls(trainer)) == 1
 
 
 def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
-    assert series.race("stdlib-adamw", "stdlib", 2, trainer / "r", None, "--data 'a folder'") == 0
+    assert announced.race("stdlib-adamw", "stdlib", 2, trainer / "r", None, "--data 'a folder'") == 0
     order = [(line.split()[0], int(line.split("--seed ")[1].split()[0])) for line in calls(trainer)]
     a, b = "stdlib-adamw", "stdlib"
     assert order == [(a, 1), (b, 1), (b, 2), (a, 2), (a, 3), (b, 3), (b, 4), (a, 4)]
@@ -114,9 +114,9 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     ]:
         values = {"a": a, "b": b, "rounds": 1, "folder": trainer / "x", "steps": None, "flags": ""} | bad
         with pytest.raises(BadInput, match=says):
-            series.race(**values)
+            announced.race(**values)
     with pytest.raises(BadInput, match="the same recipe"):
-        series.race("stdlib", "stdlib", 1, trainer / "x", None, "")
+        announced.race("stdlib", "stdlib", 1, trainer / "x", None, "")
     assert not (trainer / "x").exists()
 
 
@@ -124,7 +124,7 @@ def test_sigterm_reaches_the_run_and_its_code_comes_back(tmp_path):
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True)"
     )
-    parent = "import sys; from jspeed.run.series import attended; sys.exit(attended(sys.argv[1:]))"
+    parent = "import sys; from jspeed.series.announced import attended; sys.exit(attended(sys.argv[1:]))"
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"{program}; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"

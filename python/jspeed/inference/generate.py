@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.errors import BadInput
+from jspeed.inference.trained import Model
 from jspeed.model.cache import Cache, advance, empty
 from jspeed.recipe import Recipe
-from jspeed.run.device import device_of
-from jspeed.run.program import eval_context
-from jspeed.run.step import computing
-from jspeed.trained import Model
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import eval_context
+from jspeed.run.compute.step import computing
 
 CHUNK = 64  # tokens of a prompt that are read at once
 STOPPED = -1

@@ -5,7 +5,7 @@ from pathlib import Path
 import jax
 
 from jspeed.run.clock import Clock
-from jspeed.run.step import State
+from jspeed.run.compute.step import State
 
 SETTLED = 5  # steps before the trace begins
 

@@ -8,17 +8,17 @@ import pytest
 from jspeed import recipe as r
 from jspeed.corpus import tokenizers
 from jspeed.errors import BadInput
-from jspeed.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
+from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
+from jspeed.inference.trained import Model
 from jspeed.model.cache import advance, empty
 from jspeed.model.layers import previous
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, place
-from jspeed.run.device import device_of
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import eval_context
 from jspeed.run.find import find, known_recipes
-from jspeed.run.program import eval_context
-from jspeed.trained import Model
 
-from .toys import ALIKE, TOYS
+from ..toys import ALIKE, TOYS
 
 GREEDY = Sampling(temperature=0)
 BYTES = tokenizers.bytes_tokenizer().described()
@@ -237,7 +237,7 @@ class Scripted:
 
 
 def written(monkeypatch, *rows, stop=None):
-    monkeypatch.setattr("jspeed.generate.Generator", lambda *_: Scripted(rows))
+    monkeypatch.setattr("jspeed.inference.generate.Generator", lambda *_: Scripted(rows))
     model = Model(None, None, None, BYTES)
     return [list(step) for step in write(model, [""] * len(rows), 99, GREEDY, stop)]
 

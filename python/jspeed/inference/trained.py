@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.errors import BadInput
-from jspeed.export import FILE, named, read_parameters
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh, place
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
+from jspeed.run.compute.program import state_shardings
+from jspeed.run.export import FILE, named, read_parameters
 from jspeed.run.find import Found, find
-from jspeed.run.program import state_shardings
 
 GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
 

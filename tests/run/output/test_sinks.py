@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.run import sinks as module
-from jspeed.run.sinks import check_sinks, sinks
+from jspeed.run.output import sinks as module
+from jspeed.run.output.sinks import check_sinks, sinks
 
 LINES = [
     {"step": 0, "tokens": 0, "timed_seconds": 0.0, "val_loss": 5.5},

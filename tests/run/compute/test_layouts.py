@@ -15,7 +15,7 @@ from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import ParamSpec, replace
 from jspeed.run.find import find
 
-from ..toys import TOYS
+from ...toys import TOYS
 from .steps import batches, mesh_of, run
 
 WAYS = {  # layout, mesh, lanes a device takes at once

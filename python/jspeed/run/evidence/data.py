@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.data import Shards
-from jspeed.data.overlap import HEADER, copied
 from jspeed.files import sha256_of
 from jspeed.run.evaluate import read_rows
+from jspeed.run.evidence.overlap import HEADER, copied
 from jspeed.run.prepare import Setup
 
 Reach = tuple[Path, int, int]
@@ -43,7 +43,7 @@ def evaluated(setup: Setup) -> NDArray[np.unsignedinteger]:
 
 
 def overlap(setup: Setup) -> float:
-    """Return the share of validation blocks that the tokens trained on hold (:func:`jspeed.data.overlap.copied`)."""
+    """Return :func:`jspeed.run.evidence.overlap.copied` of the validation tokens and the tokens trained on."""
     reach = trained_on(setup.shards, setup.loader.state_dict())
     return copied(reach, setup.shards.dtype, evaluated(setup))
 

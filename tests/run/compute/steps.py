@@ -4,8 +4,8 @@ import jax
 import numpy as np
 
 from jspeed.parallel.mesh import batch_rows, make_mesh
-from jspeed.run import program, step
-from jspeed.run.device import device_of
+from jspeed.run.compute import program, step
+from jspeed.run.compute.device import device_of
 from jspeed.run.train import every_step
 
 

@@ -11,7 +11,7 @@ from scipy import stats as scipy_stats
 from jspeed.errors import BadInput
 from jspeed.leaderboard import judge
 from jspeed.record import store
-from jspeed.run import reproduce
+from jspeed.series import reproduce
 
 from ..record.runs import make_series, source_of
 from ..several import REPOSITORY
