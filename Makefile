@@ -21,7 +21,7 @@ test-aot: .venv/aot/installed
 
 # The leaderboard's page in a headless Chromium, where there is one; axe-core comes as some Python package brings it.
 test-page: .venv/page/installed
-	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/record/test_page_in_chromium.py
+	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/leaderboard/test_page_in_chromium.py
 
 # What the default tests try on one recipe or mesh, on all of them.
 test-slow: .venv/dev

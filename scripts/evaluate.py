@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tyro.conf import Positional, arg
 
-from jspeed.data.tokenise import prepare_stdlib
+from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.errors import BadInput, run_script
 from jspeed.files import cache_folder, write_whole
+from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
+from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.program import use_compile_cache
-from jspeed.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
-from jspeed.trained import load_model
+from jspeed.run.compute.program import use_compile_cache
 
 
 def evaluate(

@@ -9,9 +9,9 @@ from tyro.conf import Positional, arg
 
 from jspeed.data.folder import check_vacant, staged
 from jspeed.errors import run_script
-from jspeed.export import FILE, OWN, gpt2_config, is_gpt2, save, to_gpt2
 from jspeed.files import write_whole
-from jspeed.trained import load_model, parameters_of
+from jspeed.inference.trained import load_model, parameters_of
+from jspeed.run.export import FILE, OWN, gpt2_config, is_gpt2, save, to_gpt2
 
 
 def export(model: Positional[Annotated[Path, arg(metavar="DIR")]], out: Path, own: bool = False) -> None:

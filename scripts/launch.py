@@ -2,8 +2,8 @@
 
 import sys
 
+from jspeed.cluster.launch import read_arguments, run, shown
 from jspeed.errors import run_script
-from jspeed.run.launch import read_arguments, run, shown
 
 
 def main() -> int:

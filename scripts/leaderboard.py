@@ -12,7 +12,9 @@ from rich.text import Text
 from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
-from jspeed.record import compare, judge, page, series, show, store, verify
+from jspeed.leaderboard import compare, judge
+from jspeed.leaderboard.views import page, show
+from jspeed.record import series, store, verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
@@ -151,7 +153,7 @@ def race_(
         steps: stop every run after this many steps
         flags: more flags for each speedrun.py, in one string: --flags="--data DIR --no-progress"
     """
-    from jspeed.run.series import race
+    from jspeed.series.announced import race
 
     return race(a, b, rounds, run_dir, steps, flags)
 
@@ -173,7 +175,7 @@ def reproduce_(
         flags: more flags for each speedrun.py, in one string: --flags="--data DIR --no-progress"
         records: the records folder
     """
-    from jspeed.run.reproduce import reproduce
+    from jspeed.series.reproduce import reproduce
 
     found = store.load(records)
     side = compare.find_side(recipe, judge.board(found), found.sources, RECIPES)

@@ -13,14 +13,14 @@ from jspeed.errors import BadInput, run_script
 from jspeed.files import write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import parse_mesh
-from jspeed.plan import show
 from jspeed.plan.calculate import PRESETS, preset
 from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
-from jspeed.plan.picture import plan_svg
 from jspeed.plan.plan import make_plan, places, require_devices, search
-from jspeed.plan.report import plan_html
-from jspeed.plan.tables import print_tables
 from jspeed.plan.target import Cluster, missing, parse_target
+from jspeed.plan.views import show
+from jspeed.plan.views.picture import plan_svg
+from jspeed.plan.views.report import plan_html
+from jspeed.plan.views.tables import print_tables
 from jspeed.recipe import Recipe
 from jspeed.run.find import find, known_recipes
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.progress import TransferSpeedColumn as Speed
 from tyro.conf import Positional, arg
 
-from jspeed.data import classics, fineweb, tokenise
+from jspeed.corpus import classics, fineweb, tokenise
 from jspeed.data.folder import complete_manifest
 from jspeed.errors import run_script
 from jspeed.files import cache_folder

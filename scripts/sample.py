@@ -8,10 +8,10 @@ import tyro
 from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
-from jspeed.generate import Sampling, joined, write
+from jspeed.inference.generate import Sampling, joined, write
+from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.program import use_compile_cache
-from jspeed.trained import load_model
+from jspeed.run.compute.program import use_compile_cache
 
 
 def sample(

@@ -10,10 +10,10 @@ from tyro.conf import Positional, UseAppendAction, arg
 from jspeed.errors import BadInput, run_script
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
-from jspeed.run.console import layout_table
+from jspeed.run.output.console import layout_table
 from jspeed.run.prepare import Options, find_and_place
-from jspeed.run.series import run_series
 from jspeed.run.train import train
+from jspeed.series.announced import run_series
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
@@ -27,8 +27,8 @@ def default_recipe(data: Path | None) -> str:
 
 def speak(run_dir: Path) -> None:
     """Let the model that was just trained write what its recipe's ``sample`` asks for; print it and keep it."""
-    from jspeed.generate import Sampling, joined, sample
-    from jspeed.trained import load_model
+    from jspeed.inference.generate import Sampling, joined, sample
+    from jspeed.inference.trained import load_model
 
     try:
         model = load_model(run_dir)

@@ -21,9 +21,9 @@ from jspeed.files import write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
-from jspeed.run import provenance
-from jspeed.run.cpu import keep_freed_memory
-from jspeed.run.device import device_of
+from jspeed.run.compute.cpu import keep_freed_memory
+from jspeed.run.compute.device import device_of
+from jspeed.run.evidence import provenance
 from jspeed.run.find import find
 
 RECIPES = ("llmc", "track3", "r21", "r29", "r62", "r89")

@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import our_run
-from jspeed.data.overlap import HEADER
 from jspeed.data.shards import find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
+from jspeed.run.evidence.overlap import HEADER
 from jspeed.run.find import find
 from jspeed.run.prepare import data_folder
 

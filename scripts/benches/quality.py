@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benches.versus import our_run
-from jspeed.data import pieces
+from jspeed.corpus import pieces
+from jspeed.corpus.sources import text_files
 from jspeed.data.folder import write_folder
-from jspeed.data.sources import text_files
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
+from jspeed.leaderboard.stats import better_than, pooled_sigma
 from jspeed.record import picture
-from jspeed.record.stats import better_than, pooled_sigma
 from jspeed.run.find import find
 
 VOCAB = 4096  # GPT-2's first byte pairs: with all 50,257 the head would be most of the work at this width

@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jspeed.data import pieces, work
-from jspeed.data.sources import text_files
-from jspeed.data.tokenizers import bytes_tokenizer, named_tokenizer
+from jspeed.corpus import pieces, work
+from jspeed.corpus.sources import text_files
+from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
-from jspeed.generate import Generator, Sampling
+from jspeed.inference.generate import Generator, Sampling
+from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import init_parameters
-from jspeed.run.device import device_of
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import eval_context
 from jspeed.run.find import find
-from jspeed.run.program import eval_context
-from jspeed.trained import Model
 
 
 def tokenise(inputs: tyro.conf.Positional[tuple[Path, ...]], processes: int = 2, rounds: int = 5) -> None:

@@ -11,8 +11,8 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.recipe import leaves
-from jspeed.run import program
-from jspeed.run.device import device_of, micro_batches
+from jspeed.run.compute import program
+from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find import find
 
 MESHES = {

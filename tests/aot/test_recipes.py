@@ -8,8 +8,8 @@ import pytest
 from jspeed.parallel.layout import cut_dim, partitions
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
-from jspeed.run import program
-from jspeed.run.device import device_of, micro_batches
+from jspeed.run.compute import program
+from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find import find
 
 GIGABYTE = 1e9

@@ -11,8 +11,8 @@ from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
-from jspeed.run import program
-from jspeed.run.device import device_of, micro_batches
+from jspeed.run.compute import program
+from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find import find
 
 pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m slow'

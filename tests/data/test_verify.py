@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from jspeed.corpus.tokenise import prepare_text
 from jspeed.data import ShardFormatError, open_shards
-from jspeed.data.tokenise import prepare_text
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput
 

@@ -13,7 +13,7 @@ from jspeed.plan import cost, doctor
 from jspeed.plan.compile import Rented
 from jspeed.plan.plan import make_plan
 from jspeed.plan.target import parse_target
-from jspeed.run.device import Device
+from jspeed.run.compute.device import Device
 from jspeed.run.find import find
 
 BAD = str(Path(__file__).with_name("bad.py"))

@@ -11,11 +11,12 @@ from rich.console import Console
 import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
-from jspeed.plan import predict, show
+from jspeed.plan import predict
 from jspeed.plan.compile import Rented, compile_stages
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
-from jspeed.run.device import Device
+from jspeed.plan.views import show
+from jspeed.run.compute.device import Device
 from jspeed.run.find import find
 from jspeed.sizes import parameter_count
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.plan import words
-from jspeed.plan.report import page, plan_html, plan_svg
+from jspeed.plan.views import words
+from jspeed.plan.views.report import page, plan_html, plan_svg
 
 MARKUP = """<script>alert("1")</script> & 'r29' $x$ <b>\x00"""
 STAGE = {
@@ -65,7 +65,7 @@ PLAN = {
 @pytest.fixture
 def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the picture, which takes longest, out of pages."""
-    monkeypatch.setattr("jspeed.plan.report.drawing", lambda plan, **_: "<svg></svg>")
+    monkeypatch.setattr("jspeed.plan.views.report.drawing", lambda plan, **_: "<svg></svg>")
 
 
 class Reader(HTMLParser):

@@ -9,8 +9,8 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipes import microgpt_names as names
-from jspeed.run import program, step
-from jspeed.run.device import device_of
+from jspeed.run.compute import program, step
+from jspeed.run.compute.device import device_of
 from jspeed.run.find import find
 
 RECIPE = find("microgpt-names", ["LANES=8", "LAYERS=2"]).recipe

@@ -9,8 +9,8 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from jspeed.corpus.tokenizers import tokenizer_of
 from jspeed.data.shards import find_split
-from jspeed.data.tokenizers import tokenizer_of
 from jspeed.data.verify import read_manifest, verify
 from jspeed.errors import BadInput, run_script
 

@@ -241,7 +241,7 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
     """Return ``function(bank)``, computed with no matrix of ``bank`` ``[n, in, out]`` cut, wherever it may lie.
 
     Matrices are sent to devices, over as many axes of the mesh as divide n, and back. Nothing is sent of small banks,
-    nor where no mesh is set: ``run/step.py`` sets it when a layout cuts matrices.
+    nor where no mesh is set: ``run/compute/step.py`` sets it when a layout cuts matrices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     names = tuple(name for name, size in mesh.shape.items() if size > 1)

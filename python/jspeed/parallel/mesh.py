@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jspeed.cluster.distributed import process_count
 from jspeed.errors import BadInput
-from jspeed.parallel.distributed import process_count
 
 ROW_AXES = ("data", "pipe")  # the mesh axes that rows of a batch are spread over
 

@@ -18,8 +18,8 @@ from jspeed.plan.sends import describe_sends
 from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
-from jspeed.run import program
-from jspeed.run.device import lanes_at_once, micro_batches
+from jspeed.run.compute import program
+from jspeed.run.compute.device import lanes_at_once, micro_batches
 from jspeed.run.find import Found
 from jspeed.sizes import flops_per_token, is_matrix, parameter_count
 

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 from jax.errors import JaxRuntimeError
 
+from jspeed.cluster import distributed
+from jspeed.cluster.within import within
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
-from jspeed.parallel import distributed
-from jspeed.parallel.within import within
-from jspeed.run.step import State
+from jspeed.run.compute.step import State
 
 KEEP = 2  # the newest, and one before it should the newest be damaged
 HASHES = "sha256.json"

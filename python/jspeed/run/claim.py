@@ -9,9 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from jspeed.cluster.distributed import everyones, process_index, share
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
-from jspeed.parallel.distributed import everyones, process_index, share
 from jspeed.record.runfile import read_run
 from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now

@@ -13,7 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
 from jspeed.parallel.mesh import place as spread
 from jspeed.recipe import Recipe
-from jspeed.run.step import mean_weight
+from jspeed.run.compute.step import mean_weight
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 from rich.console import Console
 
-from jspeed import export
-from jspeed.parallel.distributed import process_index
+from jspeed.cluster.distributed import process_index
 from jspeed.recipe import as_json
 from jspeed.record import picture
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA
-from jspeed.run import console as say
-from jspeed.run import evidence, probes, provenance
+from jspeed.run import export
 from jspeed.run.clock import utc_now
+from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss
+from jspeed.run.evidence import probes, provenance
+from jspeed.run.evidence.data import of_data
+from jspeed.run.output import console as say
+from jspeed.run.output.progress import Progress
 from jspeed.run.prepare import Setup
-from jspeed.run.progress import Progress
-from jspeed.run.step import State
 from jspeed.sizes import flops_per_token, parameter_count
 
 
@@ -58,7 +59,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             title=title,
         )
     with clock.section("evidence"):
-        data = evidence.of_data(setup, hashed=progress.status != "interrupted")
+        data = of_data(setup, hashed=progress.status != "interrupted")
         surroundings = {
             "git": provenance.git(Path(__file__).parent),
             "machine": provenance.machine(),

@@ -14,28 +14,26 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
+from jspeed.cluster.distributed import barrier, process_index, same_everywhere
+from jspeed.cluster.failure import at_failure
+from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.folder import complete_manifest
-from jspeed.data.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
-from jspeed.export import fingerprint, read_parameters
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.distributed import barrier, process_index, same_everywhere
-from jspeed.parallel.failure import at_failure
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
-from jspeed.run import console as say
-from jspeed.run import evaluate, held, provenance
+from jspeed.run import evaluate
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
-from jspeed.run.cpu import keep_freed_memory
-from jspeed.run.device import Device, device_of, micro_batches
-from jspeed.run.find import Found, find
-from jspeed.run.program import (
+from jspeed.run.compute import held
+from jspeed.run.compute.cpu import keep_freed_memory
+from jspeed.run.compute.device import Device, device_of, micro_batches
+from jspeed.run.compute.program import (
     Program,
     compile_program,
     eval_context,
@@ -43,9 +41,13 @@ from jspeed.run.program import (
     use_compile_cache,
     warm_up,
 )
-from jspeed.run.sinks import check_sinks
-from jspeed.run.step import State
-from jspeed.run.witness import Witness, checksum
+from jspeed.run.compute.step import State
+from jspeed.run.evidence import provenance
+from jspeed.run.evidence.witness import Witness, checksum
+from jspeed.run.export import fingerprint, read_parameters
+from jspeed.run.find import Found, find
+from jspeed.run.output import console as say
+from jspeed.run.output.sinks import check_sinks
 from jspeed.sizes import describe
 
 
@@ -234,7 +236,7 @@ def given_state(recipe: Recipe, given: Any, state: State) -> State:
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a manifest says of its tokenizer, for :func:`jspeed.data.tokenizers.tokenizer_of`; None for none."""
+    """Return what a manifest says of its tokenizer, for :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
     names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
     return {name: manifest[name] for name in names if name in manifest} or None
 

@@ -12,25 +12,25 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jspeed.cluster import distributed, failure
+from jspeed.cluster.agreement import Agreement
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
-from jspeed.export import FILE
-from jspeed.parallel import distributed, failure
-from jspeed.parallel.agreement import Agreement
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
-from jspeed.run import held
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
-from jspeed.run.console import Display
+from jspeed.run.compute import held
+from jspeed.run.compute.program import StepProgram
+from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss
+from jspeed.run.export import FILE
 from jspeed.run.finish import finish
+from jspeed.run.output.console import Display
+from jspeed.run.output.profile import Profile
+from jspeed.run.output.progress import Progress
+from jspeed.run.output.sinks import sinks
 from jspeed.run.prepare import Options, Setup, prepare
-from jspeed.run.profile import Profile
-from jspeed.run.program import StepProgram
-from jspeed.run.progress import Progress
-from jspeed.run.sinks import sinks
-from jspeed.run.step import State
 
 
 def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:

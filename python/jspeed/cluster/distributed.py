@@ -1,0 +1,191 @@
+"""Several processes as one program: how they join, what they share and what must be equal on all.
+
+Who a process is says :mod:`jspeed.cluster.place`; what an error on one of them means, :mod:`jspeed.cluster.failure`.
+For a process alone every function here does nothing.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from jspeed.cluster.place import Place, find_place, local_devices
+from jspeed.cluster.relay import relay
+from jspeed.cluster.rendezvous import WAIT_SECONDS, meet
+from jspeed.cluster.within import within
+from jspeed.errors import BadInput
+
+HEARTBEAT_SECONDS = "JSPEED_HEARTBEAT_SECONDS"  # how long a process may be silent before it counts as dead
+
+Result = TypeVar("Result")
+
+_place: Place | None = None
+_joined = False
+lines: dict[int, socket.socket] = {}  # open connections by the process at the far end: process 0's, or to process 0
+
+
+def initialise(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
+    """Join the other processes, once; later calls do nothing. Call before anything asks JAX for devices.
+
+    Raises :class:`BadInput` when they have not all come after ``JSPEED_WAIT_SECONDS`` (120).
+    """
+    global _place, _joined
+    if _place is not None:
+        return
+    place = find_place(os.environ, coordinator, processes, process_id)
+    if place is None:
+        return
+    _place = place
+    wait, silence = seconds_of(WAIT_SECONDS, 120), silence_seconds()
+    devices = local_devices(place, os.environ)
+    host, _, agreed_port = (place.coordinator or _detected(place)).rpartition(":")
+    port, met = meet(host, int(agreed_port), place.index, place.count, wait)
+    lines.update(met)
+    address = f"127.0.0.1:{relay(host, port)}" if place.index else f"{host}:{port}"
+    # With the service on, SIGTERM would be noted by JAX and then ignored.
+    jax.config.update("jax_enable_preemption_service", False)
+    # gRPC would send what is for another node to a site's HTTP proxy; JAX only warns of that.
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
+    jax.config.update("jax_check_proxy_envs", False)
+
+    def join() -> None:
+        # JAX ends the process, with a stack trace, when one of its own waits is over: they are longer than ours.
+        jax.distributed.initialize(
+            address,
+            place.count,
+            place.index,
+            local_device_ids=devices,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=f"[::]:{port}",
+            initialization_timeout=86_400,
+            heartbeat_timeout_seconds=int(2 * silence) + 1,
+            shutdown_timeout_seconds=int(2 * silence) + 1,
+        )
+
+    try:
+        within(wait, join)
+    except TimeoutError:
+        raise BadInput(
+            f"process {place.index} of {place.count} met the others but JAX could not connect them at {host}:{port} in "
+            f"{wait:g} s; nodes must reach each other at every port, so check the firewall between them"
+        ) from None
+    _joined = True
+
+
+def _detected(place: Place) -> str:
+    """HOST:PORT of process 0, by JAX's own detection of Slurm and Open MPI, which JAX keeps in a private module."""
+    from jax._src.clusters import ClusterEnv
+
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, place.count, place.index, [], None, 60)[0]
+    except (RuntimeError, ValueError) as error:
+        found, reason = None, str(error)
+    else:
+        reason = "JAX knows no such launcher"
+    if found is None:
+        raise BadInput(
+            f"where process 0 is cannot be told from the launcher's variables ({reason}); say so with "
+            "--coordinator HOST:PORT --processes N --process-id I"
+        )
+    return found
+
+
+def seconds_of(name: str, default: float) -> float:
+    """The environment variable ``name`` as a number of seconds above 0. Raises :class:`BadInput`."""
+    text = os.environ.get(name, str(default))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < 1e9:
+        raise BadInput(f"the environment variable {name} is {text!r}; expected a number of seconds above 0")
+    return seconds
+
+
+def silence_seconds() -> float:
+    """How long a process may be silent before it counts as dead: ``JSPEED_HEARTBEAT_SECONDS`` (60)."""
+    return seconds_of(HEARTBEAT_SECONDS, 60)
+
+
+def process_count() -> int:
+    """Number of processes, without asking for devices."""
+    return _place.count if _place else 1
+
+
+def process_index() -> int:
+    """Index of this process, without asking for devices."""
+    return _place.index if _place else 0
+
+
+def is_alone() -> bool:
+    """Whether no launcher, variable or flag makes this process one of several."""
+    return _place is None
+
+
+def client() -> Any:
+    """The key-value store that all processes share, or None before they have joined and for a process alone.
+
+    JAX keeps it in a private module.
+    """
+    from jax._src import distributed
+
+    return distributed.global_state.client if _joined else None
+
+
+def share(name: str, value: str, seconds: float = 3600) -> str:
+    """Return process 0's ``value`` on every process. Use each ``name`` once.
+
+    The limit is for what process 0 may have to do first, such as preparing data; should it die, that is noticed sooner.
+    """
+    store = client()
+    if store is None:
+        return value
+    if process_index() == 0:
+        store.key_value_set(f"jspeed/{name}", value)
+        return value
+    return _awaited(name, seconds, lambda: store.blocking_key_value_get(f"jspeed/{name}", int(1000 * seconds)))
+
+
+def everyones(name: str, value: Any) -> list[Any]:
+    """Return the ``value``, any JSON, of every process. Use each ``name`` once."""
+    store = client()
+    if store is None:
+        return [value]
+    store.key_value_set(f"jspeed/{name}/{process_index()}", json.dumps(value))
+    barrier(name)
+    return [json.loads(text) for _, text in store.key_value_dir_get(f"jspeed/{name}/")]
+
+
+def barrier(name: str, seconds: float = 3600) -> None:
+    """Return when all processes have called this. Use each ``name`` once."""
+    store = client()
+    if store is not None:
+        _awaited(name, seconds, lambda: store.wait_at_barrier(f"jspeed/{name}", int(1000 * seconds)))
+
+
+def _awaited(name: str, seconds: float, wait: Callable[[], Result]) -> Result:
+    try:
+        return within(seconds, wait)
+    except TimeoutError:
+        raise BadInput(f"process {process_index()} waited {seconds:g} s for the others ({name})") from None
+
+
+def same_everywhere(facts: Mapping[str, Any]) -> None:
+    """Return when all processes have given the ``facts`` of process 0; raises :class:`BadInput` with the first other.
+
+    It also is a barrier: no process passes before all have come.
+    """
+    if client() is None:
+        return
+    mine = json.loads(json.dumps(facts, default=str))
+    first = json.loads(share("facts", json.dumps(mine)))
+    for name, value in mine.items():
+        if first.get(name) != value:
+            raise BadInput(
+                f"{name} is {value} here but {first.get(name)} on process 0; start all processes with the same "
+                "command, code and data"
+            )
+    barrier("facts-agree")

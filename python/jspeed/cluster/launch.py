@@ -1,0 +1,270 @@
+"""Start and watch this node's processes of one run, with torchrun's flags; needs neither jax nor torch.
+
+The processes learn their place from torchrun's variables. When one fails, the others get a moment to end by
+themselves, then SIGTERM, then SIGKILL; then all of them may be started again.
+"""
+
+import argparse
+import ctypes
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn, TextIO
+
+from jspeed.cluster.place import visible_gpus
+from jspeed.cluster.rendezvous import free_port
+from jspeed.errors import BadInput, say
+
+SETTLE_SECONDS = 5.0  # an error reaches every process in about a second, and process 0 says it last
+ENDED = {0, 1, 2, 130, 143}  # exit codes that another start would not change: done, missed, bad input, told to stop
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to start: flags as torchrun names them."""
+
+    command: tuple[str, ...]
+    nnodes: int = 1
+    node_rank: int = 0
+    nproc_per_node: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 29_500
+    max_restarts: int = 0
+    standalone: bool = False
+    prefix: bool = False
+    grace: float = 30.0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message}; see --help")
+
+
+def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
+    """Return what the command line asks for, and whether only to show it. Raises :class:`BadInput`."""
+    parser = _Parser(prog="launch.py", description="Start and watch this node's processes of one run.")
+
+    def flag(name: str, text: str, **settings: Any) -> None:
+        parser.add_argument(name, name[:2] + name[2:].replace("-", "_"), help=text, **settings)
+
+    flag("--nnodes", "number of nodes", type=int, default=1, metavar="N")
+    flag("--node-rank", "which node this is, from 0", type=int, default=0, metavar="R")
+    flag("--nproc-per-node", "processes on each node; gpu: one for each GPU", default="1", metavar="K")
+    flag("--master-addr", "host that node 0 is reached at", default="127.0.0.1", metavar="A")
+    flag("--master-port", "a free port on node 0", type=int, default=29_500, metavar="P")
+    flag("--max-restarts", "start again after a failure, at most M times", type=int, default=0, metavar="M")
+    flag("--standalone", "one node, with a free port of its own", action="store_true")
+    flag("--dry-run", "print each node's processes and start none", action="store_true")
+    flag("--prefix", "begin each line of output with its rank", action="store_true")
+    flag("--grace", "seconds from SIGTERM to SIGKILL", type=float, default=30.0, metavar="S")
+    parser.add_argument("script", help="Python script to run, then its arguments")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    found = vars(parser.parse_args(words))
+    dry, count = found.pop("dry_run"), found.pop("nproc_per_node")
+    command = (sys.executable, "-u", found.pop("script"), *found.pop("arguments"))
+    launch = Launch(command, nproc_per_node=_processes(count), **found)
+    if launch.nnodes < 1 or not 0 <= launch.node_rank < launch.nnodes:
+        raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
+    if launch.standalone and launch.nnodes > 1:
+        raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
+    if launch.nnodes > 1 and launch.master_addr in ("127.0.0.1", "localhost") and not dry:
+        say("launch: --master-addr is this machine itself; other machines cannot reach it")
+    if launch.max_restarts < 0 or launch.grace < 0:
+        raise BadInput("--max-restarts and --grace must be 0 or more")
+    if not Path(launch.command[2]).is_file():
+        raise BadInput(f"the script {launch.command[2]} does not exist; give the path of a Python file")
+    return launch, dry
+
+
+def _processes(text: str) -> int:
+    if text in ("gpu", "auto"):
+        count = visible_gpus(os.environ)
+        if not count and text == "gpu":
+            raise BadInput("--nproc-per-node gpu: this machine shows no GPU; give a number")
+        return count or 1
+    if not text.isdigit() or text == "0":
+        raise BadInput(f"--nproc-per-node {text}: give a number from 1 on, or gpu")
+    return int(text)
+
+
+def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[str, str]:
+    """The environment variables, torchrun's, that tell process ``local`` of ``node`` its place.
+
+    Every attempt has a port of its own, so that no process meets one of the attempt before.
+    """
+    count = launch.nproc_per_node
+    told: dict[str, int | str] = {
+        "RANK": node * count + local,
+        "WORLD_SIZE": launch.nnodes * count,
+        "LOCAL_RANK": local,
+    }
+    told |= {"LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "MASTER_ADDR": launch.master_addr}
+    told |= {"MASTER_PORT": launch.master_port + attempt, "TORCHELASTIC_RESTART_COUNT": attempt}
+    return {name: str(value) for name, value in told.items()}
+
+
+def shown(launch: Launch) -> list[str]:
+    """Every process of every node as a command to paste into a shell."""
+    lines = []
+    for node in range(launch.nnodes):
+        lines.append(f"# node {node} of {launch.nnodes}")
+        for local in range(launch.nproc_per_node):
+            told = [f"{name}={value}" for name, value in variables(launch, node, local).items()]
+            lines.append(shlex.join([*told, *launch.command]))
+    return lines
+
+
+def run(launch: Launch) -> int:
+    """Start, watch, restart; returns the exit code of the first process that failed (128 + signal), or 0."""
+    for attempt in range(launch.max_restarts + 1):
+        if launch.standalone:
+            launch = replace(launch, master_addr="127.0.0.1", master_port=free_port() - attempt)
+        code = Node(launch, attempt).watch()
+        if code in ENDED or attempt == launch.max_restarts:
+            break
+        say(f"launch: restart {attempt + 1} of {launch.max_restarts}")
+    return code
+
+
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+
+
+def _end_with_launcher() -> None:
+    """Have the kernel send this process SIGTERM should launch.py be killed, so that none is left over."""
+    if _prctl:
+        _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+class Node:
+    """The processes of one attempt on this node.
+
+    Signals and ends are events in one queue, so that nothing happens inside a signal handler.
+    """
+
+    def __init__(self, launch: Launch, attempt: int) -> None:
+        self._launch = launch
+        self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._told: int | None = None
+        self._timers: list[threading.Timer] = []
+        self._writing = threading.Lock()
+        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+        self._previous = {number: signal.signal(number, self._note) for number in signals}
+        self._first = launch.node_rank * launch.nproc_per_node
+        self._processes: list[subprocess.Popen[str]] = []
+        for local in range(launch.nproc_per_node):
+            self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt)))
+        self._threads = [threading.Thread(target=self._wait, args=(n,)) for n in range(len(self._processes))]
+        for thread in self._threads:
+            thread.start()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(("signal", number))
+
+    def _start(self, told: Mapping[str, str]) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE if self._launch.prefix else None
+        # In a session of its own, so that Ctrl-C reaches it once, through here.
+        process = subprocess.Popen(
+            self._launch.command,
+            env={**os.environ, **told},
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_launcher,
+        )
+        return process
+
+    def _wait(self, number: int) -> None:
+        process = self._processes[number]
+        pumps = []
+        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if source is not None:
+                pumps.append(threading.Thread(target=self._pump, args=(source, target, self._first + number)))
+                pumps[-1].start()
+        process.wait()
+        for pump in pumps:
+            pump.join(5)  # a child of its own may hold the pipe open
+        self._events.put(("end", number))
+
+    def _pump(self, source: TextIO, target: TextIO, rank: int) -> None:
+        with source:
+            for line in source:
+                with self._writing:
+                    target.write(f"[rank {rank}] {line.rstrip(chr(10))}\n")
+                    target.flush()
+
+    def _send(self, number: int) -> None:
+        for process in self._processes:
+            with suppress(OSError):
+                process.send_signal(number)
+
+    def _alive(self) -> str:
+        return ", ".join(str(self._first + n) for n, process in enumerate(self._processes) if process.poll() is None)
+
+    def _end(self, why: str) -> None:
+        """Ask all to end, and make them when the grace is over."""
+        if alive := self._alive():
+            say(f"launch: {why}; ending rank {alive}")
+            self._send(signal.SIGTERM)
+            self._later(min(10.0, self._launch.grace), self._kill)
+
+    def _kill(self) -> None:
+        if alive := self._alive():
+            say(f"launch: rank {alive} did not end; SIGKILL")
+            self._send(signal.SIGKILL)
+
+    def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
+        self._timers.append(threading.Timer(seconds, call, arguments))
+        self._timers[-1].daemon = True
+        self._timers[-1].start()
+
+    def watch(self) -> int:
+        """Return when all processes have ended: the code of the first that failed, or 0."""
+        code, left = 0, len(self._processes)
+        while left:
+            what, number = self._next()
+            if what == "signal":
+                self._pass(number)
+                continue
+            left -= 1
+            ended = self._processes[number].returncode
+            if ended and not code:
+                code = 128 - ended if ended < 0 else ended
+                if self._told is None:
+                    self._tell(self._first + number, ended)
+        for timer in self._timers:
+            timer.cancel()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        return 128 + self._told if self._told and code not in (0, 1) else code
+
+    def _next(self) -> tuple[str, int]:
+        """The next event. A signal that comes just before a wait does not interrupt it, so no wait is long."""
+        while True:
+            with suppress(queue.Empty):
+                return self._events.get(timeout=0.2)
+
+    def _pass(self, number: int) -> None:
+        """Pass a signal on; the grace starts with the first that asks for the end."""
+        self._send(number)
+        if number != signal.SIGUSR1 and self._told is None:
+            self._told = number
+            self._later(self._launch.grace, self._kill)
+
+    def _tell(self, rank: int, ended: int) -> None:
+        """Say what happened, unless the process could say so itself, and give the others time to end by themselves."""
+        how = f"rank {rank} ended with exit code {ended}"
+        if ended < 0:
+            how = f"rank {rank} was killed by {signal.Signals(-ended).name}"
+            say(f"launch: {how}")
+        self._later(SETTLE_SECONDS, self._end, how)

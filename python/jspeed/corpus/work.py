@@ -1,0 +1,202 @@
+"""Tokenising in several processes, in the order of the input, kept on disk so that it can be taken up again.
+
+The work folder holds ``tokens`` (uint16), ``documents`` (two uint64 for each: tokens, hash of the contents) and
+``journal``: a JSON line for each piece done, with the documents and tokens so far. What is behind its last whole line
+does not count.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jspeed.corpus.pieces import Piece, documents
+from jspeed.corpus.sources import hash_of
+from jspeed.corpus.tokenizers import named_tokenizer
+from jspeed.data.folder import Batch, lock_folder, remove_leftovers
+from jspeed.errors import BadInput, writable_folder
+from jspeed.files import write_whole
+
+RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
+WAITING = 2  # pieces that wait for each process
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+tokenizer_of_process = cache(named_tokenizer)
+
+
+class Encoded(NamedTuple):
+    """The documents of one piece: their tokens (uint16) joined, and a ``RECORD`` of each."""
+
+    tokens: NDArray[np.uint16]
+    records: NDArray[Any]
+
+
+def encode(tokenizer: str, mark: str, piece: Piece) -> Encoded:
+    """Tokenise one piece, the tokenizer's mark ``before`` or ``after`` each document, or ``none``."""
+    chosen = tokenizer_of_process(tokenizer)
+    bos = np.array([chosen.bos_id] if mark != "none" else [], "<u2")
+    parts: list[NDArray[np.uint16]] = []
+    records = []
+    for segment in piece:
+        for document in documents(segment):
+            ids = chosen.encode(document)
+            parts += (ids, bos) if mark == "after" else (bos, ids)
+            records.append((ids.size + bos.size, hash_of(document)))
+    return Encoded(np.concatenate(parts, dtype="<u2") if parts else bos[:0], np.array(records, RECORD))
+
+
+def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, processes: int) -> int:
+    """Tokenise ``pieces`` into ``folder``, going on after those that are done; returns how many were.
+
+    Raises BadInput for the first of them that cannot be read, and when there is no room, which loses nothing.
+    """
+    done = journal(folder)
+    write_whole(folder / "journal", "".join(json.dumps(line) + "\n" for line in done))  # without what does not count
+    with open(folder / "tokens", "ab") as tokens, open(folder / "documents", "ab") as records:
+        with open(folder / "journal", "a") as lines:
+            total = dict(done[-1]) if done else {"documents": 0, "tokens": 0}
+            tokens.truncate(2 * total["tokens"])
+            records.truncate(RECORD.itemsize * total["documents"])
+            work = in_order(partial(encode, tokenizer, mark), islice(pieces, len(done), None), processes)
+            for encoded in work:
+                try:
+                    for file, array in ((tokens, encoded.tokens), (records, encoded.records)):
+                        file.write(array.tobytes())
+                        file.flush()
+                        os.fsync(file.fileno())
+                    total["documents"] += len(encoded.records)
+                    total["tokens"] += len(encoded.tokens)
+                    lines.write(json.dumps(total) + "\n")
+                    lines.flush()
+                except OSError as error:
+                    raise NoRoom(
+                        f"{folder} cannot be written ({error.strerror}); make room and run the same command again, "
+                        f"which goes on after the {total['documents']:,} documents done"
+                    ) from None
+    return len(done)
+
+
+class NoRoom(BadInput):
+    """What was done before it is kept."""
+
+
+def journal(folder: Path) -> list[dict[str, int]]:
+    """Return the lines of the journal that what is on disk bears out."""
+    done: list[dict[str, int]] = []
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        sizes = {name: (folder / name).stat().st_size for name in ("tokens", "documents")}
+        for text in (folder / "journal").read_text().splitlines():
+            line = json.loads(text)
+            if 2 * line["tokens"] > sizes["tokens"] or RECORD.itemsize * line["documents"] > sizes["documents"]:
+                break
+            done.append(line)
+    return done
+
+
+def records(folder: Path) -> NDArray[Any]:
+    """Return tokens and hash of every document, in order."""
+    return np.fromfile(folder / "documents", RECORD)
+
+
+def batches(folder: Path, validates: NDArray[np.bool_]) -> Iterator[Batch]:
+    """Yield the documents of a finished work folder in order, a piece at a time, each in its split."""
+    lengths = records(folder)["tokens"].astype(np.int64)
+    first = {"documents": 0, "tokens": 0}
+    for line in journal(folder):
+        if count := line["tokens"] - first["tokens"]:
+            tokens = np.fromfile(folder / "tokens", "<u2", count, offset=2 * first["tokens"])
+            part = slice(first["documents"], line["documents"])
+            for split, chosen in (("train", ~validates[part]), ("val", validates[part])):
+                if chosen.any():
+                    yield Batch(split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen])
+        first = line
+
+
+def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
+    """Yield ``function(item)`` of each item in order; what raises first in that order is raised, on any number."""
+    if processes == 1:
+        yield from map(function, items)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["jspeed.corpus.work", "tiktoken"])
+    waiting: deque[Any] = deque()
+    trouble: BaseException | None = None
+    iterator = iter(items)
+    with ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c) as pool:
+        try:
+            while trouble is None or waiting:
+                while trouble is None and len(waiting) < (1 + WAITING) * processes:
+                    try:
+                        waiting.append(pool.submit(function, next(iterator)))
+                    except (StopIteration, BadInput) as error:
+                        trouble = error
+                if waiting:
+                    yield waiting.popleft().result()
+        except BrokenProcessPool:
+            raise NoRoom(
+                "a tokenising process was killed, most likely for want of memory; run the same command again with "
+                "fewer --processes, which goes on where this ended"
+            ) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+    if isinstance(trouble, BadInput):
+        raise trouble
+
+
+def _leave_ctrl_c() -> None:
+    """Let Ctrl-C end the process that waits for this one, which then ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextmanager
+def work_folder(out: Path, key: str) -> Iterator[Path]:
+    """Yield a hidden folder beside ``out`` for the work with this ``key``, the one left by an interrupted process.
+
+    It goes when the work is done or its input is bad; it stays when the process is interrupted or there is no room.
+    Folders of other keys for the same ``out`` go. Raises BadInput while another process works in it.
+    """
+    out = Path(os.path.realpath(out))
+    made = [folder for folder in out.parents if not folder.exists()]
+    writable_folder(out.parent, "the output folder's parent")
+    folder = out.parent / f".{out.name}.{key}.work"
+    try:
+        remove_leftovers(out, ".work", keep=folder.name)
+        folder.mkdir(exist_ok=True)
+        lock = lock_folder(folder)
+    except OSError as error:
+        raise BadInput(f"output folder {out} cannot be written ({error.strerror}); choose another") from None
+    if lock is None:
+        raise BadInput(f"another process is preparing {out}; wait for it, or choose another --out")
+    try:
+        yield folder
+    except (NoRoom, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        _remove(folder, made)
+        raise
+    else:
+        _remove(folder, [])
+    finally:
+        os.close(lock)
+
+
+def _remove(folder: Path, parents: list[Path]) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        for parent in parents:
+            parent.rmdir()

@@ -1,0 +1,219 @@
+"""Text from a trained model: a few prompts at once, one token of each at a time, keys and values kept."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspeed.errors import BadInput
+from jspeed.inference.trained import Model
+from jspeed.model.cache import Cache, advance, empty
+from jspeed.recipe import Recipe
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import eval_context
+from jspeed.run.compute.step import computing
+
+CHUNK = 64  # tokens of a prompt that are read at once
+STOPPED = -1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn: the likeliest at ``temperature`` 0, else from the softmax of logits over it.
+
+    ``top_k``: among the k likeliest. ``top_p``: among the fewest that together have this probability, after top_k.
+    """
+
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise BadInput for numbers that cannot be meant."""
+        if not 0 <= self.temperature < float("inf"):
+            raise BadInput(f"--temperature {self.temperature}: must be 0 (the likeliest token) or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise BadInput(f"--top-k {self.top_k}: must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise BadInput(f"--top-p {self.top_p}: must be more than 0 and at most 1")
+        if not 0 <= self.seed < 2**32:
+            raise BadInput(f"--seed {self.seed}: must be a whole number from 0 to {2**32 - 1}")
+
+
+def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+    """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    logits_BV /= sampling.temperature
+    ids_BV = None
+    if sampling.top_k is not None or sampling.top_p is not None:
+        logits_BV, ids_BV = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
+    if sampling.top_p is not None:
+        p_BV = jax.nn.softmax(logits_BV, axis=-1)
+        likelier_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+        logits_BV = jnp.where(likelier_BV < sampling.top_p, logits_BV, -jnp.inf)
+    place_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
+    chosen_B = place_B if ids_BV is None else jnp.take_along_axis(ids_BV, place_B[:, None], axis=1)[:, 0]
+    return chosen_B.astype(jnp.int32)
+
+
+def context_length(recipe: Recipe) -> int:
+    """Most tokens the model looks back on: what it saw of one document in the last stage of its training."""
+    last = recipe.stages[-1]
+    return last.max_doc_len or last.lane_len
+
+
+class Generator:
+    """A model made ready to write ``rows`` texts at once. Two programs are compiled, each once: one reads ``CHUNK``
+    tokens of prompts, the other one token of each text, and draws the next.
+
+    A text depends on its prompt, its row and the seed, not on the other rows.
+    """
+
+    def __init__(self, model: Model, rows: int, sampling: Sampling) -> None:
+        sampling.check()
+        recipe = model.recipe
+        self.rows, self.limit = rows, context_length(recipe)
+        self.bos_id = model.facts["bos_id"]
+        self._places = -(-self.limit // CHUNK) * CHUNK
+        context = eval_context(recipe, device_of(model.mesh, "xla"))
+        self._params = jax.jit(lambda params: computing(recipe, params))(model.params)
+        self._name = recipe.name
+        vocabulary = model.facts["vocab_size"]
+
+        def forward(params: Any, tokens_BT: jax.Array) -> jax.Array:
+            return recipe.forward(params, tokens_BT, context)
+
+        def read(params: Any, cache: Cache, start_B: jax.Array, tokens_BT: jax.Array) -> Cache:
+            return advance(lambda tokens: forward(params, tokens), cache, start_B, tokens_BT)[0]
+
+        def step(
+            params: Any, cache: Cache, start_B: jax.Array, tokens_B: jax.Array, place: jax.Array
+        ) -> tuple[Cache, jax.Array]:
+            cache, logits_B1V = advance(lambda tokens: forward(params, tokens), cache, start_B, tokens_B[:, None])
+            key = jax.random.fold_in(jax.random.key(sampling.seed), place)
+            keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
+            return cache, draw(sampling, keys_B, logits_B1V[:, 0, :vocabulary])
+
+        self._empty = jax.jit(lambda params: empty(lambda tokens: forward(params, tokens), rows, self._places))
+        self.read, self.step = jax.jit(read, donate_argnums=1), jax.jit(step, donate_argnums=1)
+
+    def __call__(self, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[np.ndarray]:
+        """Yield the next token of each row, int32 ``[rows]``, ``tokens`` times or until every row has ended.
+
+        A row ends at the mark between documents, and yields ``STOPPED`` from there on. When a text outgrows the
+        model's context, its later half is read again and stays.
+        """
+        texts = [self._led(prompt) for prompt in prompts]
+        running = np.ones(self.rows, bool)
+        cache, lengths = self._read_all(texts)
+        cache = self._checked(cache, texts)
+        for place in range(tokens):
+            if lengths.max() > self.limit:
+                texts = [text[-max(1, self.limit // 2) :] if len(text) > self.limit else text for text in texts]
+                cache, lengths = self._read_all(texts)
+            last = np.array([text[-1] for text in texts], np.int32)
+            cache, drawn = self.step(self._params, cache, lengths - 1, last, np.int32(place))
+            new = np.asarray(drawn)
+            running &= (new != self.bos_id) if self.bos_id is not None else True
+            for text, token, runs in zip(texts, new.tolist(), running, strict=True):
+                text += [token] if runs else []
+            lengths = np.where(running, lengths + 1, lengths).astype(np.int32)
+            yield np.where(running, new, STOPPED)
+            if not running.any():
+                return
+
+    def _led(self, prompt: Sequence[int]) -> list[int]:
+        led = [] if self.bos_id is None else [self.bos_id]
+        text = [*led, *prompt]
+        if not text:
+            raise BadInput(f"model {self._name} has no mark to begin a text with; give a --prompt")
+        return text[:1] + text[1:][-(self.limit - 1) :] if self.limit > 1 else text[-1:]
+
+    def _read_all(self, texts: Sequence[Sequence[int]]) -> tuple[Cache, np.ndarray]:
+        """Read all of each text but its last token, which the next step reads."""
+        lengths = np.array([len(text) for text in texts], np.int32)
+        cache = self._empty(self._params)
+        for start in range(0, int(lengths.max()) - 1, CHUNK):
+            chunk = np.zeros((self.rows, CHUNK), np.int32)
+            for row, text in zip(chunk, texts, strict=True):
+                part = text[start : start + CHUNK]
+                row[: len(part)] = part
+            cache = self.read(self._params, cache, np.full(self.rows, start, np.int32), chunk)
+        return cache, lengths
+
+    def _checked(self, cache: Cache, texts: Sequence[Sequence[int]]) -> Cache:
+        """Raise BadInput unless a token's keys are the same whether it is read among others or alone: else the recipe
+        looks about by itself. Reads the second token of each text once more; returns the cache."""
+        row = next((row for row, text in enumerate(texts) if len(text) > 1), None)
+        if row is None:
+            return cache
+        ones = np.ones(self.rows, np.int32)
+        second = np.array([text[1] if len(text) > 1 else 0 for text in texts], np.int32)
+        read = np.asarray(cache.keys[-1])[row, 1].astype(np.float32)
+        cache, _ = self.step(self._params, cache, ones, second, np.int32(0))
+        alone = np.asarray(cache.keys[-1])[row, 1].astype(np.float32)
+        if np.max(np.abs(read - alone)) > 0.05 * (1 + np.max(np.abs(read))):
+            raise BadInput(
+                f"recipe {self._name} looks across positions by something else than jspeed.model's attention, rotary, "
+                "positions, previous and find_documents, so it cannot be generated from; use these"
+            )
+        return cache
+
+
+def write(
+    model: Model, prompts: Sequence[str], tokens: int, sampling: Sampling, stop: str | None = None
+) -> Iterator[list[str]]:
+    """Yield, token by token, what comes new to each of the texts, prompts left out.
+
+    A text also ends before ``stop``. What is yielded is whole characters; bytes that are none come out as U+FFFD.
+    """
+    tokenizer = model.tokenizer()
+    generator = Generator(model, len(prompts), sampling)
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
+    held = [""] * len(prompts)  # what may be the start of ``stop``
+    ended = [False] * len(prompts)
+
+    def released(row: int, text: str, last: bool) -> str:
+        if ended[row]:
+            return ""
+        held[row] += text
+        if stop and stop in held[row]:
+            ended[row] = True
+            return held[row].partition(stop)[0]
+        keep = 0
+        if stop and not last:
+            keep = next((n for n in range(len(stop) - 1, 0, -1) if held[row].endswith(stop[:n])), 0)
+        out, held[row] = held[row][: len(held[row]) - keep], held[row][len(held[row]) - keep :]
+        ended[row] = last
+        return out
+
+    for new in generator([tokenizer.encode(prompt.encode()).tolist() for prompt in prompts], tokens):
+        texts = []
+        for row, token in enumerate(new.tolist()):
+            over = token == STOPPED
+            text = decoders[row].decode(b"" if over else tokenizer.decode([token]), final=over)
+            texts.append(released(row, text, over))
+        yield texts
+        if all(ended):
+            return
+    yield [released(row, decoder.decode(b"", final=True), True) for row, decoder in enumerate(decoders)]
+
+
+def joined(texts: Sequence[str]) -> str:
+    """Return several texts as one: a line each where they are lines, else with a rule between them."""
+    lines = all("\n" not in text.strip("\n") for text in texts)
+    return "\n".join(text.strip("\n") for text in texts) if lines else f"\n{'-' * 15}\n".join(texts)
+
+
+def sample(model: Model, prompts: Sequence[str], tokens: int, sampling: Sampling) -> list[str]:
+    """Return whole texts, prompts included."""
+    texts = list(prompts)
+    for new in write(model, prompts, tokens, sampling):
+        texts = [text + more for text, more in zip(texts, new, strict=True)]
+    return texts

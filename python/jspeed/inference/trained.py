@@ -1,0 +1,137 @@
+"""A trained model from wherever it lies: a run directory, a checkpoint, an exported folder, GPT-2's own."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
+from jspeed.errors import BadInput
+from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel.mesh import make_mesh, place
+from jspeed.recipe import Recipe
+from jspeed.run.checkpoint import damage, restore, steps_in
+from jspeed.run.compute.program import state_shardings
+from jspeed.run.export import FILE, named, read_parameters
+from jspeed.run.find import Found, find
+
+GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest)."""
+
+    found: Found
+    params: Any
+    mesh: Mesh
+    facts: dict[str, Any]
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe, fields as they were in training."""
+        return self.found.recipe
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises BadInput where its vocabulary cannot be fetched."""
+        return tokenizer_of(self.facts)
+
+
+def load_model(path: Path, mesh: Mesh | None = None) -> Model:
+    """Load a run directory (its final parameters, or its newest whole checkpoint), one checkpoint of it
+    (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
+
+    The parameters lie on ``mesh`` (default: this process's first device) as the default layout cuts them. Raises
+    BadInput with what is there and what was expected.
+    """
+    mesh = mesh or make_mesh({"data": 1}, jax.local_devices()[:1])
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "does not exist"
+        raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")
+    step = None
+    run_dir = path
+    if path.name.isdigit() and path.parent.name == "checkpoints":
+        step, run_dir = int(path.name), path.parent.parent
+    config = read_config(run_dir)
+    if config.get("model_type") == "gpt2":
+        found, facts = gpt2_recipe(path, config), dict(GPT2_FACTS)
+    else:
+        found, facts = own_recipe(run_dir, config)
+    _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
+    if step is None and ((path / FILE).is_file() or "recipe" not in config):
+        arrays = read_parameters(path, found.recipe)
+        params = jax.tree.map(place, arrays, shardings["params"])
+    else:
+        params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
+    return Model(found, params, mesh, facts)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return config.json of a folder. Raises BadInput when there is none, or it is not one of ours or GPT-2's."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise BadInput(
+            f"{folder} has no config.json; give a run directory, an exported folder or a folder with GPT-2"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read ({type(error).__name__}: {error}); copy it again") from None
+    if not isinstance(config, dict) or not (config.get("model_type") == "gpt2" or "recipe" in config):
+        raise BadInput(f"{path} describes neither a run of jspeed nor a GPT-2 (model_type gpt2); give another folder")
+    return config
+
+
+def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, Any]]:
+    """Return the recipe of a run directory or exported folder, from its own copy, and its tokenizer's facts."""
+    source = folder / "recipe.py"
+    if not source.is_file():
+        raise BadInput(f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed")
+    found = find(
+        str(source), [f"{name}={value!r}" for name, value in config.get("overrides", {}).items() if name.isupper()]
+    )
+    facts = config.get("tokenizer")
+    if facts is None:
+        data = found.recipe.data
+        if data.bos_id != GPT2_FACTS["bos_id"]:
+            raise BadInput(
+                f"{folder}/config.json does not say how text becomes tokens; train on a folder with a manifest"
+            )
+        facts = GPT2_FACTS
+    return found, facts
+
+
+def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
+    """Return the recipe gpt2 at the size of Hugging Face's ``config``."""
+    try:
+        shape = tuple(int(config[name]) for name in ("n_layer", "n_head", "n_embd"))
+        block = int(config.get("n_positions") or config["n_ctx"])
+        vocabulary = int(config["vocab_size"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{folder}/config.json lacks {error}; download it again") from None
+    activation = config.get("activation_function", "gelu_new")
+    if activation != "gelu_new" or config.get("layer_norm_epsilon", 1e-5) != 1e-5:
+        raise BadInput(f"{folder}/config.json asks for another activation or epsilon than GPT-2's; it cannot be loaded")
+    sizes = {"given": shape}
+    sets = [f"SIZES={sizes!r}", "SIZE=given", f"LANE_LEN={block}", f"VOCAB={vocabulary}", "COMPUTE=float32"]
+    return find("gpt2", sets)
+
+
+def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
+    """Return the parameters of one checkpoint, or of the newest that is whole. Raises BadInput for none."""
+    steps = [step] if step is not None else sorted(steps_in(folder), reverse=True)
+    wrong = "there is none"
+    for number in steps:
+        wrong = damage(folder, number) or ""
+        if not wrong:
+            return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[0]["params"]
+    raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")
+
+
+def parameters_of(model: Model) -> dict[str, np.ndarray]:
+    """Return the parameters on the host under their names."""
+    return {name: np.asarray(array) for name, array in named(model.params).items()}

@@ -1,0 +1,170 @@
+"""Two recipes side by side: which is faster, by how much, how surely, and what in their files makes the difference."""
+
+import ast
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput, nearest
+from jspeed.leaderboard import stats, words
+from jspeed.leaderboard.parents import losses, times
+from jspeed.record.series import Rounds
+
+Entry = Mapping[str, Any]
+STATES = ("changed", "new", "gone")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two: its name, its track and entry on the board if it has runs, and its source."""
+
+    name: str
+    track: Mapping[str, Any] | None
+    entry: Entry | None
+    source: str
+
+
+def find_side(
+    text: str, tracks: Sequence[Mapping[str, Any]], sources: Mapping[str, tuple[Path, str]], recipes: Path
+) -> Side:
+    """Return what ``text`` means: RECIPE, RECIPE@HASH or FILE.py; of several entries the best valid, else the newest.
+
+    ``sources`` are those of the records by SHA-256; a recipe without runs is taken from the folder ``recipes``.
+    Raises BadInput when nothing is called so.
+    """
+    if text.endswith(".py"):
+        path = Path(text)
+        if not path.is_file():
+            raise BadInput(f"recipe file {path} does not exist; give a recipe file or the name of a recipe")
+        source = path.read_text(encoding="utf-8")
+        shas = {sha for sha, (_, stored) in sources.items() if stored == source}
+        found = [(t, e) for t in tracks for e in t["entries"] if e["recipe_sha256"] in shas]
+        track, entry = found[0] if found else (None, None)
+        return Side(path.stem, track, entry, source)
+    name, _, digest = text.partition("@")
+    found = [
+        (track, entry)
+        for track in tracks
+        for entry in track["entries"]
+        if entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
+    ]
+    found.sort(key=lambda pair: (pair[1]["recipe_sha256"] in sources, pair[1]["valid"], pair[1]["date"]), reverse=True)
+    file = recipes / f"{name.replace('-', '_')}.py"
+    if found:
+        track, entry = found[0]
+        source = sources[entry["recipe_sha256"]][1] if entry["recipe_sha256"] in sources else ""
+        return Side(text, track, entry, source or (file.read_text() if file.is_file() else ""))
+    if not digest and file.is_file():
+        return Side(text, None, None, file.read_text())
+    known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
+    raise BadInput(
+        f"no recipe '{text}' is on the board or in {recipes}{nearest(name, known)}; known: {', '.join(known)}"
+    )
+
+
+def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str]:
+    """Return in sentences whether A is faster than B, by how much and how surely; and the same of its loss."""
+    if a.entry is None or b.entry is None:
+        without = [side.name for side in (a, b) if side.entry is None]
+        return [f"Nobody knows which is faster: {' and '.join(without)} has no runs among the records."]
+    if a.entry["seconds"] is None or b.entry["seconds"] is None:
+        return ["Nobody knows which is faster: not both have a run that converged."]
+    rounds = raced.get((b.entry["recipe_hash"], a.entry["recipe_hash"]), [])
+    same = a.entry["devices"] == b.entry["devices"]
+    if not rounds and not same:
+        return [
+            f"Nobody knows which is faster: they ran on different devices, {words.devices(a.entry['devices'])} and "
+            f"{words.devices(b.entry['devices'])}, and never in turn. Let them: leaderboard.py race {b.name} {a.name}"
+        ]
+    ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
+    mean = [words.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]
+    how = f"in {ratio.n} rounds in turn" if rounds else "in runs that were not made in turn"
+    lines = [f"{verdict(a.name, b.name, ratio)} It takes {words.ratio(ratio._asdict())} of {b.name}'s time, {how}."]
+    steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
+    lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
+    return lines + loss(a, b)
+
+
+def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
+    """Return whether A is faster, as one sentence."""
+    percent = f"{abs(1 - ratio.ratio):.1%}"
+    word = "faster" if ratio.ratio < 1 else "slower"
+    if ratio.low is None or ratio.high is None:
+        return f"{a} was {word} than {b} by {percent}, in one comparison, which shows nothing of the next."
+    if ratio.low <= 1 <= ratio.high:
+        return (
+            f"{a} is not shown to be faster or slower than {b}: {percent} {word} so far, and the 95 % interval holds 1."
+        )
+    return f"{a} is {word} than {b} by {percent}, and the 95 % interval is all on that side."
+
+
+def loss(a: Side, b: Side) -> list[str]:
+    """Return the comparison of final losses, in sentences."""
+    assert a.entry and b.entry and a.track
+    one, two = a.entry["loss"], b.entry["loss"]
+    means = [f"{words.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
+    if a.track["sigma"] is None or a.track["track"] != (b.track or {}).get("track"):
+        return [f"Mean losses: {means[0]} and {means[1]}."]
+    difference = one["mean"] - two["mean"]
+    test = stats.better_than(losses(dict(a.entry)), losses(dict(b.entry)), a.track["sigma"])
+    p = min(test.p, 1 - test.p)
+    return [
+        f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "
+        f"{'lower' if difference < 0 else 'higher'}, one-sided {words.chance(p)} with sigma = "
+        f"{a.track['sigma']:.4f}. Target: {a.track['target_loss']:g}."
+    ]
+
+
+def changes(a: str, b: str) -> dict[str, Any]:
+    """Return what turns source ``b`` into ``a``.
+
+    ``changed``, ``new`` and ``gone`` are phrases by kind, which is fields, functions or other names; ``added`` and
+    ``removed`` are numbers of lines; ``diff`` is the unified diff as lines.
+    """
+    after, before = _parts(a), _parts(b)
+    found: dict[str, dict[str, list[str]]] = {state: {kind: [] for kind in after} for state in STATES}
+    for kind, have in after.items():
+        had = before[kind]
+        for name in [*have, *(name for name in had if name not in have)]:
+            shown = f"{name} = {have.get(name, had.get(name))}" if kind == "fields" else name
+            if name not in had:
+                found["new"][kind].append(shown)
+            elif name not in have:
+                found["gone"][kind].append(shown)
+            elif have[name] != had[name]:
+                found["changed"][kind].append(f"{name} from {had[name]} to {have[name]}" if kind == "fields" else name)
+    diff = list(difflib.unified_diff(b.splitlines(), a.splitlines(), "before", "after", lineterm="", n=2))
+    count = {sign: sum(line.startswith(sign) and line[:3] != sign * 3 for line in diff) for sign in "+-"}
+    return found | {"added": count["+"], "removed": count["-"], "diff": diff}
+
+
+def told(found: Mapping[str, Any]) -> list[str]:
+    """Return :func:`changes` in sentences, without the diff."""
+    lines = [f"{found['added']} lines added, {found['removed']} removed."]
+    for state in STATES:
+        for kind, names in found[state].items():
+            if names:
+                lines.append(f"{state.capitalize()} {kind}: {', '.join(names)}.")
+    return lines
+
+
+def _parts(source: str) -> dict[str, dict[str, str]]:
+    """Return literal upper-case assignments, functions, and other top-level names, each as canonical source."""
+    parts: dict[str, dict[str, str]] = {"fields": {}, "functions": {}, "names": {}}
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return parts
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            parts["functions"][node.name] = ast.unparse(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, value = node.targets[0].id, ast.unparse(node.value)
+            try:
+                ast.literal_eval(node.value)
+                parts["fields" if name.isupper() else "names"][name] = value
+            except ValueError:
+                parts["names"][name] = value
+    return parts

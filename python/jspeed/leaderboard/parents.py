@@ -1,0 +1,103 @@
+"""An entry of the board against its parent: how much faster, how surely, and the time it would have officially."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jspeed.leaderboard import stats
+from jspeed.record.series import Rounds
+from jspeed.record.track import Track
+
+Entry = dict[str, Any]
+
+
+def compare_with_parent(
+    entry: Entry,
+    parents: Sequence[Entry],
+    raced: Mapping[tuple[str, str], Rounds],
+    track: Track,
+    sigma: float | None,
+) -> None:
+    """Add ``better`` and ``anchored`` to ``entry``, both None where it has no parent to be measured against.
+
+    ``parents`` are the entries of the recipe that it names as parent, ``raced`` the rounds by pairs of recipe hashes.
+    ``anchored`` is the parent's official time x the ratio of a race, for an entry that ran on other hardware.
+    """
+    entry["better"], entry["anchored"] = None, None
+    parent = chosen(entry, parents, raced)
+    if parent is None:
+        return
+    rounds = raced.get((parent["recipe_hash"], entry["recipe_hash"]), [])
+    ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(parent), times(entry))
+    saved = parent["steps"] - entry["steps"]
+    price, source = price_of(parent, parents, track)
+    pairwise = None
+    if sigma and (price is not None or not saved):
+        pairwise = stats.better_than(losses(entry), losses(parent), sigma, saved, price or 0.0)._asdict()
+    base = parent["seconds"]["mean"]
+    same = parent["devices"] == entry["devices"]
+    entry["better"] = {
+        "parent": parent["recipe"],
+        "parent_hash": parent["recipe_hash"],
+        "parent_sha256": parent["recipe_sha256"],
+        "how": "in turn" if rounds else "apart",
+        **ratio._asdict(),
+        "steps_saved": saved,
+        "price_per_step": price,
+        "price_from": source,
+        "pairwise": pairwise,
+        "seconds_saved": base - entry["seconds"]["mean"] if same else base * (1 - ratio.ratio),
+        "verdict": verdict(entry, track, ratio, pairwise),
+    }
+    if rounds and parent["valid"] and not track.fits(entry["devices"]):
+        ends = {name: end and base * end for name, end in (("low", ratio.low), ("high", ratio.high))}
+        entry["anchored"] = {"seconds": base * ratio.ratio, **ends}
+
+
+def chosen(entry: Entry, parents: Sequence[Entry], raced: Mapping[tuple[str, str], Rounds]) -> Entry | None:
+    """Return what ``entry`` is measured against: a parent it raced with, else one on its own devices; the best one."""
+    if not entry["seconds"] or not entry["loss"]:
+        return None
+    ended = [parent for parent in parents if parent["seconds"] and parent is not entry]
+    together = [parent for parent in ended if raced.get((parent["recipe_hash"], entry["recipe_hash"]))]
+    same = [parent for parent in ended if parent["devices"] == entry["devices"]]
+    return min(together or same, key=lambda parent: (not parent["valid"], parent["seconds"]["mean"]), default=None)
+
+
+def price_of(parent: Entry, parents: Sequence[Entry], track: Track) -> tuple[float | None, str | None]:
+    """Return what a step of ``parent`` is worth in loss, and where that comes from: its track's rule, or its own runs.
+
+    Its own runs tell when some had another length, that is, another STEPS and nothing else.
+    """
+    if track["significance.price_per_step"] is not None:
+        return track["significance.price_per_step"], "the track"
+    lengths: dict[int, list[float]] = {}
+    for other in parents:
+        if (
+            other["recipe_sha256"] == parent["recipe_sha256"]
+            and other["loss"]
+            and other["overrides"].keys() <= {"STEPS"}
+        ):
+            lengths.setdefault(other["steps"], []).extend(losses(other))
+    price = stats.price_per_step(lengths)
+    return price, None if price is None else f"runs of {parent['recipe']} with {len(lengths)} numbers of steps"
+
+
+def times(entry: Mapping[str, Any]) -> list[float]:
+    """Return the timed seconds of all runs of ``entry`` that converged."""
+    return [run["timed_seconds"] for run in entry["runs"] if run["val_loss"] is not None]
+
+
+def losses(entry: Mapping[str, Any]) -> list[float]:
+    """Return the final losses of ``entry``, one for each seed."""
+    return list({run["seed"]: run["val_loss"] for run in entry["runs"] if run["val_loss"] is not None}.values())
+
+
+def verdict(entry: Entry, track: Track, ratio: stats.Ratio, pairwise: Mapping[str, Any] | None) -> str:
+    """Return ``yes``, ``no`` or ``not shown``: what the track ranks is better than the parent's, and surely so."""
+    if entry["loss"]["mean"] > track["target_loss"]:
+        return "no"
+    if track["rank"] == "steps":
+        return "yes" if pairwise and pairwise["p"] <= track["significance.p"] else "not shown"
+    if ratio.low is None or ratio.high is None:
+        return "not shown"
+    return "yes" if ratio.high < 1 else "no" if ratio.low > 1 else "not shown"

@@ -1,0 +1,57 @@
+"""The leaderboard's block in README.md: the best of each track, between two markers."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput
+from jspeed.leaderboard import words
+from jspeed.leaderboard.history import NAMES
+from jspeed.markup import printable
+
+BEGIN = "<!-- leaderboard: made by scripts/leaderboard.py page -->"
+END = "<!-- /leaderboard -->"
+
+
+def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the block as Markdown, a line for each track that has rules; what is text in it stays text."""
+    lines = ["| track | best | recipe | mean loss | n | date |", "|---|---|---|---|---|---|"]
+    for track in tracks:
+        if not track["ruled"]:
+            continue
+        name = f"[`{track['track']}`](records/{track['track']}/track.toml)"
+        best = next((entry for entry in track["entries"] if entry["valid"]), None)
+        if best:
+            steps = track["rank"] == "steps"
+            value = f"{best['steps']:,} steps" if steps else words.seconds(best["seconds"]["mean"])
+            cells = [
+                value,
+                plain(best["recipe"]),
+                words.loss(best["loss"]["mean"]),
+                str(best["loss"]["n"]),
+                best["date"],
+            ]
+        else:
+            cells = ["none yet", "", "", "", ""]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+        if history := histories.get(track.get("history") or ""):
+            last = history[-1]
+            cells = [words.seconds(last["seconds"]), f"record {last['record']}", words.loss(last["loss"])]
+            cells += [str(last["n"] or words.NONE), last["date"]]
+            lines.append(f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |")
+    return "\n".join(lines)
+
+
+def plain(text: str) -> str:
+    """Return ``text`` as Markdown code in a table's cell, whatever is in it."""
+    clean = printable(text).replace("`", "'").replace("|", "/").replace("<", "(").replace(">", ")")
+    return f"`{clean}`"
+
+
+def renewed(readme: str, made: str, path: Path) -> str:
+    """Return the text of README.md with ``made`` between the markers; BadInput when they are not there."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise BadInput(f"{path} lacks the markers {BEGIN} and {END}; put them where the leaderboard's block belongs")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"

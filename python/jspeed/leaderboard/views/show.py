@@ -1,0 +1,121 @@
+"""The board in a terminal of 80 columns."""
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from jspeed.errors import BadInput, nearest
+from jspeed.leaderboard import words
+
+Entry = Mapping[str, Any]
+WIDTH = 80
+MARKS = {True: ("yes", "green"), False: ("no", "red"), "yes": ("yes", "green"), "no": ("no", "red"), None: ("-", "dim")}
+
+
+def of_track(tracks: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[str, Any]]:
+    """Return the track ``wanted`` and those under it (fineweb holds fineweb/steps); BadInput when there is none."""
+    chosen = [track for track in tracks if f"{track['track']}/".startswith(f"{wanted}/")]
+    if not chosen:
+        known = [track["track"] for track in tracks]
+        hint = nearest(wanted, known)
+        raise BadInput(f"there is no track '{wanted}', only {', '.join(known) or 'none'}{hint}")
+    return chosen
+
+
+def board(tracks: Iterable[Mapping[str, Any]]) -> RenderableType:
+    """Return the tracks as tables. Everything that is text is a Text: square brackets in it are no markup."""
+    parts: list[RenderableType] = []
+    for track in tracks:
+        parts += [Text(track["track"], "bold") + Text(f"  {track['title']}", "bold cyan"), Text(rules(track), "dim")]
+        parts += [entries(track) if track["entries"] else Text("no runs yet", "italic"), Text("")]
+    return Group(*parts[:-1]) if parts else Text("No records yet; add a finished run with: leaderboard.py add RUN_DIR")
+
+
+def rules(track: Mapping[str, Any]) -> str:
+    """Return a track's rules in at most two lines."""
+    on = f" on {track['data.val_tokens']:,} tokens" if track.get("data.val_tokens") else ""
+    test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
+    surely = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
+    sigma = f"; sigma {track['sigma']:.4f}" if track["sigma"] else ""
+    text = f"mean loss <= {track['target_loss']:g} nats{on}{surely}{sigma}; {track['hardware']}"
+    return "\n".join(wrapped(text, WIDTH))
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return ``text`` as lines of at most ``width`` characters; a word is cut only where it is longer than that."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
+
+
+# name, width, whether to the right; with one space between they fill 80 columns.
+COLUMNS = (
+    ("#", 2, True), ("recipe", 26, False), ("time", 9, True), ("sd", 5, True), ("loss", 6, True), ("n", 3, True),
+    ("valid", 5, False), ("better", 6, False), ("date", 10, False),
+)  # fmt: skip
+
+
+def entries(track: Mapping[str, Any]) -> Text:
+    """Return the entries of ``track``: a line of numbers each, and under it what they mean."""
+    steps = track["rank"] == "steps"
+    heads = ["steps" if steps and name == "time" else name for name, _, _ in COLUMNS]
+    lines = [row([(head, "underline") for head in heads])]
+    for entry in track["entries"]:
+        lines += entry_lines(entry, steps)
+    return Text("\n").join(lines)
+
+
+def entry_lines(entry: Entry, steps: bool) -> list[Text]:
+    """Return the lines of one entry."""
+    found, lines = entry["seconds"], []
+    name = f"{entry['recipe']} {entry['recipe_hash'][:6]}"
+    if len(name) > COLUMNS[1][1]:
+        lines = [Text(f"   {part}", "bold") for part in wrapped(entry["recipe"], WIDTH - 3)]
+        name = entry["recipe_hash"][:6]
+    better = entry["better"] and entry["better"]["verdict"]
+    cells = [
+        (str(entry["rank"] or "-"), ""),
+        (name, "bold"),
+        (f"{entry['steps']:,}" if steps else words.seconds(found and found["mean"]), "bold"),
+        (f"{found['sd']:.2g}" if found and found["sd"] is not None and not steps else "", "dim"),
+        (words.loss(entry["loss"] and entry["loss"]["mean"]), ""),
+        (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
+        MARKS[entry["valid"]],
+        MARKS.get(better, ("?", "yellow")),
+        (entry["date"], "dim"),
+    ]
+    lines.append(row(cells))
+    for note in notes(entry):
+        lines += [Text(f"   {part}", "dim") for part in wrapped(note, WIDTH - 3)]
+    return lines
+
+
+def row(cells: Sequence[tuple[str, str]]) -> Text:
+    """Return (text, style) of every column as one line."""
+    line = Text()
+    for (text, style), (_, width, right) in zip(cells, COLUMNS, strict=True):
+        line.append(" " * (width - len(text)) * right).append(text, style).append(
+            " " * (width - len(text)) * (not right)
+        )
+        line.append(" ")
+    line.rstrip()
+    return line
+
+
+def notes(entry: Entry) -> list[str]:
+    """Return what is said under an entry's numbers: devices, changed fields, comparison, reasons."""
+    lines = [f"{words.devices(entry['devices'])}, {entry['steps']:,} steps, {words.commit(entry['git'])}"]
+    if entry["overrides"]:
+        lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
+    if entry["better"]:
+        lines.append(f"{against(entry['better'])}")
+    if entry["anchored"]:
+        lines.append(f"on the track's hardware, by that ratio: {words.seconds(entry['anchored']['seconds'])}")
+    return lines + list(entry["why_not"])
+
+
+def against(better: Mapping[str, Any]) -> str:
+    """Return the comparison with the parent as a phrase."""
+    how = f"raced, {better['n']} rounds" if better["how"] == "in turn" else "not raced"
+    return f"{words.ratio(better)} x the time of {better['parent']} ({how})"

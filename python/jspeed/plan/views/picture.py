@@ -1,0 +1,191 @@
+"""A plan as one picture: where the time of every stage goes, and what fills a device's memory.
+
+The same plan is the same bytes.
+"""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jspeed.files import write_whole
+from jspeed.plan.views.words import between, number, printable, size, span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Plan = Mapping[str, Any]
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+INK, PALE, EDGE = "#333333", "#dddddd", "#999999"
+TIMES = {"compute": 0, "memory": 1, "exposed communication": 3}  # end to end, each with its colour
+ALL_SENT = 2  # the colour of communication, hidden or not
+MIB = 2**20  # bytes; the legend leaves out what is smaller
+
+
+def plan_svg(path: Path, plan: Plan) -> None:
+    """Draw the dict that ``plan.py --json`` writes to ``path``, on white. Raises OSError when that cannot be written.
+
+    Above, for every stage, milliseconds of one step: kernels that compute holds up, kernels that memory holds up and
+    communication that nothing hides, end to end; under them all communication, and the predicted step as a range.
+    Below: memory of the stage that needs most, by kind, and the size of a device. What a plan lacks is left out.
+    """
+    write_whole(path, drawing(plan, "white").encode())
+
+
+def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
+    """Return the picture as SVG text, narrow enough for a phone. Everything in it that is text stays text."""
+    # Imported here because it takes a second; a bare Figure needs neither a display nor pyplot's global state.
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    stages = list(plan.get("stages") or [])
+    kinds = memory_by_kind(plan)
+    heights = [1.1 + 0.52 * max(1, len(stages)), 1.4 + 0.19 * len(kinds)]
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # the user's own style would make other bytes
+        matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
+        figure = Figure(figsize=(4.8, sum(heights) + 0.3 + 0.2 * heading), layout="constrained", facecolor=background)
+        figure.get_layout_engine().set(h_pad=0.08, hspace=0.06)  # type: ignore[union-attr, call-arg]
+        above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": heights})
+        if heading:
+            title = printable(f"{plan.get('recipe', 'a recipe')} on {plan.get('target', 'a target')}", 50)
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
+        for axes in (above, below):
+            axes.set_facecolor("none")
+            axes.spines[["top", "right", "left"]].set_visible(False)
+            axes.spines["bottom"].set_color(EDGE)
+            axes.tick_params(color=EDGE, labelcolor=INK)
+            axes.tick_params(axis="y", length=0)
+            axes.grid(axis="x", color=PALE, linewidth=0.6)
+            axes.set_axisbelow(True)
+        _times(above, stages)
+        _memory(below, plan, kinds)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
+    return buffer.getvalue().decode()
+
+
+def fullest(plan: Plan) -> Mapping[str, Any]:
+    """Return the stage that needs most memory; an empty one if there is none."""
+    stages = plan.get("stages") or [{}]
+    return max(stages, key=lambda stage: number((stage.get("memory_bytes") or {}).get("peak")) or 0.0)
+
+
+def memory_by_kind(plan: Plan) -> dict[str, float]:
+    """Return bytes by kind of the fullest stage, or only its arguments and temporaries where no kinds are known."""
+    stage = fullest(plan)
+    found = stage.get("memory_by_kind")
+    if not found:
+        sizes = stage.get("memory_bytes") or {}
+        found = {name: sizes.get(name) for name in ("arguments", "temporaries")}
+    held = {str(kind): number(value) or 0.0 for kind, value in found.items()}
+    return {kind: value for kind, value in held.items() if value > 0}
+
+
+def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
+    """Draw the bars of every stage, first stage on top, and under them the predicted range."""
+    axes.set_title("milliseconds of one step", loc="left", fontsize=10, color=INK)
+    right = 0.0
+    for place, stage in enumerate(stages):
+        times = stage.get("time_ms") or {}
+        left = 0.0
+        for name, colour in TIMES.items():
+            value = number(times.get(name.replace(" ", "_"))) or 0.0
+            axes.barh(place - 0.18, value, 0.32, left=left, color=COLOURS[colour], zorder=2)
+            left += value
+        sent = number(times.get("communication")) or 0.0
+        axes.barh(place + 0.08, sent, 0.14, color=COLOURS[ALL_SENT], zorder=2)
+        right = max(right, left, sent)
+        if bounds := span(stage.get("predicted_ms")):
+            low, high = bounds
+            height = place + 0.3
+            axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
+            label = between([low, high], "ms")
+            axes.annotate(label, (high, height), (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+            right = max(right, high)
+    names = [printable(stage.get("name", f"stage {n}"), 16) for n, stage in enumerate(stages, 1)]
+    axes.set_yticks(range(len(stages)), names, parse_math=False)
+    axes.set_ylim(max(1, len(stages)) - 0.5, -0.5)
+    axes.set_xlim(0, 1.34 * right or 1.0)  # room for the words after a range
+    if not stages:
+        axes.text(0.5, 0.5, "no stage in this plan", transform=axes.transAxes, ha="center", color=INK)
+        return
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=COLOURS[colour], label=name) for name, colour in TIMES.items()]
+    handles.append(Patch(color=COLOURS[ALL_SENT], label="all communication"))
+    handles.append(Line2D([], [], color=INK, linewidth=1.4, marker="|", markersize=6, label="predicted step"))
+    _legend(axes, handles, 2)
+
+
+def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
+    """Draw one bar of all kinds end to end, the compiler's peak, and the device's size."""
+    from matplotlib.patches import Patch
+
+    stage, device = fullest(plan), number(plan.get("device_memory_bytes"))
+    peak = number((stage.get("memory_bytes") or {}).get("peak"))
+    title = f"GB of one device in {stage.get('name', 'a step')}, the fullest"
+    axes.set_title(printable(title, 50), loc="left", fontsize=10, color=INK, parse_math=False)
+    left = 0.0
+    handles: list[Any] = []
+    for place, (kind, held) in enumerate(kinds.items()):
+        colour = COLOURS[place % len(COLOURS)]
+        axes.barh(0, held / 1e9, 0.6, left=left / 1e9, color=colour, zorder=2)
+        if held >= MIB:
+            handles.append(Patch(color=colour, label="_"))
+            handles[-1].set_label(f" {printable(kind, 40)}, {size(held)}")
+        left += held
+    marks = {"peak": peak, "device": device}
+    for name, at in marks.items():
+        if at is None:
+            continue
+        axes.plot([at / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.4, linestyle="-" if name == "device" else ":")
+        above = name == "device"
+        axes.annotate(
+            f"{name} {size(at)}",
+            (at / 1e9, -0.42 if above else 0.42),
+            (0, 3 if above else -3),
+            textcoords="offset points",
+            ha="right" if at > 0.8 * max(left, peak or 0, device or 0) else "left",
+            va="bottom" if above else "top",
+            fontsize=9,
+            color=INK,
+        )
+    if limit := number(plan.get("memory_limit_bytes")):
+        [line] = axes.plot([limit / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+        line.set_label(f"JAX may take {size(limit)}")
+        handles.append(line)
+    axes.set_yticks([])
+    axes.set_ylim(0.85, -0.85)
+    axes.set_xlim(0, 1.04 * max(left, peak or 0.0, device or 0.0) / 1e9 or 1.0)
+    if handles:
+        _legend(axes, handles, 1)
+    else:
+        axes.text(0.5, 0.5, "no memory in this plan", transform=axes.transAxes, ha="center", color=INK)
+
+
+def _legend(axes: "Axes", handles: list[Any], columns: int) -> None:
+    """Put a legend under the numbers of the axis, at one distance whatever the height of the axes."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    legend = axes.legend(
+        handles=handles,
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=axes.transAxes + ScaledTranslation(0, -20 / 72, figure.dpi_scale_trans),
+        ncols=columns,
+        fontsize=9,
+        labelcolor=INK,
+        frameon=False,
+        borderpad=0,
+        borderaxespad=0,
+        handlelength=1.0,
+        columnspacing=1.0,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)

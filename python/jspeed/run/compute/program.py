@@ -1,0 +1,224 @@
+"""The executables of a run, compiled ahead for one mesh: initial state, one step per stage, evaluation."""
+
+import math
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspeed.errors import BadInput
+from jspeed.files import cache_folder
+from jspeed.parallel.layout import check_layout, partitions
+from jspeed.parallel.mesh import batch_rows, place, replicated, row_shards
+from jspeed.recipe import Context, Recipe, Stage
+from jspeed.run.compute import held
+from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
+from jspeed.run.compute.step import State, evaluate, init_state, train_step
+
+StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
+
+# XLA options for GPUs, each with its reason; what is not here is XLA's default.
+GPU_OPTIONS: dict[str, Any] = {
+    # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
+    # apart, the first bank is orthogonalised while the next is on its way.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
+    # Else a rounding to bf16 that is undone at once is left out, and the fp32 numbers, twice the bytes, go through
+    # memory: 10 of the 183 GB that record 89's last stages move in a step. So it rounds as written, as PyTorch does.
+    "xla_allow_excess_precision": False,
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
+
+    ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
+    modulo the recipe's period: donated state and uint16 tokens ``[lanes, lane_len + 1]`` -> (state, {"loss": fp32
+    scalar}). ``evaluate(params, rows)``: uint16
+    ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the last rows being padding. ``micro_tokens`` are
+    the tokens a device takes at once in the last stage.
+    """
+
+    init: Callable[[jax.Array], State]
+    steps: tuple[tuple[StepProgram, ...], ...]
+    evaluate: Callable[[Any, jax.Array], jax.Array]
+    micro_tokens: int
+    eval_rows: int
+
+
+def use_compile_cache() -> None:
+    """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def compile_program(
+    recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | None, rows: int, device: Device | None = None
+) -> Program:
+    """Compile everything a run executes, and an evaluation of ``rows`` rows.
+
+    Raises :class:`BadInput` for a layout the mesh does not fit, a micro-batch that does not divide, or a step that
+    needs more memory than a device has, with the micro-batch that would fit.
+    """
+    check_layout(layout, mesh, recipe)
+    device = device or device_of(mesh)
+    _, shardings = state_shardings(recipe, layout, mesh)
+    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
+    init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
+        fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
+    parts = fitted[-1][1]
+    every, period = [step for step, _ in fitted], recipe.period
+    steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
+    padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
+    return Program(init, steps, compiled(lowered, device), micro_tokens, padded)
+
+
+def fit(
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
+) -> tuple[jax.stages.Compiled, int]:
+    """Return (compiled step, micro-batches) of the largest micro-batch that fits in the memory of ``device``.
+
+    With ``micro_batch`` tokens asked for, that one; raises :class:`BadInput` if it, or every one, needs too much.
+    """
+    wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
+    lanes = recipe.lanes // mesh.shape["data"]
+    limit = device.memory or math.inf
+    too_much = 0  # bytes that the micro-batch asked for would need
+    for at_once in lanes_at_once(recipe, stage, mesh):
+        parts = lanes // at_once
+        if parts < wanted:
+            continue
+        step = compiled(lower_step(recipe, stage, mesh, layout, device, parts, phase), device)
+        need = memory_needed(step)
+        if need > limit:
+            too_much = too_much or need
+            continue
+        if micro_batch and parts != wanted:
+            raise BadInput(
+                f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
+                f"{limit / 1e9:.1f} GB; {at_once * stage.lane_len} tokens need {need / 1e9:.1f} GB and fit"
+            )
+        return step, parts
+    raise BadInput(
+        f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with one lane of {stage.lane_len} tokens at once "
+        f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
+    )
+
+
+def memory_needed(step: jax.stages.Compiled) -> int:
+    """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
+    sizes: Any = step.memory_analysis()
+    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return arrays + sizes.temp_size_in_bytes
+
+
+def lower_step(
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int, phase: int = -1
+) -> jax.stages.Lowered:
+    """Lower the training step of ``stage`` for ``mesh``, over ``parts`` micro-batches."""
+    return trace_step(recipe, stage, mesh, layout, device, parts, phase).lower()
+
+
+def trace_step(
+    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int, phase: int = -1
+) -> jax.stages.Traced:
+    """Trace the training step of ``stage``: its jaxpr, and what can be lowered.
+
+    ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
+    """
+    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
+    state, shardings = state_shardings(recipe, layout, mesh)
+    tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
+
+    def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
+        return train_step(recipe, ctx, layout, parts, mesh, state, tokens)
+
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, {"loss": replicated(mesh)}))
+    return jitted.trace(state, tokens)
+
+
+def lower_evaluation(
+    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int
+) -> tuple[int, jax.stages.Lowered]:
+    """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded rows too."""
+    ctx = eval_context(recipe, device)
+    state, _ = state_shardings(recipe, layout, mesh)
+    parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
+    tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), jnp.uint16, sharding=batch_rows(mesh))
+
+    def evaluation(params: Any, rows: jax.Array) -> jax.Array:
+        return evaluate(recipe, ctx, layout, parts, mesh, params, rows)
+
+    return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
+
+
+def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
+    """Compile for ``device`` with the options of this file."""
+    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform != "cpu" else None)
+
+
+def eval_context(recipe: Recipe, device: Device) -> Context:
+    """What evaluation runs in: its own or the last stage's windows, rows of ``eval_len`` tokens, documents whole.
+
+    A row has room for as many documents in proportion as a lane of that stage.
+    """
+    last = recipe.stages[-1]
+    docs = last.max_docs and -(-last.max_docs * recipe.eval_len // last.lane_len)
+    windows = recipe.eval_windows or last.windows
+    stage = Stage(steps=1, lane_len=recipe.eval_len, max_docs=docs, windows=windows, own=last.own)
+    return Context(stage, training=False, attention=device.attention, fp8=device.fp8)
+
+
+def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tuple[int, int]:
+    """Return (parts, padded rows): how evaluation rows are cut so that a device sees at most ``micro_tokens``."""
+    at_once = max(1, micro_tokens // recipe.eval_len) * row_shards(mesh)
+    parts = -(-rows // at_once)
+    return parts, parts * at_once
+
+
+def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, State]:
+    """Return (shapes with shardings, shardings) of the state; optimizer arrays lie as the parameter they belong to."""
+    shapes = jax.eval_shape(lambda: init_state(recipe, jnp.uint32(0), layout, mesh))
+    cuts = partitions(recipe.parameters, layout, mesh)
+
+    def absent(array: Any) -> bool:
+        return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
+
+    def lie(cuts: Any) -> Any:
+        return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+    params = lie(cuts)
+    optimizer = optax.tree_utils.tree_map_params(
+        recipe.optimizer(),
+        lambda array, sharding: array if absent(array) else sharding,
+        shapes["optimizer"],
+        params,
+        transform_non_params=lambda _: replicated(mesh),
+        is_leaf=absent,
+    )
+    kept = lie(held.cuts(recipe, layout, mesh))
+    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "held": kept}
+    placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
+    return placed, shardings
+
+
+def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
+    """Run every executable on dummy tokens and a state that is thrown away, so that nothing is first at the start."""
+    state = program.init(place(np.zeros((), np.uint32), replicated(mesh)))
+    for stage, steps in zip(recipe.stages, program.steps, strict=True):
+        dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
+        for step in 2 * steps:
+            state, metrics = step(state, place(dummy, batch_rows(mesh)))
+            jax.block_until_ready(metrics)
+    jax.block_until_ready(program.evaluate(state["params"], rows))

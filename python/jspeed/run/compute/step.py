@@ -1,0 +1,192 @@
+"""What a training step and an evaluation compute: gather, gradients of a device's rows, reduce, update."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
+
+from jspeed.errors import BadInput
+from jspeed.parallel.layout import (
+    DEFAULT_LAYOUT,
+    at_use,
+    blocks,
+    find_layout,
+    gather,
+    gather_all,
+    owned,
+    partitions,
+    reduce,
+    rows_only,
+)
+from jspeed.parallel.mesh import ROW_AXES, rows_spec
+from jspeed.parallel.rows import fetch
+from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
+from jspeed.run.compute import held
+
+State = dict[str, Any]
+
+
+def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
+    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step holds for
+    the next (:mod:`jspeed.run.compute.held`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
+    params = init_parameters(recipe.parameters, jax.random.key(seed))
+    optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
+    return {"params": params, "optimizer": optimizer, "step": step, "held": held.nothing(recipe, layout, mesh)}
+
+
+def train_step(
+    recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, state: State, tokens: jax.Array
+) -> tuple[State, dict[str, jax.Array]]:
+    """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
+
+    The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does not depend on how
+    rows are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
+    its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie. In a
+    pipeline the micro-batches are the pipeline's.
+    """
+    cuts, holds = partitions(recipe.parameters, layout, mesh), held.cuts(recipe, layout, mesh)
+    later = at_use(recipe, layout)
+    mean = mean_weight(recipe, tokens)
+    weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), fetch=fetcher(recipe, cuts))
+    parts = 1 if "pipe" in mesh.shape else parts
+
+    def on_device(params: Any, kept: held.Held, step: jax.Array, tokens: jax.Array) -> tuple[Any, held.Held, jax.Array]:
+        now = replace(ctx, step=step)
+        whole = held.recall(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
+        grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
+        grads, kept = held.add(recipe, now, kept, whole, grads)
+
+        def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
+            return grad if owned(spec, cut) else reduce(mesh, grad, cut, done)
+
+        return each(recipe, summed, grads, cuts, later), kept, row_losses
+
+    rows, lie = rows_spec(mesh), rows_only(cuts)
+    grads, kept, row_losses = by_hand(mesh, on_device, (lie, holds, PartitionSpec(), rows), (lie, holds, rows))(
+        state["params"], state["held"], state["step"], tokens
+    )
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
+    optimizer = optax.with_extra_args_support(recipe.optimizer())
+    due = ctx.phase == recipe.period - 1
+    with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).through_matrices else nullcontext():
+        updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
+    params = optax.apply_updates(state["params"], updates)
+    done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "held": kept}
+    return done, {"loss": jnp.mean(row_losses) / mean}
+
+
+def gradients(
+    recipe: Recipe, ctx: Context, parts: int, weight: float, params: Any, tokens: jax.Array
+) -> tuple[Any, jax.Array]:
+    """Return (gradient of ``weight`` x the summed loss, mean loss of each row) of one device's rows, as they count.
+
+    Micro-batches are summed in fp32; the result has the dtypes of ``params``.
+    """
+    tokens = tokens.astype(jnp.int32).reshape(parts, -1, tokens.shape[-1])
+    weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
+
+    def loss(params: Any, micro: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), ctx)
+        return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
+
+    def accumulate(sums: Any, micro: jax.Array) -> tuple[Any, jax.Array]:
+        grads, row_losses = jax.grad(loss, has_aux=True)(params, micro)
+        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads), row_losses
+
+    if parts == 1:
+        return jax.grad(loss, has_aux=True)(params, tokens[0])
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    sums, row_losses = jax.lax.scan(accumulate, zeros, tokens)
+    return jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params), row_losses.reshape(-1)
+
+
+def evaluate(
+    recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
+) -> jax.Array:
+    """Return the mean loss of each row as it counts (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
+    cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), fetch=fetcher(recipe, cuts))
+
+    def on_device(params: Any, rows: jax.Array) -> jax.Array:
+        whole = assembled(recipe, gather, params, cuts, later)
+
+        def losses(part: jax.Array) -> jax.Array:
+            ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
+            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, ctx)[1]
+            return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
+
+        tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
+        return jax.lax.map(losses, tokens).reshape(-1)
+
+    return by_hand(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
+
+
+def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
+    """Return ``x_BT`` times what each target of ``tokens`` (int ``[B, T + 1]``) counts."""
+    return x_BT if recipe.weigh is None else x_BT * recipe.weigh(tokens[:, :-1], tokens[:, 1:])
+
+
+def mean_weight(recipe: Recipe, tokens: Any) -> Any:
+    """Return what the targets of ``tokens`` (int ``[B, T + 1]``) count on average: 1, or a scalar more than 0."""
+    if recipe.weigh is None:
+        return 1.0
+    weights_BT = recipe.weigh(tokens[:, :-1], tokens[:, 1:])
+    return jnp.maximum(jnp.mean(weights_BT), 1 / weights_BT.size)
+
+
+def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
+    """Return jitted ``function(whole params in their compute dtype, array, ctx)``; all devices do the same work."""
+    cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
+    ctx = replace(ctx, fetch=fetcher(recipe, cuts))
+
+    def on_device(params: Any, array: jax.Array) -> Any:
+        return function(assembled(recipe, gather_all, params, cuts), array, ctx)
+
+    return jax.jit(by_hand(mesh, on_device, (rows_only(cuts), whole), whole))
+
+
+def by_hand(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """``shard_map`` along the axes that rows are spread over; along the others XLA divides the work."""
+    axes = {axis for axis in ROW_AXES if axis in mesh.shape}
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def computing(recipe: Recipe, params: Any) -> Any:
+    """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
+    return each(recipe, lambda spec, p: p.astype(spec.compute or spec.dtype), params)
+
+
+def assembled(recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *trees: Any) -> Any:
+    """Inside ``shard_map``: the parameters to compute with, gathered but for tables whose rows are fetched.
+
+    ``trees`` are the other arguments of ``gather``, first how parameters are cut.
+    """
+
+    def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec, *rest: Any) -> jax.Array:
+        return p if owned(spec, cut) else gather(p, cut, *rest)
+
+    return each(recipe, one, computing(recipe, params), *trees)
+
+
+def each(recipe: Recipe, function: Any, *trees: Any) -> Any:
+    """Map ``function(spec, ...)`` over the table of parameters and trees like it."""
+    return jax.tree.map(function, recipe.parameters, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))
+
+
+def fetcher(recipe: Recipe, cuts: Any) -> Any:
+    """Return how rows of tables are looked up: of their owners if they lie in parts, which all must or none."""
+    tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
+    far = sum(jax.tree.leaves(each(recipe, owned, cuts)))
+    if far not in (0, len(tables)):
+        raise BadInput(
+            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {far} can be cut over the devices; "
+            "give all a number of rows that the devices divide"
+        )
+    return partial(fetch, axis="data" if far else None)

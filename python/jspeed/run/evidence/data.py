@@ -1,0 +1,63 @@
+"""What a record says of its data, so that someone else can tell whether theirs is the same."""
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jspeed.data import Shards
+from jspeed.files import sha256_of
+from jspeed.run.evaluate import read_rows
+from jspeed.run.evidence.overlap import HEADER, copied
+from jspeed.run.prepare import Setup
+
+Reach = tuple[Path, int, int]
+
+
+def of_data(setup: Setup, hashed: bool) -> dict[str, Any]:
+    """Return the fields under ``data`` that say which tokens there were; hashes are null unless ``hashed``."""
+    position = setup.loader.state_dict()
+    reach = trained_on(setup.shards, position)
+    hashes: list[str | None] = [None] * len(reach)
+    if hashed:
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            hashes = list(pool.map(lambda piece: sha256_of(piece[0]), reach))
+    return {
+        "val_sha256": hashlib.sha256(evaluated(setup).astype("<u2").tobytes()).hexdigest() if hashed else None,
+        "train_shards": [
+            {"name": path.name, "sha256": digest, "first": first, "end": end}
+            for (path, first, end), digest in zip(reach, hashes, strict=True)
+        ],
+        "position": {name: position[name] for name in ("step", "epoch", "shard", "offset", "shuffle", "config_hash")},
+    }
+
+
+def evaluated(setup: Setup) -> NDArray[np.unsignedinteger]:
+    """Return the ids that the validation loss is a mean over and the one after them, whatever the rows: ``[N + 1]``."""
+    rows = read_rows(setup.val_shards, setup.recipe)
+    return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
+
+
+def overlap(setup: Setup) -> float:
+    """Return :func:`jspeed.run.evidence.overlap.copied` of the validation tokens and the tokens trained on."""
+    reach = trained_on(setup.shards, setup.loader.state_dict())
+    return copied(reach, setup.shards.dtype, evaluated(setup))
+
+
+def trained_on(shards: Shards, position: dict[str, Any]) -> list[Reach]:
+    """Return (path, first, end) of the tokens that a stream which stands at ``position`` can have read.
+
+    A stream in order has read every shard up to the present one and that one up to its offset. After a whole epoch,
+    or in a shuffled order, any token may have been read.
+    """
+    sizes = [(path.stat().st_size - HEADER) // shards.dtype.itemsize for path in shards.paths]
+    whole = [(path, 0, size) for path, size in zip(shards.paths, sizes, strict=True)]
+    if position["epoch"] or position["shuffle"] != "none":
+        return whole
+    before, (path, first, size) = whole[: position["shard"]], whole[position["shard"]]
+    end = min(position["offset"] + 1, size)  # the last input's target
+    return [*before, (path, first, end)] if position["step"] else []

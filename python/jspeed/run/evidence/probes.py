@@ -1,0 +1,119 @@
+"""Validity probes after the final evaluation: what a loss must satisfy to count as a language-model loss."""
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jspeed.cluster.distributed import process_index, share
+from jspeed.parallel.mesh import place, replicated
+from jspeed.recipe import Context
+from jspeed.run.compute.program import eval_context
+from jspeed.run.compute.step import State, on_one_row
+from jspeed.run.evaluate import validation_loss
+from jspeed.run.evidence.data import overlap
+from jspeed.run.evidence.witness import checksum
+from jspeed.run.prepare import Setup
+
+Verdict = dict[str, Any]
+
+
+# The share of validation blocks that training data may hold word for word. Text that was cleaned of near-duplicates has
+# 0.1 % of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
+OVERLAP = 0.02
+
+
+def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
+    """Return the verdicts (``passed`` and what was measured) on the run that ended in ``state`` with ``loss``.
+
+    With several processes each must call this, and gets the same.
+    """
+    params, witness = state["params"], setup.witness
+    row = setup.validation.first
+    before = checksum(state)
+    again = validation_loss(setup.program.evaluate, params, setup.validation)
+    verdicts = causality(setup, params, row) | {"normalisation": normalisation(setup, params, row)}
+    after = checksum(state)
+    return verdicts | {
+        "evaluation_leaves_state": {"passed": after == before, "state": before},
+        "evaluation_repeats": {"passed": again == loss, "again": again},
+        "warm_up_leaves_state": {"passed": witness.fresh == witness.after_warm_up, "state": witness.fresh},
+        "no_overlap": no_overlap(setup),
+    }
+
+
+def no_overlap(setup: Setup) -> Verdict:
+    """Compare what was trained on with what is evaluated; process 0 reads the files and tells the others."""
+    share_of = json.dumps(overlap(setup)) if process_index() == 0 else ""
+    found = json.loads(share("overlap", share_of))
+    return {"passed": found <= OVERLAP, "share": found}
+
+
+def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
+    """Change the inputs of ``row`` (uint16 ``[eval_len + 1]``) from some position on: no loss before it may move.
+
+    The targets stay, because the first loss that a look ahead by one token helps is the one before the change. Eight
+    positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
+    the host, through which an evaluation could keep or learn something.
+    """
+    recipe, length = setup.recipe, setup.recipe.eval_len
+    ctx = eval_context(recipe, setup.device)
+
+    def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
+        inputs, targets = both[:1], both[1:]
+        return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+
+    probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, losses)
+    tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
+
+    def measured(both: np.ndarray) -> np.ndarray:
+        return jax.device_get(probe(params, place(both, replicated(setup.mesh))))[0]
+
+    before, leak, moved = measured(tokens), 0.0, np.inf
+    for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
+        changed = tokens.copy()
+        changed[0, cut:] = (changed[0, cut:] + 1) % recipe.data.vocab_size
+        difference = np.abs(measured(changed) - before)
+        leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
+    calls = callbacks(probe.trace(params, place(tokens, replicated(setup.mesh))).jaxpr)
+    return {
+        "causality": {"passed": leak <= 1e-6 and moved > 0, "leak": leak, "moved": moved},
+        "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
+    }
+
+
+def callbacks(jaxpr: Any) -> list[str]:
+    """Return the names of the primitives in ``jaxpr`` and below it that call a Python function on the host."""
+    found = []
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name:
+            found.append(equation.primitive.name)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                found += callbacks(inner)
+    return found
+
+
+def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
+    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole vocabulary.
+
+    Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's shape.
+    """
+    recipe, length = setup.recipe, min(setup.recipe.eval_len, 128)
+    ctx = eval_context(recipe, setup.device)
+
+    def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        log_p = jax.nn.log_softmax(recipe.forward(whole, inputs, ctx).astype(jnp.float32), axis=-1)
+        expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
+        return jnp.mean(found), jnp.mean(expected)
+
+    probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, both)
+    tokens = place(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
+    found, expected = jax.device_get(probe(params, tokens))
+    error = abs(float(found - expected))
+    return {"passed": error <= 1e-3, "error": error}

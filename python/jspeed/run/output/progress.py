@@ -1,0 +1,85 @@
+"""What a run has done since its clock started, written down as it happens."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jspeed.files import Lines
+from jspeed.run.clock import Clock
+from jspeed.run.output.console import Display
+from jspeed.run.output.sinks import Sink
+
+
+@dataclass
+class Progress:
+    """What has happened since the clock started. ``status`` is a word of run.json's table; ``sinks`` get each line.
+
+    Process 0 has metrics.
+    """
+
+    clock: Clock
+    metrics: Lines | None
+    display: Display
+    steps: int = 0
+    tokens: int = 0
+    status: str = "finished"
+    interrupted_by: int = 130
+    data_wait_seconds: float = 0.0
+    dispatch_seconds: float = 0.0
+    train: list[tuple[float, float]] = field(default_factory=list)
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    resumed: list[int] = field(default_factory=list)
+    sinks: list[Sink] = field(default_factory=list)
+
+    def end(self, why: str) -> None:
+        """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
+        if self.status == "finished":
+            self.status = "interrupted" if why == "terminated" else why
+            self.interrupted_by = 143 if why == "terminated" else 130
+
+    def trained(self, step: int, tokens: int, loss: float) -> None:
+        """Note the training loss of ``step``; a loss that is not a number ends the run."""
+        seconds = self.clock.timed_seconds
+        if not math.isfinite(loss):
+            self.status = "diverged"
+            return
+        self._write({"step": step, "tokens": tokens, "timed_seconds": seconds, "train_loss": loss})
+        self.train.append((seconds, loss))
+        self.display.step(step, loss, tokens)
+
+    def validated(self, loss: float) -> None:
+        """Note the validation loss after the steps done so far."""
+        seconds = self.clock.timed_seconds
+        if not math.isfinite(loss):
+            self.status = "diverged"
+            return
+        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss})
+        self.curve.append({"step": self.steps, "timed_seconds": seconds, "val_loss": loss})
+        self.display.validation(self.steps, loss, seconds)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        if self.metrics:
+            self.metrics.write(json.dumps(line))
+        for sink in self.sinks:
+            sink(line)
+
+    def record(self) -> dict[str, Any]:
+        """All of this that a checkpoint keeps; :meth:`resume` takes it."""
+        names = ("steps", "tokens", "data_wait_seconds", "dispatch_seconds", "lines", "resumed")
+        return {name: getattr(self, name) for name in names} | {"ledger": self.clock.ledger}
+
+    def resume(self, record: dict[str, Any]) -> None:
+        """Go on from what :meth:`record` returned, metrics written again up to there."""
+        self.clock.resume(record["ledger"])
+        self.steps, self.tokens = record["steps"], record["tokens"]
+        self.data_wait_seconds, self.dispatch_seconds = record["data_wait_seconds"], record["dispatch_seconds"]
+        self.resumed = [*record["resumed"], self.steps]
+        for line in record["lines"]:
+            self._write(line)
+            if "val_loss" in line:
+                self.curve.append({name: line[name] for name in ("step", "timed_seconds", "val_loss")})
+            else:
+                self.train.append((line["timed_seconds"], line["train_loss"]))

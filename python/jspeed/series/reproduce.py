@@ -1,0 +1,131 @@
+"""Run a record again from its own commit: a clean worktree, the recipe's stored source, the same seeds."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from jspeed.errors import BadInput
+from jspeed.files import write_whole
+from jspeed.leaderboard import stats, words
+from jspeed.record import planned
+from jspeed.record.runfile import read_run
+from jspeed.series.announced import default_folder, make_runs
+
+NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
+SURE = 0.001  # a mean loss further off than this is by chance is not the record's
+
+
+def reproduce(
+    repository: Path,
+    entry: Mapping[str, Any],
+    source: str,
+    sigma: float | None,
+    n: int,
+    folder: Path | None,
+    flags: list[str],
+) -> int:
+    """Make ``n`` runs of the board's ``entry``, whose recipe's text is ``source``, at its commit; 0 if they agree.
+
+    They agree when their mean loss differs from the entry's by no more than chance lets it; ``sigma`` is a run's
+    standard deviation. Raises BadInput when the commit is not there, or its extension cannot be built.
+    """
+    if n < 1:
+        raise BadInput(f"--n {n}: must be at least 1")
+    recorded = {run["seed"]: run for run in entry["runs"] if run["val_loss"] is not None}
+    if not recorded:
+        raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
+    known = sorted(recorded)
+    seeds = [*known[:n], *range(known[-1] + 1, known[-1] + 1 + n - len(known[:n]))]
+    folder = (folder or default_folder(f"{entry['recipe']}-again")).absolute()
+    runs = [(entry["recipe"], entry["recipe_hash"], seed) for seed in seeds]
+    stopped = next((run["steps"] for run in recorded.values() if run["status"] == "stopped"), None)
+    with worktree(repository, entry["git"]["commit"]) as tree:
+        recipe = tree.parent / f"{entry['recipe'].replace('-', '_')}.py"  # outside, so that the tree stays clean
+        write_whole(recipe, source)
+        sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items())]
+        flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
+        meant = [(str(recipe), *run) for run in runs]
+        path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
+        code = make_runs(
+            folder, "seeds", stopped, meant, flags, tree / "scripts" / "speedrun.py", os.environ | {"PYTHONPATH": path}
+        )
+    if code is not None:
+        return code
+    made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]
+    agrees, lines = agreement(entry, made, recorded, sigma)
+    print(f"{folder}: plan.json and {len(made)} runs at commit {entry['git']['commit'][:8]}", *lines, sep="\n")
+    return 0 if agrees else 1
+
+
+def agreement(
+    entry: Mapping[str, Any], made: list[dict[str, Any]], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
+) -> tuple[bool, list[str]]:
+    """Return whether the runs ``made`` agree with the ``recorded`` ones by seed, and that in sentences."""
+    found = [run["val_loss"] for run in made if run["val_loss"] is not None]
+    if not found:
+        return False, ["no run converged"]
+    before, here, loss = entry["seconds"]["mean"], fmean(run["timed_seconds"] for run in made), entry["loss"]
+    equal = sum(recorded.get(run["seed"], {}).get("val_loss") == run["val_loss"] for run in made)
+    lines = [
+        f"mean loss {fmean(found):.4f} (n = {len(found)}) where the record has {loss['mean']:.4f} (n = {loss['n']})",
+        f"{equal} of {len(made)} final losses are the record's own, digit for digit",
+        f"mean time {words.seconds(here)} where the record has {words.seconds(before)}, {here / before:.3f} x it",
+    ]
+    if not sigma:
+        lines.append("no track has a sigma yet, so that only equal losses agree")
+        return equal == len(made), lines
+    z = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).statistic
+    p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
+    agrees = p > SURE and len(found) == len(made)
+    say = "they agree" if agrees else "they do not agree"
+    lines.append(f"{say}: two-sided {words.chance(p)} with sigma = {sigma:.4f}")
+    return agrees, lines
+
+
+@contextmanager
+def worktree(repository: Path, commit: str | None) -> Iterator[Path]:
+    """Check out ``commit`` of ``repository`` into a folder of its own, with the extension, and remove it in the end."""
+    if commit is None or _git(repository, "cat-file", "-e", f"{commit}^{{commit}}").returncode:
+        raise BadInput(f"{repository} does not have the record's commit {commit}; git fetch it, then try again")
+    holder = Path(tempfile.mkdtemp(prefix="jspeed-reproduce-"))
+    tree = holder / "tree"
+    try:
+        added = _git(repository, "worktree", "add", "--detach", str(tree), commit)
+        if added.returncode:
+            raise BadInput(f"git cannot check out {commit} to {tree}: {added.stderr.strip().splitlines()[-1]}")
+        extension(repository, tree, commit)
+        yield tree
+    finally:
+        _git(repository, "worktree", "remove", "--force", str(tree))
+        shutil.rmtree(holder, ignore_errors=True)
+
+
+def extension(repository: Path, tree: Path, commit: str) -> None:
+    """Put the Rust extension into ``tree``: the one built here if its sources are the commit's, else a new one."""
+    package = Path(__file__).parents[1]
+    built = list(package.glob("_dataloader*.so")) + list(package.glob("_dataloader*.pyd"))
+    if built and not _git(repository, "diff", "--quiet", commit, "--", *NATIVE).returncode:
+        for path in built:
+            shutil.copy(path, tree / "python" / "jspeed")
+        return
+    wheels = tree.parent / "wheels"
+    build = [sys.executable, "-m", "maturin", "build", "--release", "--quiet", "--out", str(wheels)]
+    done = subprocess.run(build, cwd=tree, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise BadInput(f"the extension of commit {commit[:8]} cannot be built ({last}); install maturin and Rust")
+    for wheel in wheels.glob("*.whl"):
+        shutil.unpack_archive(wheel, wheels / "unpacked", "zip")
+    for path in (wheels / "unpacked" / "jspeed").glob("_dataloader*"):
+        shutil.copy(path, tree / "python" / "jspeed")
+
+
+def _git(repository: Path, *words_: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words_], cwd=repository, capture_output=True, text=True)

@@ -1,0 +1,136 @@
+"""scripts/launch.py with small programs in place of a training run: places, output, failures, signals, restarts."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from ..several import REPOSITORY
+
+LAUNCH = [sys.executable, str(REPOSITORY / "scripts" / "launch.py")]
+
+
+@pytest.fixture
+def launch(tmp_path):
+    started = []
+
+    def call(flags, program="", start=False):
+        (tmp_path / "program.py").write_text("import os, signal, sys, time\n" + textwrap.dedent(program))
+        command = [*LAUNCH, *flags.split(), "program.py", "--flag", "of the program"]
+        settings = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        if start:
+            started.append(subprocess.Popen(command, **settings))
+            return started[-1]
+        return subprocess.run(command, timeout=60, **settings)
+
+    yield call
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_every_process_knows_its_place(launch):
+    program = "print(*(os.environ[n] for n in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','MASTER_ADDR')), "
+    program += "os.environ['MASTER_PORT'], sys.argv[1:])"
+    done = launch(
+        "--nnodes 2 --node_rank=1 --nproc-per-node 2 --master-addr 10.0.0.1 --master-port 77 --prefix", program
+    )
+    assert done.returncode == 0 and not done.stderr
+    assert sorted(done.stdout.splitlines()) == [
+        f"[rank {rank}] {rank} 4 {rank - 2} 2 10.0.0.1 77 ['--flag', 'of the program']" for rank in (2, 3)
+    ]
+    alone = launch("--standalone --nproc-per-node 2 --prefix", program)
+    assert {line.split()[2] for line in alone.stdout.splitlines()} == {"0", "1"}
+    assert len({line.split()[7] for line in alone.stdout.splitlines()}) == 1
+
+
+def test_dry_run_prints_each_node(launch):
+    done = launch("--nnodes 3 --master-addr n0 --dry-run", "print('ran')")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and "ran" not in lines and lines[0] == "# node 0 of 3"
+    assert [line.split()[0] for line in lines[1::2]] == ["RANK=0", "RANK=1", "RANK=2"]
+    assert all("MASTER_ADDR=n0 MASTER_PORT=29500" in line and "'of the program'" in line for line in lines[1::2])
+
+
+def test_one_that_fails_ends_all_and_its_code_counts(launch):
+    """Rank 1 dies; rank 0 neither ends by itself nor on SIGTERM."""
+    before = time.monotonic()
+    program = """
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+    while True:
+        time.sleep(0.1)
+    """
+    done = launch("--nproc-per-node 2 --grace 1", program)
+    assert done.returncode == 128 + 9 and time.monotonic() - before < 30
+    assert done.stdout == "told\n"
+    assert done.stderr.splitlines() == [
+        "launch: rank 1 was killed by SIGKILL",
+        "launch: rank 1 was killed by SIGKILL; ending rank 0",
+        "launch: rank 0 did not end; SIGKILL",
+    ]
+
+
+def test_a_failed_run_starts_again_but_not_for_bad_input(launch, tmp_path):
+    program = """
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print(attempt, os.environ["MASTER_PORT"], flush=True)
+    sys.exit([70, 75, int(sys.argv[1] == "--flag") and 2][attempt])
+    """
+    done = launch("--max-restarts 5 --master-port 400", program)
+    assert done.returncode == 2 and done.stdout.split() == ["0", "400", "1", "401", "2", "402"]
+    assert done.stderr.splitlines() == ["launch: restart 1 of 5", "launch: restart 2 of 5"]
+    assert launch("--max-restarts 1", "sys.exit(70)").returncode == 70
+
+
+@pytest.mark.parametrize(("stubborn", "code"), [(False, 143), (True, 143)])
+def test_sigterm_is_passed_on_and_becomes_sigkill(launch, stubborn, code):
+    program = f"""
+    signal.signal(signal.SIGTERM, lambda *_: {"None" if stubborn else "sys.exit(143)"})
+    sys.stdout.write("ready\\n")
+    while True:
+        time.sleep(0.1)
+    """
+    process = launch("--nproc-per-node 2 --grace 1", program, start=True)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code and ("SIGKILL" in err) == stubborn
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has died")
+def test_none_is_left_over_when_the_launcher_is_killed(launch):
+    program = """
+    signal.signal(signal.SIGTERM, lambda *_: (sys.stdout.write("told\\n"), sys.exit(143)))
+    sys.stdout.write("ready\\n")
+    time.sleep(60)
+    """
+    process = launch("--nproc-per-node 2", program, start=True)
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.kill()
+    assert process.stdout.read() == "told\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("--node-rank 2", "--nnodes 2 --node-rank 2"),
+        ("--nproc-per-node none", "--nproc-per-node none"),
+        ("--standalone", "--standalone --nnodes 2"),
+        ("invalid int value", "--nnodes two"),
+        ("nowhere.py", "nowhere.py"),
+    ],
+)
+def test_bad_flags_are_a_sentence(launch, word, flags):
+    done = launch(flags)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert word in done.stderr
+
+
+def test_the_launcher_needs_no_jax():
+    code = "import jspeed.cluster.launch, sys; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,115 @@
+"""Processes meet, or each learns in one sentence why not; here they are threads."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from jspeed.cluster.rendezvous import free_port, is_there, meet
+from jspeed.errors import BadInput
+
+from ..several import said
+
+
+def port_of(met):
+    port, lines = met
+    for line in lines.values():
+        line.close()
+    return port
+
+
+def meeting(port, *guests, seconds=10, late=0.0):
+    """The port that :func:`meet` gave to each of ``(index, count)``, or the sentence; process 0 comes ``late``."""
+
+    def visit(guest):
+        if not guest[0]:
+            time.sleep(late)
+        try:
+            return port_of(meet("127.0.0.1", port, *guest, seconds))
+        except BadInput as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(guests)) as pool:
+        return list(pool.map(visit, guests))
+
+
+@pytest.mark.parametrize("late", [0.0, 1.0])
+def test_all_hear_of_one_port_that_is_free_and_the_agreed_one_is_free_again(late):
+    agreed = free_port()
+    for _ in range(2):
+        ports = meeting(agreed, (0, 3), (1, 3), (2, 3), late=late)
+        assert len(set(ports)) == 1 and ports[0] != agreed
+        with socket.create_server(("", ports[0])):
+            pass
+
+
+def test_the_connections_end_with_the_process():
+    port = free_port()
+    with ThreadPoolExecutor(3) as pool:
+        guests = [pool.submit(meet, "127.0.0.1", port, index, 3, 10) for index in (1, 2)]
+        _, lines = meet("127.0.0.1", port, 0, 3, 10)
+        (_, one), (_, two) = (guest.result() for guest in guests)
+    assert sorted(lines) == [1, 2] and all(map(is_there, (*lines.values(), one[0], two[0])))
+    two[0].close()
+    assert is_there(lines[1]) and not is_there(lines[2])
+    lines[1].close()
+    assert not is_there(one[0])
+    one[0].close()
+    lines[2].close()
+
+
+def test_who_has_not_come_is_named():
+    port = free_port()
+    first, second = meeting(port, (0, 4), (2, 4), seconds=0.5)
+    assert first == second and "these have not come: 1, 3;" in first and str(port) in first
+    (alone,) = meeting(port, (1, 2), seconds=0.5)
+    assert f"process 1 of 2 waited 0.5 s for process 0 at 127.0.0.1:{port} (Connection refused)" in alone
+
+
+def test_another_count_is_everybodys_error():
+    first, second = meeting(free_port(), (0, 2), (1, 3))
+    assert first == second and "process 1 was started as one of 3 but process 0 as one of 2" in first
+
+
+def test_a_rank_that_comes_twice_is_sent_away_and_the_others_meet():
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        two = pool.submit(meeting, port, (0, 3), (1, 3))
+        time.sleep(1)
+        assert "another process is process 1 of 3 already" in said(lambda: meet("127.0.0.1", port, 1, 3, 10))
+        third = port_of(meet("127.0.0.1", port, 2, 3, 10))
+        assert two.result() == [third, third]
+
+
+def test_one_that_died_while_it_waited_is_replaced_and_strangers_are_ignored():
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, "127.0.0.1", port, 0, 3, 20)
+        time.sleep(0.5)
+        for words in (
+            b'{"greeting": "jspeed 1", "index": 1, "count": 3}\n',
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"x" * 9000,
+            b"",
+        ):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(words)
+        assert meeting(port, (1, 3), (2, 3)) == [port_of(first.result())] * 2
+
+
+def test_a_port_that_is_taken_or_speaks_something_else():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"cannot listen on port {port} (Address already in use)" in said(lambda: meet("", port, 0, 2, 5))
+
+        def answer():
+            with suppress(OSError):  # when the test is over
+                for _ in range(50):
+                    with other.accept()[0] as guest:
+                        guest.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert "(something else answers there)" in said(lambda: meet("127.0.0.1", port, 1, 2, 0.5))

@@ -1,0 +1,264 @@
+"""Prepared data: what shards hold of a text."""
+
+import hashlib
+import json
+import lzma
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jspeed.corpus import pieces, sources, tokenise
+from jspeed.corpus import split as splits
+from jspeed.errors import BadInput
+
+from .prepared import (
+    SHARED,
+    VOCABULARY,
+    byte_documents,
+    check_manifest,
+    content_of,
+    documents_in,
+    jsonl,
+    needs_gpt2,
+    prepare_bytes,
+    read_split,
+    script,
+)
+
+
+def test_documents_keep_their_order_and_start(tmp_path):
+    texts = [f"document {i} {'é' * (i % 7)}\n" for i in range(200)]
+    out = prepare_bytes(jsonl(tmp_path / "a.jsonl", texts), out=tmp_path / "set", val_fraction=0.1)
+    check_manifest(out)
+    train, val = byte_documents(out, "train"), byte_documents(out, "val")
+    wanted = [text.encode() for text in texts]
+    chosen = sorted(wanted, key=lambda text: hashlib.sha256(text).digest())[:20]
+    assert val == [text for text in wanted if text in chosen]
+    assert train == [text for text in wanted if text not in chosen]
+    assert {path.name for path in out.glob("*.bin")} == {"set_train_000001.bin", "set_val_000000.bin"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), min_size=2, max_size=12),
+    shard_tokens=st.integers(1, 60),
+    ending=st.sampled_from([".jsonl", ".jsonl.xz"]),
+)
+def test_any_text_comes_back(texts, shard_tokens, ending):
+    wanted = Counter(text.encode() for text in texts if text)
+    with tempfile.TemporaryDirectory() as folder:
+        source, out = jsonl(Path(folder, "a" + ending), texts), Path(folder, "out")
+        if len(wanted) < 2:
+            with pytest.raises(BadInput, match="expected two or more"):
+                prepare_bytes(source, out=out)
+            return
+        prepare_bytes(source, out=out, shard_tokens=shard_tokens)
+        manifest = check_manifest(out)
+        train, val = (Counter(byte_documents(out, split)) for split in ("train", "val"))
+        assert train + val == wanted and not train.keys() & val.keys()
+        for split in ("train", "val"):
+            sizes = [file["tokens"] for file in manifest["files"] if file["split"] == split]
+            assert set(sizes[:-1]) <= {shard_tokens} and 0 < sizes[-1] <= shard_tokens
+
+
+def test_a_long_document_goes_on_in_the_next_shard(tmp_path):
+    out = prepare_bytes(jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10)
+    names = sorted(path.name for path in out.glob("*.bin"))
+    assert names == [f"o_train_00000{i}.bin" for i in (1, 2, 3)] + [f"o_val_00000{i}.bin" for i in (0, 1, 2)]
+    files = check_manifest(out)["files"]
+    assert [(file["tokens"], file["documents"]) for file in files] == [(10, 1), (10, 0), (6, 0)] * 2
+
+
+def test_split_depends_on_contents_alone(tmp_path):
+    texts = [f"text {i}" for i in range(300)] + ["copy"] * 9
+    one = prepare_bytes(jsonl(tmp_path / "a.jsonl", texts), out=tmp_path / "one")
+    two = prepare_bytes(jsonl(tmp_path / "b.jsonl.xz", texts[::-1]), out=tmp_path / "two")
+    val = byte_documents(one, "val")
+    assert val == byte_documents(two, "val")[::-1]
+    assert byte_documents(one, "train") == byte_documents(two, "train")[::-1]
+    assert len(set(val)) == 30  # a tenth of 301 distinct documents
+
+
+@pytest.mark.parametrize(
+    "count, fraction, validating",
+    [
+        (2, None, 1),
+        (50, None, 5),
+        (320, None, 32),
+        (5000, None, 50),
+        (50, 0.001, 1),
+        (50, 0.999, 49),
+        (50, 0.5, 25),
+    ],
+)
+def test_how_many_validate(count, fraction, validating):
+    hashes = np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64)
+    for seed in (0, 1):
+        assert np.count_nonzero(splits.by_contents(hashes, fraction, seed)) == validating
+
+
+def test_another_seed_takes_other_documents(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(200)] + ["text 7"] * 3)
+    found = []
+    for name, seed in (("a", 0), ("b", 1), ("c", 1), ("d", 2)):
+        out = prepare_bytes(source, out=tmp_path / name, seed=seed)
+        train, val = (set(byte_documents(out, part)) for part in ("train", "val"))
+        assert len(val) == 20 and not train & val and len(train | val) == 200
+        found.append(val)
+    assert found[1] == found[2] and len({frozenset(val) for val in found}) == 3
+
+
+def test_rows_are_split_as_train_test_split_does():
+    # nanoGPT's readme: 4,007 of 8,013,769 documents validate. datasets draws default_rng(2357).permutation(n) and
+    # tests on its first ceil(0.0005 n).
+    validates = splits.by_rows(8_013_769, 0.0005, 2357)
+    assert np.count_nonzero(validates) == 4_007
+    order = np.random.default_rng(2357).permutation(1000)
+    assert sorted(order[:1]) == np.flatnonzero(splits.by_rows(1000, 0.0005, 2357)).tolist()
+
+
+def all_documents(*paths):
+    return [document for path in paths for segment in pieces.segments(path) for document in pieces.documents(segment)]
+
+
+def test_folders_files_and_endings(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "b" / ".hidden").mkdir(parents=True)
+    (folder / "b" / "z.txt").write_text("second\n")
+    (folder / "c.txt.xz").write_bytes(lzma.compress(b"third"))
+    jsonl(folder / "a.jsonl", ["first"])
+    for ignored in ("notes.md", ".x.txt", "b/.hidden/y.txt"):
+        (folder / ignored).write_text("ignored")
+    (folder / "empty.txt").touch()
+    (tmp_path / "alone.txt").write_text("before")
+    files = sources.text_files([tmp_path / "alone.txt", folder, folder / "c.txt.xz"])
+    assert [name for name, _ in files] == ["alone.txt", "a.jsonl", "b/z.txt", "c.txt.xz", "empty.txt"]
+    assert all_documents(*(path for _, path in files)) == [b"before", b"first", b"second\n", b"third"]
+
+
+@pytest.mark.parametrize("block", [1, 5, 13, 1 << 20])
+def test_separators_split_a_text(tmp_path, monkeypatch, block):
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n")
+    monkeypatch.setattr(pieces, "BLOCK_BYTES", block)
+    for piece in (1, 20, 1 << 20):
+        monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+        assert all_documents(tmp_path / "a.txt") == [b"one", b"two \n<|endo", b"three"]
+
+
+def test_same_input_gives_the_same_bytes(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
+    one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)
+    two = prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)
+    assert content_of(one) == content_of(two)
+
+
+def test_batches_leave_no_trace(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
+    one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 20)
+    assert content_of(prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)) == content_of(one)
+
+
+def test_no_shard_name_is_in_both_splits(tmp_path):
+    out = prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "web_val")
+    assert sorted(path.name for path in out.glob("*.bin")) == ["text_train_000001.bin", "text_val_000000.bin"]
+
+
+def test_command_takes_several_inputs(tmp_path):
+    a, b = jsonl(tmp_path / "a.jsonl", "ab"), jsonl(tmp_path / "b.jsonl", "cd")
+    out = tmp_path / "deep" / "out"
+    code, stdout, err = script("text", a, b, "--out", out, "--tokenizer", "bytes", "--val-fraction", "0.5")
+    assert (code, err) == (0, "") and "tokens a second" in stdout
+    assert sorted(byte_documents(out, "train") + byte_documents(out, "val")) == [b"a", b"b", b"c", b"d"]
+    assert check_manifest(out)["source"]["names"] == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_single_document_is_cut(tmp_path):
+    (tmp_path / "novel.txt").write_bytes(text := bytes(range(97, 123)) * 40)
+    out = prepare_bytes(tmp_path / "novel.txt", out=tmp_path / "out")
+    (train,), (val,) = (byte_documents(out, part) for part in ("train", "val"))
+    assert train + val == text and len(val) == 104
+    out = prepare_bytes(tmp_path / "novel.txt", out=tmp_path / "half", val_fraction=0.5)
+    assert abs(len(byte_documents(out, "val")[0]) - 520) <= 1
+
+
+@pytest.mark.parametrize("mark", ["after", "none"])
+def test_marks_and_own_validation_files(tmp_path, mark):
+    train, val = jsonl(tmp_path / "a.jsonl", ["ab", "", "c"]), jsonl(tmp_path / "b.jsonl", ["d"])
+    out = prepare_bytes(train, out=tmp_path / "out", val_inputs=[val], mark=mark)
+    wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[mark]
+    assert [read_split(out, part).tolist() for part in ("train", "val")] == list(wanted)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["mark"] == mark and manifest["bos_id"] == {"after": 256, "none": None}[mark]
+    assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [2, 1]
+    assert prepare_bytes(train, out=out, val_inputs=[val], mark=mark) == out  # already there
+    with pytest.raises(BadInput, match="not empty"):
+        prepare_bytes(train, out=out, val_inputs=[val])
+
+
+def test_parquet(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [f"text é {i}" for i in range(50)] + [""]
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"id": range(51), "text": texts}), path, row_group_size=7)
+    assert all_documents(path) == [text.encode() for text in texts[:-1]]
+    used = []
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
+    assert len(list(pieces.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
+    for column, sentence in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
+        parquet.write_table(pa.table(column), tmp_path / "bad.parquet")
+        with pytest.raises(BadInput, match=sentence):
+            prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+    parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "bad.parquet")
+    with pytest.raises(BadInput, match='row 1 of row group 0 .* has no "text"'):
+        prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+    (tmp_path / "bad.parquet").write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(BadInput, match="bad.parquet is corrupt"):
+        prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+
+
+# GPT-2
+
+
+@needs_gpt2
+def test_gpt2_ids(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+    # shared/data/README.md: "hello world"; a separator inside a JSON document is ordinary text, not 50256.
+    texts = {"hello world": [31373, 995], "<|endoftext|>": [27, 91, 437, 1659, 5239, 91, 29]}
+    out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "o")
+    found = [ids.tolist() for split in ("train", "val") for ids in documents_in(read_split(out, split), 50256)]
+    assert sorted(found) == sorted(texts.values())
+    manifest = check_manifest(out)
+    assert [manifest[key] for key in ("tokenizer", "vocab_size", "bos_id")] == ["gpt2", 50257, 50256]
+
+
+@needs_gpt2
+def test_gpt2_counts_of_real_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+    out = tokenise.prepare_text([SHARED / "webtext" / "webtext_val.jsonl.xz"], tmp_path / "web")
+    totals = check_manifest(out)["splits"]
+    # shared/data/README.md: 633 documents, 1,879,644 tokens.
+    assert totals["train"]["tokens"] + totals["val"]["tokens"] == 1_879_644
+    assert (totals["train"]["documents"], totals["val"]["documents"]) == (601, 32)
+    import tiktoken
+
+    first = json.loads(lzma.open(SHARED / "webtext" / "webtext_val.jsonl.xz").readline())["text"]
+    pieces = documents_in(read_split(out, "train"), 50256) + documents_in(read_split(out, "val"), 50256)
+    assert tiktoken.get_encoding("gpt2").encode_ordinary(first) in [piece.tolist() for piece in pieces]
+
+
+def test_no_vocabulary_is_a_sentence(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", "ab")
+    nowhere = dict.fromkeys(["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"], "http://127.0.0.1:9")
+    cache = tmp_path / "cache"
+    code, out, err = script("text", source, "--out", tmp_path / "o", TIKTOKEN_CACHE_DIR=str(cache), **nowhere)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("error: ") and "TIKTOKEN_CACHE_DIR" in err
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,277 @@
+"""Generation: the cache against whole forward passes, drawing against its definition, texts against their rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed import recipe as r
+from jspeed.corpus import tokenizers
+from jspeed.errors import BadInput
+from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
+from jspeed.inference.trained import Model
+from jspeed.model.cache import advance, empty
+from jspeed.model.layers import previous
+from jspeed.parallel.layout import partitions
+from jspeed.parallel.mesh import make_mesh, place
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import eval_context
+from jspeed.run.find import find, known_recipes
+
+from ..toys import ALIKE, TOYS
+
+GREEDY = Sampling(temperature=0)
+BYTES = tokenizers.bytes_tokenizer().described()
+
+
+IN_PAIRS = ("r62", "r89")
+
+
+def one_device():
+    return make_mesh({"data": 1}, jax.devices()[:1])
+
+
+def noisy(recipe):
+    """Parameters of about the size of trained ones, drawn by NumPy, which compiles nothing."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
+    return jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.2, s.shape), s.dtype), shapes)
+
+
+def toy(name, *sets, facts=BYTES, mesh=None):
+    found = find(name, [*TOYS[name], *sets])
+    return Model(found, noisy(found.recipe), mesh or one_device(), facts)
+
+
+def whole_forward(model):
+    """Greedy choice after each of a row's tokens, by the recipe's own forward pass over a whole lane."""
+    recipe, length = model.recipe, model.recipe.eval_len
+    context = eval_context(recipe, device_of(model.mesh, "xla"))
+    run = jax.jit(lambda tokens: jnp.argmax(recipe.forward(model.params, tokens, context)[..., :257], -1))
+
+    def chosen(text):
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(text)] = text
+        return int(run(padded)[0, len(text) - 1])
+
+    return chosen
+
+
+@pytest.mark.parametrize("name", IN_PAIRS)
+def test_heads_in_pairs_are_refused(name):
+    model = toy(name, facts=BYTES | {"bos_id": 5})
+    with pytest.raises(BadInput, match="heads that attend in pairs cannot be generated from"):
+        list(Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
+
+
+@pytest.mark.parametrize("name", [name for name in known_recipes() if name not in (*ALIKE, *IN_PAIRS)])
+def test_cached_tokens_are_those_of_whole_forward_passes(name):
+    """Prompts of unlike lengths, a document mark inside one of them, windows: all as without a cache."""
+    model = toy(name, facts=BYTES | {"bos_id": 5})
+    prompts = [[7, 99, 200, 5, 31], [88]]
+    generator = Generator(model, 2, GREEDY)
+    steps = list(generator(prompts, context_length(model.recipe) - 6))
+    chosen = whole_forward(model)
+    for row, prompt in enumerate(prompts):
+        text = [5, *prompt]
+        for step in steps:
+            if step[row] != STOPPED:
+                assert step[row] == chosen(text)
+                text.append(int(step[row]))
+        assert len(text) > 4
+    assert generator.step._cache_size() == generator.read._cache_size() == 1
+
+
+def test_a_text_longer_than_the_context_keeps_its_later_half():
+    model = toy("microgpt-names", facts=BYTES | {"bos_id": None})
+    chosen, text = whole_forward(model), [9, 8, 7]
+    seen = list(text)
+    for (token,) in Generator(model, 1, GREEDY)([text], 40):
+        seen = seen[-8:] if len(seen) > 16 else seen
+        assert token == chosen(seen)
+        seen.append(int(token))
+
+
+def test_logits_with_a_cache_in_any_pieces():
+    recipe = find("fineweb-cpu", TOYS["fineweb-cpu"]).recipe
+    params, ctx = noisy(recipe), r.Context(recipe.stages[0], training=False)
+    tokens = np.random.default_rng(0).integers(0, 9, (2, 16)).astype(np.int32)  # BOS is 5: many documents
+    expected = jax.jit(lambda t: recipe.forward(params, t, ctx))(tokens)
+    go_on = jax.jit(lambda *arguments: advance(lambda t: recipe.forward(params, t, ctx), *arguments))
+    for cuts in ([16], [1] * 16, [1, 8, 7]):
+        cache, start, found = empty(lambda t: recipe.forward(params, t, ctx), 2, 20), 0, []
+        for cut in cuts:
+            cache, logits = go_on(cache, np.full(2, start, np.int32), tokens[:, start : start + cut])
+            found.append(logits)
+            start += cut
+        np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=2e-5)
+
+
+def test_previous_tokens_with_and_without_a_cache():
+    tokens = jnp.asarray([[4, 5, 6, 7], [8, 9, 1, 2]])
+    expected = np.array([[0, 0, 4, 5], [0, 0, 8, 9]])
+    np.testing.assert_array_equal(previous(tokens, 2, 0), expected)
+
+    def forward(tokens):
+        kept = previous(tokens, 2, 0)
+        return kept
+
+    cache = empty(lambda t: attention_and(forward, t), 2, 4)
+    found = []
+    for start, cut in ((0, 1), (1, 2), (3, 1)):
+        starts = jnp.full(2, start, jnp.int32)
+        cache, out = advance(lambda t: attention_and(forward, t), cache, starts, tokens[:, start : start + cut])
+        found.append(out)
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), expected)
+
+
+def attention_and(forward, tokens):
+    from jspeed.model.attention import attention
+
+    x = jnp.ones((*tokens.shape, 1, 2))
+    attention(x, x, x, scale=1.0)
+    return forward(tokens)
+
+
+def test_a_recipe_that_looks_about_by_itself_is_refused(tmp_path):
+    source = find("stdlib").source.replace(
+        "    a_BTD = rms_norm(x_BTD)\n",
+        "    x_BTD += jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]\n    a_BTD = rms_norm(x_BTD)\n",
+    )
+    (tmp_path / "mine.py").write_text(source)
+    found = find(str(tmp_path / "mine.py"), TOYS["stdlib"])
+    model = Model(found, noisy(found.recipe), one_device(), BYTES)
+    with pytest.raises(BadInput, match="looks across positions by something else"):
+        list(Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
+
+
+def test_a_step_costs_less_than_a_third_of_a_whole_forward_pass():
+    model = toy("stdlib", "LANE_LEN=256", "EVAL_LEN=256", "EVAL_TOKENS=256")
+    generator = Generator(model, 1, GREEDY)
+    cache, lengths = generator._read_all([[256, 1]])
+    arguments = (generator._params, cache, lengths - 1, np.zeros(1, np.int32), np.int32(0))
+    step = generator.step.lower(*arguments).compile().cost_analysis()["flops"]
+    context = eval_context(model.recipe, device_of(model.mesh))
+    tokens = jax.ShapeDtypeStruct((1, 256), jnp.int32)
+    whole = jax.jit(lambda t: model.recipe.forward(model.params, t, context)).lower(tokens).compile()
+    assert 3 * step < whole.cost_analysis()["flops"]
+
+
+# Drawing
+
+
+def keys(count):
+    return jax.random.split(jax.random.key(0), count)
+
+
+def test_draws_follow_the_probabilities_of_the_top_five():
+    logits = jnp.asarray([0.3, 2.0, -1.0, 1.5, 0.0, 1.0, 0.5, -3.0])
+    count, temperature = 10_000, 0.7
+    many = jnp.broadcast_to(logits, (count, 8))
+    drawn = np.asarray(jax.jit(lambda k, x: draw(Sampling(temperature, top_k=5), k, x))(keys(count), many))
+    best = np.argsort(-logits)[:5]
+    p = np.exp(np.asarray(logits)[best] / temperature)
+    p /= p.sum()
+    found = np.array([(drawn == token).sum() for token in best])
+    assert found.sum() == count
+    assert np.all(np.abs(found - count * p) < 3 * np.sqrt(count * p * (1 - p)))
+
+
+def test_top_p_takes_the_fewest_that_reach_it():
+    p = np.array([0.1, 0.45, 0.05, 0.25, 0.15])
+    many = jnp.broadcast_to(jnp.log(p), (2000, 5))
+    for top_p, expected in ((0.4, {1}), (0.5, {1, 3}), (0.7, {1, 3}), (0.71, {1, 3, 4}), (1.0, {0, 1, 2, 3, 4})):
+        assert set(np.asarray(draw(Sampling(1.0, top_p=top_p), keys(2000), many)).tolist()) == expected
+    assert set(np.asarray(draw(Sampling(1.0, top_k=2, top_p=1.0), keys(2000), many)).tolist()) == {1, 3}
+
+
+def test_top_k_of_one_and_temperature_zero_are_the_likeliest():
+    logits = jax.random.normal(jax.random.key(1), (50, 30))
+    for sampling in (Sampling(1.3, top_k=1), GREEDY, Sampling(1.0, top_p=1e-9)):
+        np.testing.assert_array_equal(draw(sampling, keys(50), logits), jnp.argmax(logits, -1))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (Sampling(-0.1), "--temperature -0.1"),
+        (Sampling(float("nan")), "--temperature nan"),
+        (Sampling(top_k=0), "--top-k 0"),
+        (Sampling(top_p=0.0), "--top-p 0.0"),
+        (Sampling(top_p=1.5), "--top-p 1.5"),
+        (Sampling(seed=-1), "--seed -1"),
+    ],
+)
+def test_bad_sampling(sampling, words):
+    with pytest.raises(BadInput, match=words):
+        sampling.check()
+
+
+# Texts
+
+
+def test_seeds_rows_and_meshes():
+    """The same seed gives the same text, alone, among others, and from parameters spread over devices."""
+    model = toy("stdlib")
+    prompts = ["abc", "x", "hello wor"]
+    texts = sample(model, prompts, 8, Sampling(1.0, seed=3))
+    assert texts == sample(model, prompts, 8, Sampling(1.0, seed=3))
+    assert texts != sample(model, prompts, 8, Sampling(1.0, seed=4))
+    assert texts[0] == sample(model, prompts[:1], 8, Sampling(1.0, seed=3))[0]
+    assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
+    mesh = make_mesh({"data": 4, "model": 2})
+    cuts = partitions(model.recipe.parameters, "zero1", mesh)
+    spread = jax.tree.map(lambda array, cut: place(np.asarray(array), jax.NamedSharding(mesh, cut)), model.params, cuts)
+    assert sample(Model(model.found, spread, mesh, BYTES), prompts, 8, Sampling(1.0, seed=3)) == texts
+
+
+class Scripted:
+    """A generator that says what it is told to, in place of a model."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, prompts, tokens):
+        for step in range(max(map(len, self.rows))):
+            yield np.array([row[step] if step < len(row) else STOPPED for row in self.rows])
+
+
+def written(monkeypatch, *rows, stop=None):
+    monkeypatch.setattr("jspeed.inference.generate.Generator", lambda *_: Scripted(rows))
+    model = Model(None, None, None, BYTES)
+    return [list(step) for step in write(model, [""] * len(rows), 99, GREEDY, stop)]
+
+
+def test_characters_come_whole(monkeypatch):
+    steps = written(monkeypatch, list("é€".encode()), [0xFF, 65])
+    assert [step[0] for step in steps] == ["", "é", "", "", "€", ""]
+    assert "".join(step[1] for step in steps) == "\ufffdA"
+    assert "".join(step[0] for step in written(monkeypatch, [65, 0xC3])) == "A\ufffd"
+
+
+def test_a_text_ends_before_its_stop(monkeypatch):
+    steps = written(monkeypatch, list(b"one\ntwo\n\nthree"), list(b"a\n"), stop="\n\n")
+    assert ["".join(column) for column in zip(*steps, strict=True)] == ["one\ntwo", "a\n"]
+    assert all("\n\n" not in step[0] for step in steps)
+
+
+def test_a_row_ends_at_the_mark():
+    found = find("stdlib", TOYS["stdlib"])
+    params = noisy(found.recipe)
+    params["head"] = jnp.zeros_like(params["head"])  # every id is as likely as another: the mark comes, soon or late
+    model = Model(found, params, one_device(), BYTES | {"vocab_size": 4, "bos_id": 3})
+    steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
+    ends = [np.flatnonzero(steps[:, row] == STOPPED)[0] for row in range(8)]
+    assert len(set(ends)) > 2 and len(steps) == max(ends) + 1
+    for row, end in enumerate(ends):
+        assert np.all(steps[end:, row] == STOPPED) and np.all(steps[:end, row] < 3)
+
+
+def test_joined():
+    assert joined(["ann\n", "bo"]) == "ann\nbo"
+    assert joined(["a\nb", "c"]) == f"a\nb\n{'-' * 15}\nc"
+
+
+def test_no_mark_and_no_prompt():
+    with pytest.raises(BadInput, match="give a --prompt"):
+        list(Generator(toy("stdlib", facts=BYTES | {"bos_id": None}), 1, GREEDY)([[]], 2))

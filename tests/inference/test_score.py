@@ -1,0 +1,136 @@
+"""Validation loss, bits per byte and HellaSwag's scoring, with answers worked out by hand."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jspeed import recipe as r
+from jspeed.corpus import tokenizers
+from jspeed.errors import BadInput
+from jspeed.inference import score
+from jspeed.inference.trained import Model
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run.find import find
+
+from ..data.on_disk import shard_bytes
+from ..toys import TOYS
+
+BYTES = tokenizers.bytes_tokenizer()
+
+
+def model(name="stdlib", facts=None):
+    found = find(name, TOYS[name])
+    params = r.init_parameters(found.recipe.parameters, jax.random.key(0))
+    return Model(found, params, make_mesh({"data": 1}, jax.devices()[:1]), facts or BYTES.described())
+
+
+# Losses of letters in nats, whatever is before them; the space before each ending costs 1.
+COST = dict.fromkeys(range(256), 9.0) | {ord(" "): 1.0, ord("a"): 1.0, ord("b"): 2.0, ord("c"): 4.0}
+ITEMS = [
+    # Totals 1+1=2, 1+2=3, 1+4=5, 1+9=10; means 1, 1.5, 2.5, 5: both choose the first, which is right.
+    {"ctx": "zz", "label": 0, "endings": ["a", "b", "c", "q"]},
+    # Totals 1+2=3, 1+1*4=5, 9, 10; means 1.5, 1.0, ...: acc chooses 0, acc_norm 1; 1 is right.
+    {"ctx": "z", "label": "1", "endings": ["b", "aaaa", "cc", "q"]},
+    # Totals 1+4=5, 1+2+2=5 -> the first; means 2.5, 5/3: acc_norm chooses 1; 2 is right: neither.
+    {"ctx": "zzz", "label": 2, "endings": ["c", "bb", "q", "qq"]},
+]
+
+
+def table_losses(rows):
+    return np.array([[COST[token] for token in row[1:]] for row in rows.tolist()], np.float32)
+
+
+def items_file(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_hellaswag_by_hand(tmp_path, monkeypatch):
+    items = score.read_hellaswag(items_file(tmp_path / "h.jsonl", ITEMS))
+    assert [item.label for item in items] == [0, 1, 2]
+    encoded = [score.encode_item(BYTES, item, 100) for item in items]
+    assert encoded[0][0][0] == ([122, 122, 32, 97], 2)
+    assert score.score(encoded, table_losses) == [(0, 0, 0), (0, 1, 1), (0, 1, 2)]
+    monkeypatch.setattr(score, "token_losses", lambda _: table_losses)
+    *_, (done, right, right_mean) = score.hellaswag(model(), items * 5)
+    assert (done, right, right_mean) == (15, 5, 10)
+
+
+def test_hellaswag_with_a_model_s_own_losses(tmp_path):
+    """Against log-softmax of ``forward``'s logits, one sequence at a time and without padding."""
+    params = {
+        name: array + 0.1 * jax.random.normal(jax.random.key(4), array.shape) for name, array in model().params.items()
+    }
+    own = Model(model().found, params, model().mesh, BYTES.described())
+    items = score.read_hellaswag(items_file(tmp_path / "h.jsonl", [ITEMS[1], ITEMS[0]]))
+    expected = []
+    for item in items:
+        sums = []
+        for ids, begins in score.encode_item(BYTES, item, 16)[0]:
+            ctx = r.Context(r.Stage(1, len(ids) - 1), training=False)
+            logits = own.recipe.forward(params, np.array([ids[:-1]]), ctx)[0]
+            log_p = np.asarray(jax.nn.log_softmax(logits))
+            sums.append(-sum(log_p[n - 1, ids[n]] for n in range(begins, len(ids))))
+        expected.append(int(np.argmin(sums)))
+    group = [score.encode_item(BYTES, item, 16) for item in items]
+    assert [choice for choice, _, _ in score.score(group, score.token_losses(own))] == expected
+
+
+def test_a_long_beginning_is_cut_from_the_left():
+    item = score.Item("abcdefghij", ("k", "lm", "n", "o"), 0)
+    (first, second, *_), _ = score.encode_item(BYTES, item, 6)
+    assert (bytes(first[0]), first[1]) == (b"fghij k", 5) and (bytes(second[0]), second[1]) == (b"ghij lm", 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no items"),
+        ("{}\n", "line 1 of .* is no HellaSwag item"),
+        (json.dumps(ITEMS[0]) + '\n{"ctx": "a", "endings": ["b"], "label": 0}\n', "line 2 of .* four endings"),
+        ("nonsense", "line 1 of"),
+    ],
+)
+def test_bad_items(tmp_path, text, words):
+    (tmp_path / "h.jsonl").write_text(text)
+    with pytest.raises(BadInput, match=words):
+        score.read_hellaswag(tmp_path / "h.jsonl")
+    with pytest.raises(BadInput, match="cannot be read as UTF-8"):
+        score.read_hellaswag(tmp_path / "none.jsonl")
+
+
+def test_git_blob(tmp_path):
+    (tmp_path / "x").write_bytes(b"hello\n")
+    assert score.git_blob(tmp_path / "x") == "ce013625030ba8dba906f756967f9e9ca394464a"  # `git hash-object`
+
+
+def test_bits_per_byte_count_bytes_and_what_counts():
+    # Ids of 1, 2, 3 and 0 bytes; a mark at the end has none.
+    tokenizer = tokenizers.symbols_tokenizer("symbols", ["a", "é", "€"], 4, 3)
+    rows = np.array([[0, 0, 1, 2, 3]], np.uint16)
+    found = score.in_bytes(model().recipe, tokenizer, rows, 1.5)
+    assert (found.tokens, found.bytes) == (4, 6)
+    assert found.bits_per_byte == pytest.approx(1.5 * 4 / 6 / math.log(2))
+    weighing = r.replace(model().recipe, weigh=lambda tokens, targets: (targets != 1).astype("float32"))
+    found = score.in_bytes(weighing, tokenizer, rows, 1.5)
+    assert (found.tokens, found.bytes) == (3, 4) and found.bits_per_byte == pytest.approx(1.5 * 3 / 4 / math.log(2))
+
+
+def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
+    """A zero head gives every one of 272 ids the same probability, on any number of rows."""
+    tokens = np.random.default_rng(0).integers(0, 256, 2000)
+    (tmp_path / "t_val_000000.bin").write_bytes(shard_bytes(tokens))
+    for count in (160, 1000):
+        found = score.validate(model(), tmp_path, count)
+        assert found.loss == pytest.approx(math.log(272), abs=1e-5)
+        assert found.tokens == found.bytes == count // 16 * 16
+        assert found.bits_per_byte == pytest.approx(math.log2(272), abs=1e-5)
+    with pytest.raises(BadInput, match="--tokens 8: .* rows of 16"):
+        score.validate(model(), tmp_path, 8)
+    manifest = {"files": [], "tokenizer": "gpt2"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BadInput, match="holds tokens of gpt2 but the model reads bytes"):
+        score.validate(model(), tmp_path)

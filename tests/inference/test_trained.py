@@ -1,0 +1,167 @@
+"""From a run to what others do with it: its parameters kept, taken up, evaluated, exported, and a text at the end."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jspeed.corpus import classics
+from jspeed.errors import BadInput
+from jspeed.inference import score
+from jspeed.inference.generate import Sampling, sample
+from jspeed.inference.trained import load_model, parameters_of
+from jspeed.run.export import load
+from jspeed.run.prepare import Options
+from jspeed.run.train import train
+
+from ..toys import TOYS
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SETS = ("WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "EVAL_EVERY=5", "STEPS=10", "EVAL_TOKENS=640")
+NAMES = [
+    a + b + c for a in ("an", "bri", "car", "do") for b in ("n", "l", "r", "st") for c in ("a", "e", "o", "y", "ie")
+]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A short run on eight devices, with checkpoints, a trace and TensorBoard."""
+    folder = tmp_path_factory.mktemp("names")
+    (folder / "names.txt").write_text("\n".join(NAMES))
+    data = classics.prepare_names(folder / "data", folder / "names.txt")
+    facts = json.loads((data / "manifest.json").read_text())
+    ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
+    options = Options("microgpt-names", data=data, run_dir=folder / "run", sets=(*SETS, *ids), target_loss=9.0)
+    told = []
+    more = {"checkpoint_every": 4, "profile": 2, "log": ("tensorboard",), "progress": False}
+    assert train(Options(**vars(options) | more), told.append) == 0 and told == [folder / "run"]
+    return options
+
+
+def record(options):
+    return json.loads((options.run_dir / "run.json").read_text())
+
+
+def test_what_a_run_leaves(run):
+    left = {path.name for path in run.run_dir.iterdir()}
+    wanted = {"config.json", "recipe.py", "run.json", "metrics.jsonl", "loss.svg", "checkpoints", "model.safetensors"}
+    assert wanted | {"profile", "tensorboard"} <= left
+    assert list((run.run_dir / "profile").rglob("*.xplane.pb"))
+    assert [s["name"] for s in record(run)["ledger"]].count("profile") == 2
+    facts = json.loads((run.run_dir / "config.json").read_text())["tokenizer"]
+    assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(facts["symbols"])
+
+
+def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path):
+    whole = load_model(run.run_dir)
+    kept, metadata = load(run.run_dir)
+    assert metadata["recipe_hash"] == record(run)["recipe_hash"] == whole.found.hash
+    jax.tree.map(np.testing.assert_array_equal, parameters_of(whole), kept)
+    newest = load_model(run.run_dir / "checkpoints" / "10")
+    jax.tree.map(np.testing.assert_array_equal, parameters_of(newest), kept)
+    earlier = load_model(run.run_dir / "checkpoints" / "8")
+    assert not np.array_equal(parameters_of(earlier)["head"], kept["head"])
+    script("export")(run.run_dir, tmp_path / "out")
+    exported = load_model(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
+    jax.tree.map(np.testing.assert_array_equal, parameters_of(exported), kept)
+    for sampling in (Sampling(0.0), Sampling(1.0, seed=5)):
+        assert sample(whole, ["an", ""], 10, sampling) == sample(exported, ["an", ""], 10, sampling)
+    with pytest.raises(BadInput, match="not empty"):
+        script("export")(run.run_dir, tmp_path / "out")
+
+
+def test_evaluation_repeats_the_run_s_own(run):
+    found = score.validate(load_model(run.run_dir), run.data)
+    assert found.loss == pytest.approx(record(run)["val_loss"], abs=1e-6)
+
+
+def test_going_on_from_a_model(run, tmp_path, capsys):
+    """The first loss is where the model was; the run is marked as another recipe; from scratch is worse."""
+    again = vars(run) | {"run_dir": tmp_path / "again", "init_from": run.run_dir, "progress": False}
+    assert train(Options(**again)) == 0
+    found, first = json.loads((tmp_path / "again" / "run.json").read_text()), record(run)
+    assert found["curve"][0]["val_loss"] == pytest.approx(first["val_loss"], abs=1e-5)
+    assert found["val_loss"] < first["val_loss"] < first["curve"][0]["val_loss"]
+    assert found["recipe_hash"] != first["recipe_hash"] and len(found["overrides"]["init_from"]) == 64
+    assert load_model(tmp_path / "again").recipe.name == "microgpt-names"
+    with pytest.raises(BadInput, match="does not exist"):
+        train(Options(**again | {"run_dir": tmp_path / "other", "init_from": tmp_path / "none"}))
+    with pytest.raises(BadInput, match="shape .* --set its fields"):
+        sets = (*run.sets, "WIDTH=64")
+        train(Options(**again | {"run_dir": tmp_path / "other", "sets": sets}))
+    assert not (tmp_path / "other").exists()
+
+
+def test_sample_script(run, capsys, tmp_path):
+    write = script("sample")
+    write(run.run_dir)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 20 and set("".join(lines)) <= set("".join(NAMES))
+    write(run.run_dir, prompt="bri", number=3, temperature=0.0)
+    assert len(set(lines := capsys.readouterr().out.splitlines())) == 1 and len(lines) == 3
+    assert lines[0].startswith("bri")
+    (tmp_path / "prompt.txt").write_text("do")
+    write(run.run_dir, prompt_file=tmp_path / "prompt.txt", tokens=3, mesh="data=8")
+    assert capsys.readouterr().out.startswith("do")
+    for arguments, words in (
+        ({"prompt": "Q"}, "character 'Q' is not among"),
+        ({"prompt": "a", "prompt_file": tmp_path}, "both --prompt and --prompt-file"),
+        ({"prompt_file": tmp_path / "none"}, "cannot be read"),
+        ({"number": 0}, "--number 0"),
+        ({"top_k": 0}, "--top-k 0"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            write(run.run_dir, **arguments)
+    with pytest.raises(BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"):
+        write(tmp_path)
+
+
+def test_a_run_ends_by_speaking(run, capsys):
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        spec = importlib.util.spec_from_file_location("speedrun_script", SCRIPTS / "speedrun.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    module.speak(run.run_dir)
+    names = (run.run_dir / "samples.txt").read_text().splitlines()
+    assert len(names) == 20 and "samples.txt:" in capsys.readouterr().out
+    (run.run_dir / "recipe.py").rename(run.run_dir / "gone.py")
+    module.speak(run.run_dir)
+    assert "no sample: " in capsys.readouterr().out
+    (run.run_dir / "gone.py").rename(run.run_dir / "recipe.py")
+
+
+def test_exported_gpt2_loads_again(tmp_path):
+    """A trained GPT-2 leaves as Hugging Face's and comes back the same."""
+    tokens = np.random.default_rng(0).integers(0, 272, 4000)
+    from ..data.on_disk import shard_bytes
+
+    for name in ("t_train_000001.bin", "t_val_000000.bin"):
+        (tmp_path / name).write_bytes(shard_bytes(tokens))
+    sets = (*TOYS["gpt2"], "STEPS=2", "LEARNING_RATE=0.01")
+    options = Options("gpt2", data=tmp_path, run_dir=tmp_path / "run", sets=sets, progress=False)
+    train(options)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    (tmp_path / "run" / "config.json").write_text(
+        json.dumps(config | {"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}})
+    )
+    model = load_model(tmp_path / "run")
+    script("export")(tmp_path / "run", tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    back = load_model(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, parameters_of(back), parameters_of(model))
+    assert "h.1.attn.c_attn.weight" in load(tmp_path / "out")[0]

@@ -1,0 +1,42 @@
+"""A recipe's step, run on virtual devices on made-up tokens."""
+
+import jax
+import numpy as np
+
+from jspeed.parallel.mesh import batch_rows, make_mesh
+from jspeed.run.compute import program, step
+from jspeed.run.compute.device import device_of
+from jspeed.run.train import every_step
+
+
+def mesh_of(count=0, **axes):
+    """The first ``count`` devices along ``data``, or a mesh of ``axes``."""
+    axes = axes or {"data": count}
+    return make_mesh(axes, devices=jax.devices()[: int(np.prod(list(axes.values())))])
+
+
+def batches(recipe, count, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
+    return [rng.integers(0, 257, size=(recipe.lanes, n + 1), dtype=np.uint16) for n in lengths[:count]]
+
+
+def start(recipe, mesh, layout="zero1", seed=1):
+    _, shardings = program.state_shardings(recipe, layout, mesh)
+    return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(np.uint32(seed))
+
+
+def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1):
+    """Train on ``tokens`` through all stages and return (state, losses)."""
+    device, state, losses = device_of(mesh), start(recipe, mesh, layout, seed), []
+    phases = range(recipe.period)
+
+    def fit(stage, phase):
+        micro_batch = lanes_at_once and lanes_at_once * stage.lane_len
+        return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
+
+    compiled = [[fit(stage, phase) for phase in phases] for stage in recipe.stages]
+    for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):
+        state, metrics = execute(state, jax.device_put(batch, batch_rows(mesh)))
+        losses.append(float(jax.block_until_ready(metrics["loss"])))
+    return state, losses

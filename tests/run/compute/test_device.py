@@ -1,0 +1,111 @@
+"""What devices decide: micro-batches, kernels, what fits; and what is refused."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.parallel.layout import check_layout
+from jspeed.parallel.mesh import make_mesh, parse_mesh
+from jspeed.recipe import Context, Stage
+from jspeed.run.compute import device, program
+from jspeed.run.find import find
+
+from ...toys import TOYS
+
+
+def mesh_of(count):
+    return make_mesh({"data": count}, devices=jax.devices()[:count])
+
+
+def cuda(capability, memory=None):
+    """A mesh of one device that claims to be a GPU."""
+    stats = {"bytes_limit": memory} if memory else None
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, memory_stats=lambda: stats)
+    return types.SimpleNamespace(devices=types.SimpleNamespace(flat=[gpu]))
+
+
+@pytest.mark.parametrize(
+    ("capability", "attention", "fp8"),
+    [("8.0", "xla", "missing"), ("8.9", "xla", "native"), ("9.0", "cudnn", "native"), ("10.0", "cudnn", "native")],
+)
+def test_compute_capability_decides(capability, attention, fp8, monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: None)
+    found = device.device_of(cuda(capability, 80_000_000_000))
+    assert (found.attention, found.fp8, found.memory) == (attention, fp8, 80_000_000_000)
+    assert device.device_of(cuda(capability), "xla").attention == "xla"
+
+
+def test_fa4_is_taken_on_hopper_where_it_is_installed(monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    assert device.device_of(cuda("9.0")).attention == "fa4"
+    assert device.device_of(cuda("8.0")).attention == "xla"
+
+
+def test_fp8_asked_for_where_it_is_missing():
+    stage = Stage(steps=1, lane_len=8)
+    missing, native, cpu = (Context(stage, True, fp8=word) for word in ("missing", "native", "emulated"))
+    with pytest.raises(BadInput, match="no FP8 matrix multiplication"):
+        missing.use_fp8("on")
+    with pytest.raises(BadInput, match="expected 'auto', 'on' or 'off'"):
+        cpu.use_fp8("yes")
+    assert [c.use_fp8("auto") for c in (missing, native, cpu)] == [False, True, False]
+    assert cpu.use_fp8("on") and native.use_fp8("on") and not native.use_fp8("off")
+    assert not Context(stage, training=False, fp8="native").use_fp8("on")
+
+
+@pytest.mark.parametrize(("devices", "micro_batch"), [(3, None), (8, 32), (1, 20), (1, 48), (1, 0)])
+def test_refuses_a_batch_that_does_not_divide(devices, micro_batch):
+    recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(devices)
+    with pytest.raises(BadInput, match="128 tokens") as error:
+        device.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), micro_batch)
+    assert str(micro_batch if micro_batch is not None else devices) in str(error.value)
+
+
+def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
+    recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
+    cpu = device.device_of(mesh)
+    assert device.micro_batches(recipe, Stage(steps=1, lane_len=256), mesh, cpu, None) == 4
+    assert device.micro_batches(recipe, Stage(steps=1, lane_len=4096), mesh, cpu, None) == 8
+    gpu = device.device_of(cuda("9.0"))
+    assert device.micro_batches(recipe, Stage(steps=1, lane_len=49_152), mesh, gpu, None) == 8
+    assert device.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == 2
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_found_at_compile_with_what_fits():
+    recipe, mesh = find("stdlib", [*TOYS["stdlib"], "LANES=2", "LANE_LEN=256", "LAYERS=1"]).recipe, mesh_of(1)
+    cpu, stage = device.device_of(mesh), recipe.stages[0]
+
+    def needs(parts):
+        return program.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
+
+    large, small = needs(1), needs(2)
+    assert small < large
+    tight = dataclasses.replace(cpu, memory=(small + large) // 2)
+    with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* 256 tokens need .* GB and fit"):
+        program.fit(recipe, stage, mesh, "zero1", tight, 512)
+    assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 2
+    with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
+        program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
+
+
+@pytest.mark.parametrize("text", ["data", "data=x", "model=2", "data=0", "data=-1,model=-1"])
+def test_refuses_mesh_text(text):
+    with pytest.raises(BadInput, match=f"--mesh {text}"):
+        parse_mesh(text)
+
+
+def test_mesh_fills_minus_one_and_counts_devices():
+    assert dict(make_mesh(parse_mesh("data=-1,model=2")).shape) == {"data": 4, "model": 2}
+    with pytest.raises(BadInput, match="needs 3 devices but JAX has 8"):
+        make_mesh(parse_mesh("data=3"))
+
+
+def test_refuses_a_layout_and_says_why():
+    with pytest.raises(BadInput, match="--layout zero2 is unknown; did you mean 'zero1'"):
+        check_layout("zero2", mesh_of(2), find("stdlib", TOYS["stdlib"]).recipe)
+    with pytest.raises(BadInput, match="mesh axis 'model' of size 2 would repeat the same work; give --mesh data=8"):
+        check_layout("zero1", make_mesh(parse_mesh("data=-1,model=2")), find("stdlib", TOYS["stdlib"]).recipe)

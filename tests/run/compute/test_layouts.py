@@ -1,0 +1,164 @@
+"""Every layout is the same training: losses, gradients, what a device holds, and the sentence where it cannot be."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspeed.errors import BadInput
+from jspeed.parallel import layout as layouts
+from jspeed.parallel.pipeline import bubble
+from jspeed.recipe import ParamSpec, replace
+from jspeed.run.find import find
+
+from ...toys import TOYS
+from .steps import batches, mesh_of, run
+
+WAYS = {  # layout, mesh, lanes a device takes at once
+    "dp": ("dp", {"data": 8}, 1),
+    "zero1+remat": ("zero1+remat", {"data": 8}, 1),
+    "fsdp": ("fsdp", {"data": 8}, 2),
+    "fsdp, accumulated": ("fsdp", {"data": 4}, 1),
+    "fsdp+remat": ("fsdp+remat", {"data": 8}, 2),
+    "tp 2": ("tp", {"data": 4, "model": 2}, 4),
+    "tp 4": ("tp", {"data": 1, "model": 4}, 16),
+    "tp, accumulated": ("tp", {"data": 2, "model": 4}, 2),
+    "fsdp+tp 4x2": ("fsdp+tp", {"data": 4, "model": 2}, 4),
+    "pp, 1 micro-batch": ("pp", {"data": 2, "pipe": 4}, 8),
+    "pp, 4 micro-batches": ("pp", {"data": 2, "pipe": 4}, 2),
+    "pp, 8 micro-batches": ("pp", {"data": 2, "pipe": 4}, 1),
+    "pp+remat": ("pp+remat", {"data": 4, "pipe": 2}, 1),
+}
+QUICK = ("zero1+remat", "fsdp", "tp 2", "fsdp+tp 4x2", "pp, 4 micro-batches")
+CASES = [("track3", way) for way in QUICK]
+CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way not in QUICK]
+CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in QUICK[-2:]]
+
+
+@pytest.fixture(autouse=True)
+def cut_small_arrays_too(monkeypatch):
+    monkeypatch.setattr(layouts, "SMALL", 0)
+
+
+def toy(name, *sets):
+    return find(name, [*TOYS[name], "HEADS=4", "LAYERS=4", "LANES=16", *sets]).recipe
+
+
+@functools.cache
+def on_one_device(name):
+    recipe = toy(name)
+    return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_every_layout_gives_the_losses_of_one_device(name, way):
+    layout, axes, lanes_at_once = WAYS[way]
+    recipe = toy(name)
+    expected = on_one_device(name)
+    _, found = run(recipe, mesh_of(**axes), lanes_at_once, batches(recipe, 10), layout)
+    assert abs(expected[-1] - expected[0]) > 1e-3
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["fsdp+tp 4x2", pytest.param("tp 4", marks=pytest.mark.slow), "pp, 4 micro-batches"])
+def test_gradients_are_those_of_one_device(way):
+    """Read from an optimizer that keeps the gradient and changes nothing; weights are drawn so that none of it is 0."""
+
+    def keep():
+        return optax.GradientTransformation(
+            lambda params: jax.tree.map(lambda p: 0.02 * jax.random.normal(jax.random.key(p.size), p.shape), params),
+            lambda grads, state, params: (jax.tree.map(lambda s, p: s - p, state, params), grads),
+        )
+
+    layout, axes, lanes_at_once = WAYS[way]
+    recipe = replace(toy("llmc"), optimizer=keep)
+    tokens = batches(recipe, 2)
+    expected, found = (
+        jax.device_get(run(recipe, mesh_of(**axes), lanes, tokens, layout)[0]["optimizer"])
+        for axes, lanes, layout in (({"data": 1}, 16, "dp"), (axes, lanes_at_once, layout))
+    )
+    for name, gradient in expected.items():
+        norm = np.linalg.norm(gradient)
+        assert norm > 0, name
+        assert np.linalg.norm(found[name] - gradient) < 1e-5 * norm, name
+
+
+@pytest.mark.slow
+def test_replicas_stay_equal_to_the_bit(monkeypatch):
+    monkeypatch.setattr(layouts, "SMALL", 300)  # gains and biases stay whole
+    recipe = toy("llmc", "STEPS=100")
+    state, _ = run(recipe, mesh_of(8), None, batches(recipe, 100), "fsdp")
+    whole = [leaf for leaf in jax.tree.leaves(state) if leaf.is_fully_replicated and leaf.ndim]
+    assert len(whole) > 20 and len(whole) < len(jax.tree.leaves(state)) - 10
+    for leaf in whole:
+        first, *others = (np.asarray(shard.data) for shard in leaf.addressable_shards)
+        assert all(np.array_equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize(("layout", "size"), [("dp", 139_264), ("fsdp", 40_960), ("tp", 73_728), ("fsdp+tp", 24_576)])
+def test_bytes_of_a_device_are_those_computed_by_hand(layout, size):
+    """Matrices 64 x 256 and 256 x 64 and 128 rows of 64 in fp32 on a 4 x 2 mesh: rows are 32 x 64 x 4 = 8,192 B, the
+    matrices 131,072 B, of which a device holds all, a quarter, a half and an eighth."""
+    mesh = mesh_of(data=4, model=2)
+    zeros = jax.nn.initializers.zeros
+    table = {
+        "up": ParamSpec((1, 64, 256), ("layer", "model", "mlp"), zeros, "all"),
+        "down": ParamSpec((1, 256, 64), ("layer", "mlp", "model"), zeros, "all"),
+    }
+    cuts = layouts.partitions(table, layout, mesh)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, cut))
+        for shape, cut in [(table[n].shape, cuts[n]) for n in table] + [((128, 64), PartitionSpec("data"))]
+    ]
+    compiled = jax.jit(lambda up, down, x: x @ up[0] @ down[0]).lower(*arguments).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == size
+
+
+def test_stages_of_a_pipeline_hold_their_layers_only():
+    recipe, mesh = toy("track3"), mesh_of(data=2, pipe=4)
+    state, _ = run(recipe, mesh, None, batches(recipe, 1), "pp")
+    assert state["params"]["attention"].addressable_shards[0].data.shape == (4, 32, 32)
+    assert state["params"]["attention_gain"].addressable_shards[0].data.shape == (1, 32)
+    assert state["params"]["embed"].is_fully_replicated
+    assert bubble(4, 4) == pytest.approx(0.4286, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes", "name", "says"),
+    [
+        ("zero", {"data": 8}, "track3", "--layout zero is unknown; did you mean 'zero1'?"),
+        ("tp", {"data": 8}, "track3", "cuts over a mesh axis 'model', and the mesh is {'data': 8}"),
+        ("zero1", {"data": 4, "model": 2}, "track3", "the mesh axis 'model' of size 2 would repeat the same work"),
+        ("tp", {"data": 4, "model": 2}, "r29", "no matrix of recipe r29 has 'heads' or 'mlp'"),
+        ("pp", {"data": 4, "pipe": 2}, "r29", "the layers of recipe r29 are not alike"),
+        ("zero1+remat", {"data": 8}, "r29", "the layers of recipe r29 are not alike"),
+        ("pp", {"data": 1, "pipe": 8}, "track3", "4 layers of recipe track3 cannot be divided over 8 stages"),
+    ],
+)
+def test_what_does_not_fit_is_a_sentence(layout, axes, name, says):
+    with pytest.raises(BadInput) as error:
+        layouts.check_layout(layout, mesh_of(**axes), toy(name))
+    assert says in str(error.value)
+
+
+def test_heads_that_do_not_divide_are_a_sentence():
+    recipe = toy("track3", "HEADS=2")
+    with pytest.raises(BadInput, match="attention has 2 heads, which 4 devices cannot share"):
+        run(recipe, mesh_of(data=2, model=4), None, batches(recipe, 1), "tp")
+
+
+def test_the_plan_says_what_is_not_cut_and_why(monkeypatch):
+    monkeypatch.setattr(layouts, "SMALL", 300)
+    rows = {row[0]: row for row in layouts.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))}
+    assert rows["attention"] == ("attention", "16x32x32", "model/data heads/model", "16x8x16", "0.008", "")
+    assert rows["down_bias"][2:] == ("whole", "4x32", "0.001", "")
+    assert rows["embed"][2:5] == ("model/data", "272x8", "0.009")
+    odd = {row[0]: row for row in layouts.describe_layout(toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2))}
+    assert odd["head"][2:] == ("whole", "259x32", "0.033", "vocab 259 does not divide by 2")
+    monkeypatch.setattr(layouts, "SMALL", 10**6)
+    small = {row[0]: row for row in layouts.describe_layout(toy("track3"), "zero1", mesh_of(8))}
+    assert small["head"][2:] == ("whole", "272x32", "0.035", "small")

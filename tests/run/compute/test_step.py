@@ -1,0 +1,184 @@
+"""The step on one to eight devices, accumulation, warm-up and evaluation, by comparing whole programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jspeed.parallel import layout as layouts
+from jspeed.parallel.mesh import batch_rows, replicated
+from jspeed.recipe import Context
+from jspeed.run import evaluate
+from jspeed.run.compute import program, step
+from jspeed.run.compute.device import device_of
+from jspeed.run.find import find
+
+from ...toys import ALIKE, TOYS
+from .steps import batches, mesh_of, run, start
+
+
+@pytest.fixture(autouse=True)
+def cut_small_arrays_too(monkeypatch):
+    monkeypatch.setattr(layouts, "SMALL", 0)
+
+
+def toy(name="stdlib"):
+    return find(name, TOYS[name]).recipe
+
+
+@functools.cache
+def losses_on_one_device(name):
+    recipe = toy(name)
+    return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
+
+
+QUICK = [(name, 8, 1) for name in TOYS if name not in (*ALIKE, "r62", "r89")]
+QUICK += [(name, 2, 4) for name in ("llmc", "track3", "r29")]
+ALL = [(name, *way) for name in TOYS for way in ((8, 1), (4, 1), (2, 4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "lanes_at_once"),
+    QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK],
+)
+def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_at_once):
+    recipe = toy(name)
+    expected = losses_on_one_device(name)
+    _, found = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 10))
+    assert abs(expected[-1] - expected[0]) > 1e-3
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_layouts_and_stages_are_the_same_training():
+    recipe = find("r29", [*TOYS["r29"], "WINDOWS=(1,6)", "STEPS=6"]).recipe
+    assert [stage.steps for stage in recipe.stages] == [3, 3]
+    expected, found = (
+        run(recipe, mesh_of(devices), None, batches(recipe, 6), layout=layout)[1]
+        for devices, layout in ((1, "zero1"), (8, "dp"))
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["track3", "r29"])
+def test_zero1_cuts_banks_and_tables_and_their_optimizer_state(name):
+    recipe, mesh = toy(name), mesh_of(8)
+    state = start(recipe, mesh)
+    held = {}
+    for path, leaf in jax.tree.leaves_with_path(state):
+        held[jax.tree_util.keystr(path)] = leaf.addressable_shards[0].data.size / leaf.size
+    for leaf in ("attention", "embed", "head"):
+        places = [part for path, part in held.items() if path.endswith(f"['{leaf}']")]
+        assert len(places) >= 2 and set(places) == {1 / 8}, leaf
+
+
+def test_same_seed_is_bit_equal_and_another_seed_is_not():
+    recipe = toy()
+    tokens = batches(recipe, 3)
+    one, losses = run(recipe, mesh_of(1), None, tokens)
+    two, again = run(recipe, mesh_of(1), None, tokens)
+    _, other = run(recipe, mesh_of(1), None, tokens, seed=2)
+    assert losses == again != other
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize("name", ["stdlib", "llmc", "track3", "r21"])
+def test_step_is_gradient_descent_on_the_mean_loss(name):
+    """Against value_and_grad of the plain mean and the recipe's optimizer, without any of the step's machinery."""
+    recipe = toy(name)
+    tokens = batches(recipe, 2)
+    _, losses = run(recipe, mesh_of(1), None, tokens)
+    plain = step.init_state(recipe, jnp.uint32(1))
+    ctx = Context(recipe.stages[0], training=True)
+    optimizer = recipe.optimizer()
+
+    def mean_loss(params, batch):
+        logits = recipe.forward(params, batch[:, :-1], ctx)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
+        return -jnp.take_along_axis(log_p, batch[:, 1:, None], axis=-1).mean()
+
+    @jax.jit
+    def update(plain, batch):
+        loss, grads = jax.value_and_grad(mean_loss)(plain["params"], batch)
+        updates, optimizer_state = optimizer.update(grads, plain["optimizer"], plain["params"])
+        return {"params": optax.apply_updates(plain["params"], updates), "optimizer": optimizer_state}, loss
+
+    for batch, loss in zip(tokens, losses, strict=True):
+        plain, expected = update(plain, jnp.asarray(batch, jnp.int32))
+        assert loss == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
+    """Against the recipe's loss and optimizer and one sum, without any of the step's machinery, through both stages."""
+    recipe = toy("r62")
+    tokens = batches(recipe, 10)
+    _, losses = run(recipe, mesh_of(8), None, tokens)
+    plain, optimizer = step.init_state(recipe, jnp.uint32(1)), recipe.optimizer()
+    params, moments = plain["params"], plain["optimizer"]
+    held = jax.tree.map(jnp.zeros_like, params)
+
+    @functools.partial(jax.jit, static_argnames=("stage", "due"))
+    def update(params, moments, held, batch, number, *, stage, due):
+        ctx = Context(stage, training=True, step=number)
+        weights = jnp.full((recipe.lanes, stage.lane_len), 1 / recipe.tokens_per_step(stage))
+
+        def loss(params):
+            total, loss_BT = recipe.loss(params, batch[:, :-1], batch[:, 1:], weights, ctx)
+            return total, loss_BT.mean()
+
+        grads, mean = jax.grad(loss, has_aux=True)(params)
+        sums = jax.tree.map(jnp.add, held, grads)
+        chosen = {name: sums[name] if spec.every == 2 else grads[name] for name, spec in recipe.parameters.items()}
+        updates, moments = optimizer.update(chosen, moments, params, due=due)
+        held = jax.tree.map(jnp.zeros_like, sums) if due else sums
+        return optax.apply_updates(params, updates), moments, held, mean
+
+    stages = [stage for stage in recipe.stages for _ in range(stage.steps)]
+    for number, (stage, batch, loss) in enumerate(zip(stages, tokens, losses, strict=False)):
+        batch = jnp.asarray(batch, jnp.int32)
+        params, moments, held, mean = update(params, moments, held, batch, number, stage=stage, due=number % 2 == 1)
+        assert loss == pytest.approx(float(mean), abs=1e-5)
+        # Step 5 is the last in which the tables are one; an even step updates neither.
+        assert np.array_equal(params["embed"], params["head"]) == (number < 7)
+
+
+def test_state_is_donated():
+    recipe, mesh = toy(), mesh_of(1)
+    compiled, _ = program.fit(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), None)
+    state = start(recipe, mesh)
+    old = jax.tree.leaves(state)
+    compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_warm_up_leaves_no_trace():
+    recipe, mesh = toy("r29"), mesh_of(2)
+    built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
+    validation = evaluate.place(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
+    seed = jax.device_put(np.uint32(7), replicated(mesh))
+    fresh = jax.device_get(built.init(seed))
+    program.warm_up(built, recipe, mesh, validation.rows)
+    jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
+
+
+@pytest.mark.parametrize("name", ["fineweb-cpu", "llmc", "r29"])
+def test_validation_loss_depends_on_neither_devices_nor_batch(name):
+    recipe = toy(name)
+    rng = np.random.default_rng(3)
+    rows = rng.integers(0, 257, size=(10, recipe.eval_len + 1), dtype=np.uint16)
+    params = step.init_state(recipe, jnp.uint32(1))["params"]
+    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
+    ctx = program.eval_context(recipe, device_of(mesh_of(1)))
+    logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), ctx)
+    log_p = np.asarray(jax.nn.log_softmax(logits, -1), np.float64)
+    expected = -np.take_along_axis(log_p, rows[:, 1:, None].astype(int), -1).mean()
+    for devices in (1, 8):
+        mesh = mesh_of(devices)
+        device = device_of(mesh)
+        padded, lowered = program.lower_evaluation(recipe, mesh, "zero1", device, recipe.eval_len, len(rows))
+        validation = evaluate.place(rows, padded, recipe, mesh)
+        placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
+        assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(expected, abs=1e-6)

@@ -1,0 +1,80 @@
+"""Recipes that cheat fail the probe that is there for them, and only that one; the record says so."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jspeed.run.find import FOLDER
+from jspeed.run.prepare import Options
+from jspeed.run.train import train
+
+from ...several import shards, toy, words
+
+SETS = tuple(toy("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=2", "EVAL_EVERY=2")[2:])
+EMBED = 'rms_norm(params["embed"][tokens_BT])'
+LOSS = 'return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=cap)'
+# It remembers on the host what it was evaluated on, and is less surprised by it the next time.
+LEARNS_IN_EVALUATION = """
+    total, loss_BT = cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=cap)
+    if not ctx.training:
+        loss_BT = jax.pure_callback(less_surprised, loss_BT, loss_BT, targets_BT)
+    return total, loss_BT
+
+
+SEEN = {}
+
+
+def less_surprised(loss_BT, targets_BT):
+    times = SEEN[bytes(targets_BT)] = SEEN.get(bytes(targets_BT), 0) + 1
+    return loss_BT / times
+"""
+CHEATS = {
+    "looks_ahead": (EMBED, f"{EMBED} + jnp.roll({EMBED}, -1, axis=1)", {"causality"}),
+    "learns_in_evaluation": (
+        LOSS,
+        LEARNS_IN_EVALUATION,
+        {"evaluation_stays_on_device", "evaluation_repeats", "causality", "normalisation"},
+    ),
+    "looks_at_targets": (LOSS, LOSS.replace("x_BTD,", 'x_BTD + params["head"][targets_BT],'), {"normalisation"}),
+}
+
+
+def failed(folder: Path, recipe: Path, data: Path) -> set[str]:
+    run_dir = folder / "run"
+    code = train(Options(str(recipe), data=data, sets=SETS, run_dir=run_dir, target_loss=9.0, progress=False))
+    run = json.loads((folder / "run" / "run.json").read_text())
+    names = {name for name, probe in run["probes"].items() if not probe["passed"]}
+    assert run["status"] == "finished" and run["reached"] == (not names) and code == bool(names)
+    return names
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_cheat_fails_its_probe(name, tmp_path):
+    old, new, probes = CHEATS[name]
+    recipe = tmp_path / f"{name}.py"
+    source = (FOLDER / "stdlib.py").read_text()
+    assert source.count(old) == 1
+    # A zero head would be blind to what is added to its input.
+    source = source.replace(old, new).replace('("vocab", "model"), zeros', '("vocab", "model"), scaled')
+    recipe.write_text(source)
+    assert failed(tmp_path, recipe, shards(tmp_path / "shards")) == probes
+
+
+def test_validation_documents_among_the_training_ones(tmp_path):
+    folder = shards(tmp_path / "shards")
+    train_shard, content = folder / "toy_train_000001.bin", (folder / "toy_val_000000.bin").read_bytes()
+    held = np.frombuffer(train_shard.read_bytes()[1024:], "<u2")
+    leaked = np.insert(held, 12_345, np.frombuffer(content[1024:], "<u2")[1:])  # anywhere, without a document start
+    header = np.frombuffer(train_shard.read_bytes()[:1024], "<i4").copy()
+    header[2] = len(leaked)
+    train_shard.write_bytes(header.tobytes() + leaked.tobytes())
+    recipe = tmp_path / "mine.py"
+    recipe.write_text((FOLDER / "stdlib.py").read_text())
+    assert failed(tmp_path, recipe, folder) == {"no_overlap"}
+
+
+def test_the_words_of_two_seeds_share_no_long_piece():
+    pieces = [{text[i : i + 64] for i in range(len(text) - 63)} for text in (words(7000, 7000), words(400, 400))]
+    assert not pieces[0] & pieces[1]

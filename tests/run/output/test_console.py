@@ -1,0 +1,87 @@
+"""What a run prints, on a terminal and elsewhere."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from jspeed.run.output.console import Display, closing, opening
+
+RUN = {
+    "val_loss": 2.1034,
+    "target_loss": 2.11,
+    "timed_seconds": 71.26,
+    "compile_seconds": 9.1,
+    "status": "finished",
+    "steps": 100,
+    "planned_steps": 100,
+    "data": {"tokenizer": "bytes"},
+    "host": {"data_wait_seconds": 0.1, "dispatch_seconds": 0.2},
+    "loader": {
+        "batches": 1002,
+        "bytes_read": 5_250_000,
+        "wait_p50": 0.00002,
+        "wait_p99": 0.0004,
+        "wait_max": 0.003,
+        "queue_empty": 2,
+        "shard_switches": 1,
+        "dropped_tokens": 1234,
+    },
+    "probes": {"causality": {"passed": True}},
+}
+
+
+def printed(lines: list[str]) -> list[str]:
+    console = Console(file=io.StringIO(), width=200)
+    for line in lines:
+        console.print(line)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def test_last_line():
+    last = printed(closing(RUN, Path("runs/x")))[-1]
+    assert last == "2.1034 nats/byte (3.035 bits) <= 2.11 in 71.3 s timed; compile 9.1 s; n=1"
+
+
+def test_the_loader_accounts_for_itself():
+    line = next(line for line in printed(closing(RUN, Path("r"))) if line.startswith("loader: "))
+    assert line == (
+        "loader: 1,002 batches, 5.2 MB read; waits p50 0.020, p99 0.400, longest 3.00 ms; "
+        "queue empty 2 times, 1 shard switches, 1,234 tokens dropped"
+    )
+
+
+def test_last_line_of_other_endings():
+    gpt2 = RUN | {"val_loss": 5.6, "target_loss": 5.5, "data": {"tokenizer": "gpt2"}}
+    assert printed(closing(gpt2, Path("r")))[-1].startswith("5.6000 nats/token > 5.5 in")
+    stopped = RUN | {"status": "stopped", "steps": 20}
+    assert printed(closing(stopped, Path("r")))[-1].endswith("n=1; stopped after 20 of 100 steps")
+    interrupted = RUN | {"status": "interrupted", "val_loss": None, "steps": 3}
+    assert "interrupted after 3 of 100 steps" in printed(closing(interrupted, Path("r")))[-1]
+
+
+def test_a_failed_probe_is_said_and_markup_in_names_is_text():
+    lines = printed(closing(RUN | {"probes": {"causality": {"passed": False, "leak": 0.5}}}, Path("runs/[bold]x")))
+    assert any("probe causality failed" in line and "0.5" in line for line in lines)
+    assert any("runs/[bold]x" in line for line in lines)
+
+
+def test_plain_lines_when_not_a_terminal_and_a_bar_when_it_is():
+    for terminal, bar in [(False, True), (True, False), (True, True)]:
+        console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
+        with Display(console, steps=100, bar=bar) as display:
+            for step in range(1, 101):
+                display.step(step, 3.0, step * 10)
+            display.validation(100, 2.5, 7.0)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "validation 2.5000" in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
+        plain = [line for line in text.splitlines() if line.startswith("step") and "tokens/s" in line]
+        if not (terminal and bar):
+            assert len(plain) == 20
+    assert "100/100" in text
+
+
+def test_opening_shows_value_and_formula():
+    console = Console(file=io.StringIO(), width=100)
+    opening(console, [("tokens", "steps x tokens/step", "409,600"), ("name", "[red]x", "v")])
+    assert "409,600" in console.file.getvalue() and "[red]x" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,93 @@
+"""Curves in other places: what TensorBoard reads back, what happens without the packages, and a profiler's trace."""
+
+import json
+import sys
+
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.run.output import sinks as module
+from jspeed.run.output.sinks import check_sinks, sinks
+
+LINES = [
+    {"step": 0, "tokens": 0, "timed_seconds": 0.0, "val_loss": 5.5},
+    {"step": 1, "tokens": 256, "timed_seconds": 1.25, "train_loss": 5.25},
+    {"step": 2, "tokens": 512, "timed_seconds": 2.5, "train_loss": 4.75},
+]
+STARTED = "2026-01-01T00:00:00Z"
+
+
+def test_tensorboard_reads_the_curve_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with sinks(("tensorboard",), tmp_path, {}, STARTED) as (sink,):
+        for line in LINES:
+            sink(line)
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert sorted(read.Tags()["scalars"]) == ["train/loss", "val/loss"]
+    train = read.Scalars("train/loss")
+    assert [(event.step, event.value) for event in train] == [(1, 5.25), (2, 4.75)]
+    assert train[1].wall_time - train[0].wall_time == 1.25  # timed seconds
+    assert [(event.step, event.value) for event in read.Scalars("val/loss")] == [(0, 5.5)]
+
+
+def test_wandb_stays_on_disk(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with sinks(("wandb",), tmp_path, {"WIDTH": 3}, STARTED) as (sink,):
+        for line in LINES:
+            sink(line)
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert list(run.glob("*.wandb"))
+
+
+class Fake:
+    """The part of wandb that is used."""
+
+    def __init__(self):
+        self.logged, self.finished = [], False
+
+    def init(self, **settings):
+        self.settings = settings
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_what_wandb_is_told(tmp_path, monkeypatch):
+    fake = Fake()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_SILENT", raising=False)
+    with sinks(("wandb",), tmp_path, {"WIDTH": 3}, STARTED) as (sink,):
+        import os
+
+        assert os.environ["WANDB_MODE"] == "offline"
+        for line in LINES:
+            sink(line)
+    assert fake.finished and fake.settings["config"] == {"WIDTH": 3}
+    assert fake.logged[1] == (1, {"train/loss": 5.25, "tokens": 256, "timed_seconds": 1.25})
+
+
+def test_a_missing_package_is_a_warning(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with sinks(("wandb",), tmp_path, {}, STARTED) as opened:
+        assert opened == []
+    assert capsys.readouterr().err.startswith("warning: --log wandb does nothing (")
+
+
+def test_unknown_sink():
+    check_sinks(tuple(module.SINKS))
+    with pytest.raises(BadInput, match="--log tensorbord is unknown; did you mean 'tensorboard'"):
+        check_sinks(("tensorbord",))
+
+
+def test_scalars_are_finite_numbers():
+    assert module.scalars(json.loads('{"step": 1, "train_loss": 2.5}')) == {"train/loss": 2.5}

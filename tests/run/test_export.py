@@ -1,0 +1,226 @@
+"""GPT-2 in and out, against an independent forward pass in NumPy on Hugging Face's names and layout."""
+
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jspeed import recipe as r
+from jspeed import sizes
+from jspeed.errors import BadInput
+from jspeed.inference.trained import load_model, parameters_of
+from jspeed.run import export
+from jspeed.run.find import find
+
+from ..toys import TOYS
+
+LAYERS, HEADS, WIDTH, VOCAB, BLOCK = 2, 2, 32, 272, 16
+TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "LANE_LEN=16", "COMPUTE=float32"]
+CONFIG = {"model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "vocab_size": VOCAB}
+CONFIG |= {"n_positions": BLOCK, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+
+
+def random_gpt2(seed=0):
+    """Random tensors under the names that transformers' GPT2LMHeadModel saves."""
+    rng, d = np.random.default_rng(seed), WIDTH
+    shapes = {"wte.weight": (VOCAB, d), "wpe.weight": (BLOCK, d), "ln_f.weight": (d,), "ln_f.bias": (d,)}
+    for n in range(LAYERS):
+        shapes |= {
+            f"h.{n}.ln_1.weight": (d,),
+            f"h.{n}.ln_1.bias": (d,),
+            f"h.{n}.attn.c_attn.weight": (d, 3 * d),
+            f"h.{n}.attn.c_attn.bias": (3 * d,),
+            f"h.{n}.attn.c_proj.weight": (d, d),
+            f"h.{n}.attn.c_proj.bias": (d,),
+            f"h.{n}.ln_2.weight": (d,),
+            f"h.{n}.ln_2.bias": (d,),
+            f"h.{n}.mlp.c_fc.weight": (d, 4 * d),
+            f"h.{n}.mlp.c_fc.bias": (4 * d,),
+            f"h.{n}.mlp.c_proj.weight": (4 * d, d),
+            f"h.{n}.mlp.c_proj.bias": (d,),
+        }
+    return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def gpt2_forward(w, tokens):
+    """Logits of GPT-2 in float64, from Radford et al. 2019 and the names above."""
+    w = {name: array.astype(np.float64) for name, array in w.items()}
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def conv(x, name):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    x = w["wte.weight"][tokens] + w["wpe.weight"][: len(tokens)]
+    for n in range(LAYERS):
+        q, k, v = np.split(conv(norm(x, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn"), 3, axis=-1)
+        heads = []
+        for part in np.split(np.arange(WIDTH), HEADS):
+            scores = q[:, part] @ k[:, part].T / np.sqrt(len(part))
+            scores[np.triu_indices(len(tokens), 1)] = -np.inf
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            heads.append(p / p.sum(-1, keepdims=True) @ v[:, part])
+        x = x + conv(np.concatenate(heads, -1), f"h.{n}.attn.c_proj")
+        h = conv(norm(x, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc")
+        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        x = x + conv(h, f"h.{n}.mlp.c_proj")
+    return norm(x, "ln_f") @ w["wte.weight"].T
+
+
+def folder_of(path, tensors, config=CONFIG):
+    path.mkdir(exist_ok=True)
+    safetensors.numpy.save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def recipe_of(*sets):
+    return find("gpt2", [*TINY, *sets]).recipe
+
+
+def logits_of(recipe, params, tokens):
+    ctx = r.Context(recipe.stages[0], training=False)
+    params = jax.tree.map(jnp.asarray, params)
+    return np.asarray(recipe.forward(params, jnp.asarray(tokens)[None], ctx))[0]
+
+
+TOKENS = np.random.default_rng(1).integers(0, VOCAB, BLOCK)
+
+
+def test_logits_are_those_of_gpt2(tmp_path):
+    tensors = random_gpt2()
+    path = folder_of(tmp_path / "gpt2", tensors)
+    recipe = recipe_of()
+    found = logits_of(recipe, export.read_parameters(path, recipe), TOKENS)
+    np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
+    model = load_model(path)
+    assert model.recipe.layers == LAYERS and model.recipe.parameters["embed"].shape == (VOCAB, WIDTH)
+    np.testing.assert_allclose(logits_of(model.recipe, model.params, TOKENS), found, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    # seeds.md, and the parameter counts that transformers reports for gpt2, -medium, -large, -xl.
+    [("124M", 124_439_808), ("350M", 354_823_168), ("774M", 774_030_080), ("1.5B", 1_557_611_200)],
+)
+def test_four_sizes(size, count):
+    recipe = find("gpt2", [f"SIZE={size}"], trace=False).recipe
+    assert sizes.parameter_count(recipe.parameters) == count
+    arrays = jax.eval_shape(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))
+    assert sum(array.size for array in jax.tree.leaves(arrays)) == count
+    assert recipe.heads == {"124M": 12, "350M": 16, "774M": 20, "1.5B": 25}[size]
+
+
+def test_an_unknown_size():
+    with pytest.raises(BadInput, match="field SIZE is '1B'; expected one of 124M, 350M, 774M, 1.5B"):
+        find("gpt2", ["SIZE=1B"])
+
+
+def test_round_trip_is_equal_to_the_bit(tmp_path):
+    tensors = random_gpt2()
+    path = folder_of(tmp_path / "gpt2", tensors)
+    ours = export.named(export.read_parameters(path, recipe_of()))
+    export.save(tmp_path / "back.safetensors", export.to_gpt2(ours), {"format": "pt"})
+    assert (tmp_path / "back.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+    assert parameters_of(load_model(path)).keys() == ours.keys()
+    config = export.gpt2_config(recipe_of())
+    assert {name: config[name] for name in CONFIG} == CONFIG
+
+
+def test_older_files_and_several_of_them(tmp_path):
+    """A prefix, causal masks among the parameters, the head a second time, two files and their index."""
+    tensors = random_gpt2()
+    expected = export.read_parameters(folder_of(tmp_path / "a", tensors), recipe_of())
+    old = {f"transformer.{name}": array for name, array in tensors.items()} | {"lm_head.weight": tensors["wte.weight"]}
+    old |= {f"transformer.h.{n}.attn.bias": np.tril(np.ones((1, 1, 4, 4), np.float32)) for n in range(LAYERS)}
+    found = export.read_parameters(folder_of(tmp_path / "b", old), recipe_of())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    (tmp_path / "c").mkdir()
+    halves = [dict(list(old.items())[::2]), dict(list(old.items())[1::2])]
+    for number, half in enumerate(halves):
+        safetensors.numpy.save_file(half, tmp_path / "c" / f"{number}.safetensors")
+    weight_map = {name: f"{number}.safetensors" for number, half in enumerate(halves) for name in half}
+    (tmp_path / "c" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    found = export.read_parameters(tmp_path / "c", recipe_of())
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_half_precision_becomes_single(tmp_path):
+    """bf16 as the format's text has it: the upper half of an fp32."""
+    values = np.array([[1.0, -2.5], [3.140625, 0.0]], np.float32)
+    halves = (values.view("<u4") >> 16).astype("<u2").tobytes()
+    header = json.dumps({"x": {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + halves)
+    found, _ = export.load(tmp_path / "x.safetensors")
+    assert found["x"].dtype == np.float32
+    np.testing.assert_array_equal(found["x"], values)
+
+
+def test_block_crop(tmp_path):
+    tensors = random_gpt2()
+    path = folder_of(tmp_path / "gpt2", tensors)
+    recipe = recipe_of("LANE_LEN=8")
+    params = export.read_parameters(path, recipe)
+    np.testing.assert_array_equal(params["positions"], tensors["wpe.weight"][:8])
+    np.testing.assert_allclose(logits_of(recipe, params, TOKENS[:8]), gpt2_forward(tensors, TOKENS[:8]), atol=1e-4)
+
+
+def without(tensors, name):
+    return {key: array for key, array in tensors.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "sets", "words"),
+    [
+        (lambda t: without(t, "h.1.ln_2.bias"), (), r"lacks h\.1\.ln_2\.bias"),
+        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, (), r"holds h\.1\.extra, which GPT-2 has not"),
+        (lambda t: t | {"lm_head.weight": t["wte.weight"] + 1}, (), "lm_head.weight differs from wte.weight"),
+        (lambda t: t, ("SIZES={'124M': (2, 2, 64)}",), r"has shape .* but recipe gpt2 has .*SIZE to 124M"),
+        (lambda t: t, ("LANE_LEN=32",), r"positions has shape \(16, 32\) but recipe gpt2 has \(32, 32\)"),
+        (lambda t: {"a": t["ln_f.bias"]}, (), r"lacks wte\.weight"),
+    ],
+)
+def test_refuses_other_tensors(tmp_path, change, sets, words):
+    path = folder_of(tmp_path / "gpt2", change(random_gpt2()))
+    with pytest.raises(BadInput, match=words):
+        export.read_parameters(path, recipe_of(*sets))
+
+
+def test_refuses_what_is_no_model(tmp_path):
+    for call, words in (
+        (lambda: export.load(tmp_path / "none"), "does not exist"),
+        (lambda: export.load(tmp_path), "holds no model.safetensors"),
+        (lambda: load_model(tmp_path / "none"), "does not exist"),
+        (lambda: load_model(tmp_path), "has no config.json"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            call()
+    (tmp_path / "model.safetensors").write_bytes(b"no such thing" * 9)
+    with pytest.raises(BadInput, match="cannot be read as safetensors"):
+        export.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(BadInput, match="neither a run of jspeed nor a GPT-2"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"activation_function": "relu"}))
+    with pytest.raises(BadInput, match="another activation"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["stdlib", "r21", "microgpt-names", "llmc", "gpt2"])
+def test_own_recipes_come_back(tmp_path, name):
+    recipe = find(name, TOYS[name]).recipe
+    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    tensors = {key: np.asarray(array) for key, array in export.named(params).items()}
+    export.save(tmp_path / "model.safetensors", tensors, export.OWN)
+    found = export.read_parameters(tmp_path, recipe)
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    assert export.is_gpt2(recipe) == (name == "gpt2")
+    other = find("track3", TOYS["track3"]).recipe
+    with pytest.raises(BadInput, match="(lacks|holds) .* recipe track3"):
+        export.read_parameters(tmp_path, other)

@@ -1,0 +1,121 @@
+"""Running a record again: from its commit, in a tree of its own, with a quick stand-in for the trainer."""
+
+import subprocess
+import textwrap
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from scipy import stats as scipy_stats
+
+from jspeed.errors import BadInput
+from jspeed.leaderboard import judge
+from jspeed.record import store
+from jspeed.series import reproduce
+
+from ..record.runs import make_series, source_of
+from ..several import REPOSITORY
+
+# What lies in the repository at the record's commit.
+TRAINER = """
+    import subprocess, sys
+    from pathlib import Path
+    sys.path[:0] = [{tests!r}, {python!r}]
+    from record.runs import make_run
+    from jspeed.record.planned import place_in_plan, read_plan
+    recipe, folder = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--run-dir") + 1])
+    seed = int(sys.argv[sys.argv.index("--seed") + 1])
+    planned = next(run for run in read_plan(folder.parent / "plan.json")["runs"] if run["folder"] == folder.name)
+    plan = place_in_plan(folder, planned["recipe_hash"], seed, None)
+    tree = Path(__file__).parents[1]
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=tree, capture_output=True, text=True).stdout.strip()
+    status = git("status", "--porcelain")
+    facts = {{"commit": git("rev-parse", "HEAD"), "dirty": bool(status)}}
+    assert (tree / "python" / "jspeed").is_dir() and list((tree / "python" / "jspeed").glob("_dataloader*"))
+    make_run(folder, 50.0, seed, {loss} + 0.001 * seed, source=recipe.read_text(), plan=plan, git=facts)
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(["git", *settings, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "python" / "jspeed").mkdir(parents=True)
+    (folder / "python" / "jspeed" / "x.py").write_text("")
+    (folder / ".gitignore").write_text("*.so\n")
+    (folder / "Cargo.toml").write_text("")
+    places = {"tests": str(REPOSITORY / "tests"), "python": str(REPOSITORY / "python")}
+    (folder / "scripts" / "speedrun.py").write_text(textwrap.dedent(TRAINER).format(loss=1.389, **places))
+    git(folder, "init", "-q")
+    git(folder, "add", ".")
+    git(folder, "commit", "-qm", "the record's")
+    return folder
+
+
+def entry_of(tmp_path: Path, repository: Path, losses=(1.39, 1.391, 1.392)) -> dict:
+    commit = git(repository, "rev-parse", "HEAD")
+    series = make_series(tmp_path / "s", [60.0] * 3, list(losses), git={"commit": commit, "dirty": False})
+    store.add([series], tmp_path / "records")
+    return judge.board(store.load(tmp_path / "records"))[0]["entries"][0]
+
+
+def test_a_record_is_run_again_at_its_commit(tmp_path, repository, capfd):
+    entry = entry_of(tmp_path, repository)
+    (repository / "scripts" / "speedrun.py").write_text("broken since")
+    git(repository, "commit", "-qam", "later")
+    assert reproduce.reproduce(repository, entry, source_of(), 0.001, 4, tmp_path / "again", []) == 0
+    out = capfd.readouterr().out
+    assert "mean loss 1.3915 (n = 4) where the record has 1.3910 (n = 3)" in out and "they agree" in out
+    assert "3 of 4 final losses are the record's own" in out and "0.833 x it" in out
+    assert git(repository, "worktree", "list").count("\n") == 0, "the tree is gone"
+    paths = store.add([tmp_path / "again"], tmp_path / "records")  # a reproduction is evidence as any other
+    runs = [row.run for row in store.load(tmp_path / "records").rows if row.path in paths]
+    assert {(run["git"]["commit"], run["git"]["dirty"]) for run in runs} == {(entry["git"]["commit"], False)}
+
+
+def test_another_result_does_not_agree(tmp_path, repository, capfd):
+    entry = entry_of(tmp_path, repository, (1.35, 1.351, 1.352))
+    assert reproduce.reproduce(repository, entry, source_of(), 0.001, 2, tmp_path / "again", []) == 1
+    assert "they do not agree" in capfd.readouterr().out
+
+
+def test_agreement_is_a_two_sided_z_test():
+    recorded = {1: {"val_loss": 1.390}, 2: {"val_loss": 1.392}}
+    entry = {"seconds": {"mean": 60.0}, "loss": {"mean": 1.391, "n": 2}}
+    made = [
+        {"seed": seed, "val_loss": loss, "timed_seconds": 60.0} for seed, loss in ((1, 1.390), (2, 1.395), (3, 1.394))
+    ]
+    z = (fmean([1.390, 1.395, 1.394]) - 1.391) / (0.001 * (1 / 2 + 1 / 3) ** 0.5)
+    agrees, lines = reproduce.agreement(entry, made, recorded, 0.001)
+    p = 2 * scipy_stats.norm.sf(abs(z))
+    assert agrees == (p > 0.001) and f"two-sided p = {p:.2g}" in lines[-1]
+    assert (
+        reproduce.agreement(entry, made[:1], recorded, None)[0]
+        and not reproduce.agreement(entry, made, recorded, None)[0]
+    )
+    assert not reproduce.agreement(entry, [made[0] | {"val_loss": None}], recorded, 0.001)[0]
+
+
+def test_a_commit_that_is_not_there(tmp_path, repository):
+    entry = entry_of(tmp_path, repository)
+    for commit in ("0" * 40, None):
+        with pytest.raises(BadInput, match="does not have the record's commit"):
+            reproduce.reproduce(repository, entry | {"git": {"commit": commit}}, "", None, 1, tmp_path / "again", [])
+    with pytest.raises(BadInput, match="--n 0"):
+        reproduce.reproduce(repository, entry, "", None, 0, tmp_path / "again", [])
+
+
+def test_an_extension_of_other_sources_that_cannot_be_built_is_a_sentence(tmp_path, repository):
+    entry = entry_of(tmp_path, repository)
+    (repository / "Cargo.toml").write_text("[another]")
+    git(repository, "commit", "-qam", "other sources")
+    with pytest.raises(BadInput, match="the extension of commit .* cannot be built"):
+        reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
+    assert git(repository, "worktree", "list").count("\n") == 0
