@@ -2,6 +2,7 @@
 
 What        The point of departure: GPT-2 124M as llm.c trains it, with llm.c's published settings. One change: the
             padded rows of the vocabulary are part of the softmax, as in every later record.
+Departures  Shards are read in order; llm.c shuffles them, and the batches in each.
 Source      llm.c's GPT-2 124M settings and modded-nanogpt record 1: 45 minutes on 8xH100, 3.2722.
 Hardware    8xH100: not run here. On CPU at a small size: benchmarks/quality.md.
 Parent      none
