@@ -19,6 +19,11 @@ test: check
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot $(ARGS)
 
+# Recipes against the records' own source, executed on the CPU by PyTorch (4 GB to download, once), which has a folder of
+# its own; MODDED is a clone of modded-nanogpt with its history.
+test-parity: .venv/parity/installed
+	PYTHONPATH=.venv/parity MODDED='$(MODDED)' JSPEED_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity $(ARGS)
+
 # The leaderboard's page in a headless Chromium, where there is one; axe-core comes as some Python package brings it.
 test-page: .venv/page/installed
 	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/leaderboard/test_page_in_chromium.py
@@ -75,9 +80,14 @@ clean:
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
+.venv/parity/installed: tests/parity/requirements.txt | .venv/dev
+	rm -rf .venv/parity
+	$(BIN)/python -m pip install --no-deps --target .venv/parity --requirement tests/parity/requirements.txt
+	@touch $@
+
 .venv/page/installed: | .venv/dev
 	rm -rf .venv/page
 	$(BIN)/python -m pip install --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-slow test-aot test-page test-faults test-launchers page check clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers page check clean

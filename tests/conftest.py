@@ -2,6 +2,7 @@
 
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 # Toys take longer to compile than to run: half as long without LLVM's optimisations and, where XLA has another one,
 # without its newer emitter of fusions. Read when the first program is compiled.
@@ -23,3 +24,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep tests away from the user's prepared data; compiled programs are shared within one test run."""
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture
+def gpt2_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tiktoken find GPT-2's vocabulary without a network; skips the test where there is none."""
+    found = Path(__file__).parents[2] / "shared" / "data" / "tiktoken_cache"
+    if found.is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(found))
+    elif "TIKTOKEN_CACHE_DIR" not in os.environ:
+        pytest.skip(f"GPT-2's vocabulary is not in {found}, and there may be no network")

@@ -1,8 +1,6 @@
 """Coefficients, blends and prefixes against NumPy and plain Python."""
 
 import math
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,6 @@ import pytest
 
 from jspeed.model.mudd import blend, coefficients, named, slots
 from jspeed.model.prefixes import gpt2_prefixes, longest_prefixes
-
-VOCABULARY = Path(__file__).parents[3] / "shared" / "data" / "tiktoken_cache"
 
 
 def test_coefficients_by_the_formula():
@@ -54,11 +50,7 @@ def test_longest_prefixes_by_hand():
     assert longest_prefixes(vocabulary).tolist() == [-1, -1, 8, 2, 3, -1, -1, -1, -1]
 
 
-def test_prefixes_of_gpt2(monkeypatch):
-    if not VOCABULARY.is_dir() and "TIKTOKEN_CACHE_DIR" not in os.environ:
-        pytest.skip(f"GPT-2's vocabulary is not in {VOCABULARY}, and there may be no network")
-    if VOCABULARY.is_dir():
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+def test_prefixes_of_gpt2(gpt2_vocabulary):
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")

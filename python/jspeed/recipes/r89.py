@@ -5,7 +5,10 @@ What        Against r62: each token computes, from its embedding and before laye
             last layer's input, values and output from earlier states (MUDD), and that layer's probabilities over heads
             (DC); scales before and after every part; five value tables; more bigrams, with signs; one input for three
             attentions; the next token's longest prefix as a target; Muon on queries and keys two heads at a time.
-Departures  r62's; FP8 scales of weights are measured in every step, delayed ones of activations are means over lanes.
+Departures  r62's; the matrices, gates and biases of MUDD are fp32, there bf16, where biases of 2 and more never move
+            (here by up to 0.12 in the mixture, 0.05 in the gates); targets past the end of a lane weigh nothing, there
+            6e-5 of the first stage's gradient; FP8 scales of weights are measured in every step, delayed ones of
+            activations are means over lanes.
 Source      modded-nanogpt record 89, 1.23 minutes on 8xH100 (57 ms a step): the repository's code on 1 August 2026
             (f411b3d3). No log of it is public: those in the record's folder (3.2784, n = 13) are of an older base with
             1,390 steps, and the share of the cooldown is marked there as to be confirmed.

@@ -1,0 +1,553 @@
+"""Executes a record's own script on CPU: GPUs and processes are replaced by what they compute, in fp32."""
+
+import ast
+import builtins
+import io
+import os
+import pathlib
+import re
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed; make test-parity installs it")
+
+Replacement = tuple[str, str] | tuple[str, str, int]
+
+
+def text_of(clone: str, path: str, revision: str = "HEAD") -> str:
+    """Return a file of the clone; of a log only the source it begins with."""
+    git = ["git", "-C", clone, "show", f"{revision}:{path}"]
+    text = subprocess.run(git, capture_output=True, text=True, check=True).stdout
+    return re.split(r"^={100}$", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def replaced(text: str, replacements: Iterable[Replacement]) -> str:
+    """Replace each ``(old, new)``, or ``(old, new, times)``, which must occur exactly once, or so many times."""
+    for old, new, *rest in replacements:
+        times = rest[0] if rest else 1
+        if (found := text.count(old)) != times:
+            raise AssertionError(f"the record's text has {old!r} {found} times, not {times}: another version?")
+        text = text.replace(old, new)
+    return text
+
+
+class Original:
+    """A record's script in a world of ``world`` ranks, each a thread, executed up to its training loop.
+
+    ``replacements`` shrink it (see :func:`replaced`). ``modules`` are what it imports and CPUs have not, by dotted
+    name; ``formulas`` take the place of its functions that launch kernels, once the script is executed. ``folder``
+    holds what the script reads by relative path, such as ``data/fineweb10B``. With ``exact``, bf16 becomes fp32 and
+    custom operators their formulas in ``operators``; without, their bodies run with FP8 products emulated.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        replacements: Iterable[Replacement] = (),
+        *,
+        folder: pathlib.Path,
+        world: int = 8,
+        modules: Mapping[str, Any] | None = None,
+        formulas: Mapping[str, Any] | None = None,
+        operators: Mapping[str, Callable[..., Any]] | None = None,
+        exact: bool = True,
+    ):
+        self.text = replaced(text, replacements)
+        self.exact = exact
+        before, loop = _split(ast.parse(self.text))
+        self._loop = compile(loop, "training loop of the record", "exec")
+        start = compile(before, "script of the record", "exec")
+        self.world = World(world)
+        self.ranks = [
+            Rank(number, self, folder, dict(modules or {}), {**OPERATORS, **(operators or {})})
+            for number in range(world)
+        ]
+
+        def begin(rank: Rank) -> None:
+            exec(start, rank.namespace)
+            for name, formula in (formulas or {}).items():
+                assert name in rank.namespace, f"the record has no function {name}"
+                rank.namespace[name] = formula
+
+        self.each(begin)
+
+    def __getitem__(self, name: str) -> Any:
+        """What rank 0 calls ``name``."""
+        return self.ranks[0].namespace[name]
+
+    def each(self, function: Callable[["Rank"], Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        """Return ``function(rank)`` of every rank, or of some, at once."""
+        chosen = [self.ranks[number] for number in (range(len(self.ranks)) if ranks is None else ranks)]
+        results: list[Any] = [None] * len(chosen)
+        errors: list[BaseException] = []
+
+        def work(place: int) -> None:
+            try:
+                with OnHost(self.exact):
+                    results[place] = function(chosen[place])
+            except BaseException as error:
+                errors.append(error)
+                self.world.fail()
+
+        threads = [threading.Thread(target=work, args=(place,)) for place in range(len(chosen))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next((error for error in errors if not isinstance(error, Abandoned)), errors[0])
+        return results
+
+    def run(self, steps: Iterable[int]) -> None:
+        """Execute the body of the script's own training loop for ``steps``."""
+        steps = list(steps)
+
+        def go(rank: Rank) -> None:
+            rank.namespace["steps_of_the_test"] = steps
+            exec(self._loop, rank.namespace)
+
+        self.each(go)
+
+    def load(self, values: Mapping[str, np.ndarray], model: str = "model") -> None:
+        """Set the parameters of the model by name, on every rank; all names must be there and no others."""
+
+        def fill(rank: Rank) -> None:
+            named = dict(rank.namespace[model].named_parameters())
+            assert named.keys() == values.keys(), sorted(named.keys() ^ values.keys())
+            with torch.no_grad():
+                for name, p in named.items():
+                    p.copy_(torch.from_numpy(np.ascontiguousarray(values[name])).view(p.shape))
+
+        self.each(fill)
+
+    def shapes(self, model: str = "model") -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter of the model."""
+        return {name: tuple(p.shape) for name, p in self[model].named_parameters()}
+
+    def parameters(self, model: str = "model", rank: int = 0) -> dict[str, np.ndarray]:
+        """The parameters of a rank's model by name."""
+        named = self.ranks[rank].namespace[model].named_parameters()
+        return {name: p.detach().float().numpy().copy() for name, p in named}
+
+    def gradients(self, model: str = "model", rank: int = 0) -> dict[str, np.ndarray]:
+        """The gradients of a rank's model by name; zeros where there is none."""
+        named = self.ranks[rank].namespace[model].named_parameters()
+        return {
+            name: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.detach().float().numpy().copy()
+            for name, p in named
+        }
+
+    def feed(self, grads: Callable[[int], Mapping[str, np.ndarray]], model: str = "model") -> None:
+        """From here on the training loop's backward pass n (from 0) leaves the gradients ``grads(n)``, by name."""
+
+        for rank in self.ranks:
+            rank.namespace[model] = Fed(rank.model(model), grads)
+
+
+@dataclass
+class Rank:
+    """One process of the script: its namespace, and the losses that its model has formed, call by call."""
+
+    number: int
+    original: Original
+    folder: pathlib.Path
+    modules: dict[str, Any]
+    operators: dict[str, Callable[..., Any]]
+    losses: list[np.ndarray] = field(default_factory=list)
+    namespace: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.namespace |= {"__name__": "record", "__builtins__": {**vars(builtins), **self._builtins()}}
+
+    def model(self, name: str = "model") -> Any:
+        """The script's model, whether or not gradients are fed in its place."""
+        found = self.namespace[name]
+        return found.model if isinstance(found, Fed) else found
+
+    def _builtins(self) -> dict[str, Any]:
+        modules = self._modules()
+
+        def load(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+            wanted = name if fromlist else name.split(".")[0]
+            if wanted in modules:
+                return modules[wanted]
+            return builtins.__import__(name, globals, locals, fromlist, level)
+
+        def read(path: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
+            if str(path) == "record":
+                return io.StringIO(self.original.text)
+            return io.StringIO() if set(mode) & set("aw") else open(path, mode, *rest, **more)
+
+        return {"__import__": load, "open": read, "print": lambda *_, **__: None}
+
+    def _modules(self) -> dict[str, Any]:
+        world, number = self.original.world, self.number
+        environment = {**os.environ, "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world.size)}
+        environment["DATA_PATH"] = str(self.folder)
+        here = self.folder
+
+        class Here(type(pathlib.Path())):  # type: ignore[misc]
+            @classmethod
+            def cwd(cls) -> Any:
+                return cls(here)
+
+        functional = Over(torch.nn.functional, cross_entropy=self._cross_entropy)
+        library = Library(self.operators, self.original.exact)
+        dist = Distributed(world, number)
+        over = {
+            "cuda": Anything(),
+            "_inductor": Anything(),
+            "_dynamo": Anything(),
+            "compile": lambda made=None, **_: made if made is not None else (lambda function: function),
+            "device": lambda *_: torch.device("cpu"),
+            "nn": Over(torch.nn, functional=functional),
+            "distributed": dist,
+            "futures": SimpleNamespace(collect_all=lambda works: Work(lambda: [w.wait() for w in works]), Future=Work),
+            "library": library,
+            "ops": library.ops,
+            "_scaled_mm": scaled_mm,
+        }
+        if self.original.exact:
+            over["bfloat16"] = torch.float32
+        proxy = Over(torch, **over)
+        silent = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=""), PIPE=None)
+        attention = SimpleNamespace(BlockMask=BlockMask, flex_attention=flex_attention)
+        return {
+            "torch": proxy,
+            "torch.nn": proxy.nn,
+            "torch.nn.functional": functional,
+            "torch.distributed": dist,
+            "torch.nn.attention.flex_attention": attention,
+            "flash_attn_interface": SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func),
+            "triton": Anything(),
+            "triton.language": Anything(),
+            "triton.tools.tensor_descriptor": Anything(),
+            "os": Over(os, environ=environment, makedirs=lambda *_, **__: None),
+            "sys": SimpleNamespace(argv=["record"], version="", path=[]),
+            "pathlib": SimpleNamespace(Path=Here),
+            "subprocess": silent,
+            **self.modules,
+        }
+
+    def _cross_entropy(self, logits: Any, targets: Any, reduction: str = "mean", **rest: Any) -> Any:
+        each = torch.nn.functional.cross_entropy(logits, targets, reduction="none", **rest)
+        self.losses.append(each.detach().numpy().copy())
+        return {"mean": each.mean, "sum": each.sum, "none": lambda: each}[reduction]()
+
+
+class Fed:
+    """A model whose forward pass is nothing and whose backward pass leaves given gradients."""
+
+    def __init__(self, model: Any, grads: Callable[[int], Mapping[str, np.ndarray]]):
+        self.__dict__.update(model=model, grads=grads, calls=0, training=True)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(backward=self._backward) if self.training else torch.zeros(())
+
+    def _backward(self) -> None:
+        given = self.grads(self.calls)
+        self.__dict__["calls"] += 1
+        for name, p in self.model.named_parameters():
+            p.grad = torch.from_numpy(np.array(given[name])).view(p.shape)
+
+    def train(self) -> None:
+        self.__dict__["training"] = True
+
+    def eval(self) -> None:
+        self.__dict__["training"] = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+def _split(tree: ast.Module) -> tuple[ast.Module, ast.Module]:
+    """Return what comes before the loop over training steps, and the loop, over other steps and of one trial."""
+    body: list[ast.stmt] = []
+    todo = list(tree.body)
+    while todo:
+        statement = todo.pop(0)
+        if isinstance(statement, ast.For) and isinstance(statement.target, ast.Name):
+            if ast.unparse(statement.iter) == "range(num_trials)":
+                todo = statement.body + todo
+                continue
+            if ast.unparse(statement.iter) == "range(train_steps + 1)":
+                statement.iter = ast.copy_location(ast.Name("steps_of_the_test", ast.Load()), statement.iter)
+                return ast.Module(body, []), ast.Module([statement], [])
+        body.append(statement)
+    raise AssertionError("the record has no loop over range(train_steps + 1)")
+
+
+class Over:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any, **over: Any):
+        self.__dict__.update(over, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class Anything:
+    """Stands for a module of kernels: every name in it, and what calling or indexing gives, is such a thing."""
+
+    __version__ = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __getitem__(self, _: Any) -> Any:
+        return self
+
+
+class OnHost(torch.overrides.TorchFunctionMode):
+    """Tensors meant for the GPU stay on the host; with ``exact``, those meant for bf16 become fp32."""
+
+    def __init__(self, exact: bool):
+        super().__init__()
+        self.exact = exact
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.bfloat16 and self.exact:
+            return args[0].float()
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        for name in ("pin_memory", "non_blocking"):
+            kwargs.pop(name, None)
+        args = tuple("cpu" if isinstance(a, str) and a.startswith("cuda") else a for a in args)
+        return function(*args, **kwargs)
+
+
+class Abandoned(RuntimeError):
+    """Another rank has failed."""
+
+
+class World:
+    """Where ranks leave what they send, collective after collective in the same order."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._changed = threading.Condition()
+        self._sent: dict[int, list[Any]] = {}
+        self._next, self._taken = [0] * size, {}  # type: ignore[var-annotated]
+        self._failed = False
+
+    def send(self, rank: int, tensors: Sequence[Any]) -> int:
+        """Leave copies of ``tensors`` and return the collective's number."""
+        with self._changed:
+            number = self._next[rank]
+            self._next[rank] += 1
+            self._sent.setdefault(number, [None] * self.size)[rank] = [t.detach().clone() for t in tensors]
+            self._changed.notify_all()
+        return number
+
+    def receive(self, number: int) -> list[list[Any]]:
+        """Return what every rank has sent, once all have."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or all(s is not None for s in self._sent[number]))
+            if self._failed:
+                raise Abandoned
+            parts = self._sent[number]
+            self._taken[number] = self._taken.get(number, 0) + 1
+            if self._taken[number] == self.size:
+                del self._sent[number], self._taken[number]
+        return parts
+
+    def fail(self) -> None:
+        with self._changed:
+            self._failed = True
+            self._changed.notify_all()
+
+
+class Work:
+    """What an asynchronous collective returns; it is delivered when it is first waited for."""
+
+    def __init__(self, deliver: Callable[[], Any]):
+        self._deliver: Callable[[], Any] | None = deliver
+
+    def wait(self) -> None:
+        deliver, self._deliver = self._deliver, None
+        if deliver:
+            with torch.no_grad():
+                deliver()
+
+    def get_future(self) -> "Work":
+        return self
+
+    def value(self) -> None:
+        return None
+
+    def then(self, _: Any) -> "Work":
+        return self
+
+
+class Distributed:
+    """``torch.distributed`` for one rank. What is sent is what a tensor holds when a collective is issued."""
+
+    ReduceOp = SimpleNamespace(AVG="mean", SUM="sum")
+
+    def __init__(self, world: World, rank: int):
+        self._world, self._rank = world, rank
+        self.is_initialized = self.is_available = lambda: True
+        self.get_rank, self.get_world_size = lambda *_: rank, lambda *_: world.size
+        self.init_process_group = self.destroy_process_group = lambda *_, **__: None
+
+    def _issue(self, sent: Sequence[Any], deliver: Callable[[list[list[Any]]], Any], async_op: bool) -> Work | None:
+        number = self._world.send(self._rank, sent)
+        work = Work(lambda: deliver(self._world.receive(number)))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        self._issue([], lambda _: None, False)
+
+    def broadcast(self, tensor: Any, src: int = 0, async_op: bool = False) -> Any:
+        return self._issue([tensor], lambda parts: tensor.copy_(parts[src][0]), async_op)
+
+    def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
+        return self._issue([tensor], lambda parts: tensor.copy_(_reduced([p[0] for p in parts], op)), async_op)
+
+    def all_gather(self, outputs: Sequence[Any], tensor: Any, async_op: bool = False) -> Any:
+        def deliver(parts: Any) -> None:
+            for output, (part,) in zip(outputs, parts, strict=True):
+                output.copy_(part)
+
+        return self._issue([tensor], deliver, async_op)
+
+    def all_gather_into_tensor(self, output: Any, tensor: Any, async_op: bool = False) -> Any:
+        def deliver(parts: Any) -> None:
+            output.copy_(torch.cat([part.reshape(-1) for (part,) in parts]).view(output.shape))
+
+        return self._issue([tensor], deliver, async_op)
+
+    def reduce_scatter(self, output: Any, inputs: Sequence[Any], op: str = "sum", async_op: bool = False) -> Any:
+        def deliver(parts: Any) -> None:
+            output.copy_(_reduced([part[self._rank] for part in parts], op))
+
+        return self._issue(inputs, deliver, async_op)
+
+    def reduce_scatter_tensor(self, output: Any, tensor: Any, op: str = "sum", async_op: bool = False) -> Any:
+        def deliver(parts: Any) -> None:
+            mine = [part.reshape(self._world.size, -1)[self._rank] for (part,) in parts]
+            output.copy_(_reduced(mine, op).view(output.shape))
+
+        return self._issue([tensor], deliver, async_op)
+
+
+def _reduced(parts: Sequence[Any], op: str) -> Any:
+    total = torch.stack(tuple(parts)).sum(0)
+    return total / len(parts) if op == "mean" else total
+
+
+class Library:
+    """``torch.library`` and ``torch.ops.nanogpt``: operators by their formulas, or by their own bodies."""
+
+    def __init__(self, formulas: Mapping[str, Callable[..., Any]], exact: bool):
+        self._formulas, self._exact = formulas, exact
+        self.ops = SimpleNamespace(nanogpt=SimpleNamespace())
+
+    def custom_op(self, name: str, **_: Any) -> Callable[[Any], Any]:
+        name = name.split("::")[1]
+
+        def register(body: Callable[..., Any]) -> Operator:
+            operator = Operator(self._formulas.get(name, body) if self._exact else body)
+            setattr(self.ops.nanogpt, name, operator)
+            return operator
+
+        return register
+
+
+class Operator:
+    """A custom operator, differentiated by the backward pass that the script registers."""
+
+    def __init__(self, body: Callable[..., Any]):
+        self.body, self._function = body, None
+
+    def register_fake(self, function: Any) -> Any:
+        return function
+
+    def register_autograd(self, backward: Any, setup_context: Any) -> None:
+        if self.body.__module__ != __name__:  # a formula is differentiated by torch
+            methods = {"forward": self.body, "backward": backward, "setup_context": setup_context}
+            members = {name: staticmethod(method) for name, method in methods.items()}
+            self._function = type("Registered", (torch.autograd.Function,), members)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._function is None:
+            return self.body(*args, **kwargs)
+        return self._function.apply(*args, *kwargs.values())
+
+
+def linear(x: Any, w: Any, **_: float) -> tuple[Any]:
+    """The product that the FP8 head stands for."""
+    return (x @ w.T,)
+
+
+OPERATORS = {"mm": linear}
+
+
+def scaled_mm(a: Any, b: Any, *, out_dtype: Any, scale_a: Any, scale_b: Any, **_: Any) -> Any:
+    """``torch._scaled_mm``: the product of FP8 matrices times both scales, rounded once."""
+    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+
+@dataclass
+class BlockMask:
+    """Which pairs of a query and a key attend, bool ``[T, T]``."""
+
+    seen: Any
+
+    @classmethod
+    def from_kv_blocks(
+        cls, num: Any, indices: Any, full_num: Any, full_indices: Any, BLOCK_SIZE: int, mask_mod: Any
+    ) -> "BlockMask":
+        """Of the listed key blocks of each query block: all of the full ones, of the others what the mask says."""
+        blocks = num.shape[-1]
+
+        def listed(num: Any, indices: Any) -> Any:
+            chosen = torch.zeros(blocks, blocks, dtype=torch.bool)
+            for query, (count, keys) in enumerate(zip(num[0, 0].tolist(), indices[0, 0], strict=True)):
+                chosen[query, keys[: max(count, 0)].long()] = True
+            return chosen.repeat_interleave(BLOCK_SIZE, 0).repeat_interleave(BLOCK_SIZE, 1)
+
+        t = torch.arange(blocks * BLOCK_SIZE)
+        part = listed(num, indices) & mask_mod(None, None, t[:, None], t[None])
+        return cls(part | listed(full_num, full_indices))
+
+
+def flex_attention(q: Any, k: Any, v: Any, *, block_mask: BlockMask, scale: float) -> Any:
+    """Softmax attention ``[B, H, T, K]`` of the pairs in the mask."""
+    scores = (q @ k.mT * scale).masked_fill(~block_mask.seen, -torch.inf)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def flash_attn_varlen_func(
+    q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, causal: bool, softmax_scale: float, window_size: Any, **_: Any
+) -> Any:
+    """Softmax attention ``[T, H, K]`` within sequences that start at ``cu_seqlens_q``, ``window_size[0]`` keys back."""
+    assert causal
+    t = torch.arange(len(q))
+    sequence = torch.searchsorted(cu_seqlens_q.long().unique(), t, right=True)
+    back = t[:, None] - t[None]
+    seen = (back >= 0) & (sequence[:, None] == sequence[None])
+    if window_size[0] >= 0:
+        seen &= back <= window_size[0]
+    scores = torch.einsum("thk,shk->hts", q, k) * softmax_scale
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), dim=-1)
+    return torch.einsum("hts,shk->thk", weights, v)
