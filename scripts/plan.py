@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from jspeed.errors import BadInput, run_script
 from jspeed.files import write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import parse_mesh
-from jspeed.plan.calculate import PRESETS, preset
+from jspeed.plan.calculate import PRESETS, preset, verdict, widest_memory
 from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
 from jspeed.plan.plan import make_plan, places, require_devices, search
 from jspeed.plan.target import Cluster, missing, parse_target
@@ -66,17 +67,29 @@ def plan(
         set: Replace fields of the recipe file.
     """
     cluster = parse_target(target)
+    check_numbers(memory_fraction, dollars_per_hour)
     sets = tuple(text for group in set for text in group)
-    if gpt3 or recipe in PRESETS:
-        return without_compiler(preset("gpt3" if gpt3 else str(recipe)), layout, cluster, micro_batch)
+    if gpt3 and recipe:
+        raise BadInput(f"both {recipe} and --gpt3 say what to plan; give one of them")
+    size = "gpt3" if gpt3 else recipe if recipe in PRESETS else None
+    if size or not compile:
+        compiled_only = {
+            "--against": against, "--json": json_, "--svg": svg, "--html": html, "--search": search_ or None,
+            "--mesh": mesh, "--dollars-per-hour": dollars_per_hour,
+        }  # fmt: skip
+        why = f"the published size {size} is not compiled" if size else "--no-compile compiles nothing"
+        refuse([flag for flag, value in compiled_only.items() if value is not None], why)
+    if size:
+        refuse(["--set"] if sets else [], f"the published size {size} has no recipe file")
+        return without_compiler(preset(size), layout, cluster, micro_batch, memory_fraction, strict)
     if recipe is None:
         raise BadInput(f"no recipe given; give one of {', '.join(known_recipes())}, a path, or --gpt3")
     found = find(recipe, sets)
     if not compile or missing():
-        without_compiler(found.recipe, layout, cluster, micro_batch)
+        code = without_compiler(found.recipe, layout, cluster, micro_batch, memory_fraction, strict)
         if compile:
             raise BadInput(str(missing()))
-        return 0
+        return code
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh else None
 
@@ -104,11 +117,30 @@ def plan(
     return 1 if strict and (errors or not made["fits"]) else 0
 
 
-def without_compiler(recipe: Recipe, layout: str, cluster: Cluster, micro_batch: int | None) -> int:
-    """Print what needs no compiler."""
-    memory = cluster.facts.hbm_bytes
-    print_tables(show.make_console(), recipe, layout, cluster.devices, micro_batch=micro_batch, memory=memory)
-    return 0
+def check_numbers(memory_fraction: float, dollars_per_hour: float | None) -> None:
+    """Raise :class:`BadInput` for a share of memory or a price that cannot be; a NaN is neither."""
+    if not 0 < memory_fraction <= 1:
+        raise BadInput(f"--memory-fraction {memory_fraction}: expected a number above 0 and at most 1, such as 0.9")
+    if dollars_per_hour is not None and not 0 <= dollars_per_hour < float("inf"):
+        raise BadInput(f"--dollars-per-hour {dollars_per_hour}: expected a price of 0 or more, such as 2.5")
+
+
+def refuse(flags: Sequence[str], why: str) -> None:
+    """Raise :class:`BadInput` when ``flags`` were given that would have no effect."""
+    if flags:
+        raise BadInput(
+            f"{why}, so {', '.join(flags)} would have no effect; leave {'it' if len(flags) == 1 else 'them'} out"
+        )
+
+
+def without_compiler(
+    recipe: Recipe, layout: str, cluster: Cluster, micro_batch: int | None, fraction: float, strict: bool
+) -> int:
+    """Print what needs no compiler; return 1 if ``strict`` and the estimate does not fit."""
+    limit = int(fraction * cluster.facts.hbm_bytes)
+    print_tables(show.make_console(), recipe, layout, cluster.devices, micro_batch=micro_batch, memory=limit)
+    likely = verdict(widest_memory(recipe, layout, cluster.devices, micro_batch), limit) == "likely"
+    return 1 if strict and not likely else 0
 
 
 def main() -> int:

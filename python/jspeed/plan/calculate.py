@@ -116,6 +116,23 @@ def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch:
     )
 
 
+def widest_memory(recipe: Recipe, layout: str, devices: int, micro_batch: int | None = None) -> Memory:
+    """:func:`memory` of the stage with the longest lanes."""
+    return memory(recipe, widest(recipe), layout, devices, micro_batch)
+
+
+def widest(recipe: Recipe) -> Stage:
+    """Return the stage with the longest lanes."""
+    return max(recipe.stages, key=lambda stage: stage.lane_len)
+
+
+def verdict(found: Memory, limit: int) -> str:
+    """Whether a step fits into ``limit`` bytes: ``no`` if what stays and the gathered copy alone need more."""
+    if found.kept + found.gathered > limit:
+        return "no"
+    return "likely" if sum(found) <= limit else "perhaps not"
+
+
 def micro_batching(recipe: Recipe, stage: Stage, devices: int, micro_batch: int | None = None) -> tuple[int, int]:
     """Return (micro-batches in a step, tokens a device takes at once), as training on GPUs would without measuring."""
     gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH)

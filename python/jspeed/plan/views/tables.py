@@ -33,8 +33,8 @@ def tables(
 ) -> list[Table]:
     """Return the numbers of :mod:`jspeed.plan.calculate` for ``recipe`` on ``devices``, with their formulas.
 
-    ``micro_batch`` are tokens a device takes at once (None: as training would choose on a GPU); ``memory`` is what a
-    device has, in bytes (None: not judged). Raises :class:`BadInput` as
+    ``micro_batch`` are tokens a device takes at once (None: as training would choose on a GPU); ``memory`` are the
+    bytes of a device that JAX may take (None: not judged). Raises :class:`BadInput` as
     :func:`jspeed.plan.calculate.memory` does.
     """
     return [
@@ -78,7 +78,7 @@ def _parameter_rows(recipe: Recipe) -> list[Row]:
 
 
 def _memory_rows(recipe: Recipe, layout: str, devices: int, micro_batch: int | None, limit: int | None) -> list[Row]:
-    stage = max(recipe.stages, key=lambda s: s.lane_len)
+    stage = calculate.widest(recipe)
     found = calculate.memory(recipe, stage, layout, devices, micro_batch)
     parts, at_once = calculate.micro_batching(recipe, stage, devices, micro_batch)
     mesh = calculate.absent_mesh(devices)
@@ -108,16 +108,13 @@ def _memory_rows(recipe: Recipe, layout: str, devices: int, micro_batch: int | N
     if at_once > stage.lane_len:
         rows.append(("  of one lane", _gb(stage.lane_len * a_token), f"the least at once: {stage.lane_len:,} tokens"))
     rows.append(("all", _gb(total), "estimate: not all of it exists at once, and the compiler adds workspace"))
-    return rows + _verdict(total, found.kept + found.gathered, limit)
-
-
-def _verdict(total: float, certain: float, limit: int | None) -> list[Row]:
     if limit is None:
-        return []
-    share = f"{_gb(total)} of {_gb(limit)}"
-    if certain > limit:
-        return [("fits", "no", f"state and the copy to compute with need {_gb(certain)} of {_gb(limit)}")]
-    return [("fits", "likely" if total <= limit else "perhaps not", f"{share}; compile to be sure")]
+        return rows
+    fits = calculate.verdict(found, limit)
+    why = f"{_gb(total)} of {_gb(limit)}; compile to be sure"
+    if fits == "no":
+        why = f"state and the copy to compute with need {_gb(found.kept + found.gathered)} of {_gb(limit)}"
+    return [*rows, ("fits", fits, why)]
 
 
 def _even_rows(recipe: Recipe, devices: int, limit: int | None) -> list[Row]:
