@@ -15,13 +15,13 @@ from jspeed.files import write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.plan.calculate import PRESETS, preset, verdict, widest_memory
-from jspeed.plan.compile import MEMORY_FRACTION, Rented, rent
-from jspeed.plan.plan import make_plan, places, require_devices, search
+from jspeed.plan.compile import MEMORY_FRACTION, Hardware, hardware_for
+from jspeed.plan.plan import candidates, make_plan, require_devices, search
 from jspeed.plan.target import Cluster, missing, parse_target
-from jspeed.plan.views import show
+from jspeed.plan.views import terminal
+from jspeed.plan.views.formulas import print_tables
 from jspeed.plan.views.picture import plan_svg
 from jspeed.plan.views.report import plan_html
-from jspeed.plan.views.tables import print_tables
 from jspeed.recipe import Recipe
 from jspeed.run.find import find, known_recipes
 
@@ -93,20 +93,20 @@ def plan(
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh else None
 
-    def rent_as(layout: str, axes: dict[str, int] | None) -> Rented:
-        return rent(cluster, layout, axes, memory_fraction)
+    def hardware_in(layout: str, axes: dict[str, int] | None) -> Hardware:
+        return hardware_for(cluster, layout, axes, memory_fraction)
 
-    rented = rent_as(layout, axes)
+    hardware = hardware_in(layout, axes)
     for one in (found, other):
         if one:
-            require_devices(one.recipe, rented)
-    made = make_plan(found, rented, micro_batch, dollars_per_hour)
+            require_devices(one.recipe, hardware)
+    made = make_plan(found, hardware, micro_batch, dollars_per_hour)
     if search_:
-        made["search"] = search(found, places(found.recipe, cluster.devices, rent_as))
-    show.plan(made)
+        made["search"] = search(found, candidates(found.recipe, cluster.devices, hardware_in))
+    terminal.plan(made)
     if other:
-        made["against"] = make_plan(other, rented, None, dollars_per_hour)
-        show.comparison(made["against"], made)
+        made["against"] = make_plan(other, hardware, None, dollars_per_hour)
+        terminal.comparison(made["against"], made)
     if json_:
         write_whole(json_, json.dumps(made, indent=2) + "\n")
     if svg:
@@ -138,7 +138,7 @@ def without_compiler(
 ) -> int:
     """Print what needs no compiler; return 1 if ``strict`` and the estimate does not fit."""
     limit = int(fraction * cluster.facts.hbm_bytes)
-    print_tables(show.make_console(), recipe, layout, cluster.devices, micro_batch=micro_batch, memory=limit)
+    print_tables(terminal.make_console(), recipe, layout, cluster.devices, micro_batch=micro_batch, memory=limit)
     likely = verdict(widest_memory(recipe, layout, cluster.devices, micro_batch), limit) == "likely"
     return 1 if strict and not likely else 0
 

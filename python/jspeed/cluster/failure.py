@@ -21,7 +21,7 @@ import jax
 
 from jspeed.cluster.distributed import barrier, client, is_alone, lines, process_count, process_index, silence_seconds
 from jspeed.cluster.rendezvous import is_there
-from jspeed.cluster.within import within
+from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import FAULT, BadInput, say
 
 PEER_LOST = 75  # sysexits.h's EX_TEMPFAIL: a failure that may pass
@@ -118,7 +118,7 @@ def _listen() -> None:
         if _over.wait(TICK):
             return
         try:
-            within(silence, lambda: exchange(tick))  # noqa: B023
+            with_timeout(silence, lambda: exchange(tick))  # noqa: B023
         except TimeoutError:
             _leave(_silent(0, silence), PEER_LOST)
         except jax.errors.JaxRuntimeError:
@@ -170,8 +170,8 @@ def _fail(text: str, code: int) -> None:
     told = json.dumps({"text": f"process {index}: {text}" if index else text, "code": code})
     if client() is not None:  # else the others have never been met
         with suppress(TimeoutError, jax.errors.JaxRuntimeError):
-            within(5, lambda: tell(_FAILURE, told))
-            within(10, _obey)
+            with_timeout(5, lambda: tell(_FAILURE, told))
+            with_timeout(10, _obey)
     _leave(text, code)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from jspeed.cluster.place import visible_gpus
+from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput, say
 

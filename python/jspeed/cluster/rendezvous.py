@@ -13,7 +13,7 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from jspeed.cluster.within import within
+from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
 
 WAIT_SECONDS = "JSPEED_WAIT_SECONDS"  # the environment variable for how long processes wait for each other
@@ -70,7 +70,7 @@ def _host(port: int, count: int, seconds: float) -> tuple[int, dict[int, socket.
                     guests.pop(index).close()  # it died; it may be started again
 
         try:
-            within(seconds, gather)
+            with_timeout(seconds, gather)
         except (BadInput, TimeoutError) as error:
             enough.set()
             absent = ", ".join(str(index) for index in range(1, count) if index not in guests)
@@ -145,7 +145,7 @@ def _visit(host: str, port: int, index: int, count: int, seconds: float) -> tupl
         raise TimeoutError
 
     try:
-        answer, line = within(seconds + 2, visit)  # process 0, should it give up too, knows who is absent
+        answer, line = with_timeout(seconds + 2, visit)  # process 0, should it give up too, knows who is absent
     except TimeoutError:
         enough.set()
         raise BadInput(

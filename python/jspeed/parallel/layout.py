@@ -138,7 +138,7 @@ def cut_dim(cut: PartitionSpec, axis: str = "data") -> int | None:
 
 
 def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
-    """Whether rows of a table are asked of their owners, so that nobody gathers it (:mod:`jspeed.parallel.rows`)."""
+    """Whether a table stays sharded by rows, which their owners send (:mod:`jspeed.parallel.sharded_table`)."""
     return "row" in spec.axes and cut_dim(cut) == spec.axes.index("row")
 
 

@@ -70,7 +70,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     """Put an array that every process holds whole on the devices."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 

@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 from jspeed.parallel.layout import check_layout, partitions
-from jspeed.parallel.mesh import batch_rows, place, replicated, row_shards
+from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
-from jspeed.run.compute import held
+from jspeed.run.compute import carry
 from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
 from jspeed.run.compute.step import State, evaluate, init_state, train_step
 
@@ -207,7 +207,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
-    kept = lie(held.cuts(recipe, layout, mesh))
+    kept = lie(carry.specs(recipe, layout, mesh))
     shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "held": kept}
     placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return placed, shardings
@@ -215,10 +215,10 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
     """Run every executable on dummy tokens and a state that is thrown away, so that nothing is first at the start."""
-    state = program.init(place(np.zeros((), np.uint32), replicated(mesh)))
+    state = program.init(put(np.zeros((), np.uint32), replicated(mesh)))
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
         for step in 2 * steps:
-            state, metrics = step(state, place(dummy, batch_rows(mesh)))
+            state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     jax.block_until_ready(program.evaluate(state["params"], rows))

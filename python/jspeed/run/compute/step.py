@@ -25,19 +25,19 @@ from jspeed.parallel.layout import (
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
-from jspeed.parallel.rows import fetch
+from jspeed.parallel.sharded_table import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
-from jspeed.run.compute import held
+from jspeed.run.compute import carry
 
 State = dict[str, Any]
 
 
 def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
-    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step holds for
-    the next (:mod:`jspeed.run.compute.held`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
+    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step carries
+    to the next (:mod:`jspeed.run.compute.carry`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
     params = init_parameters(recipe.parameters, jax.random.key(seed))
     optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
-    return {"params": params, "optimizer": optimizer, "step": step, "held": held.nothing(recipe, layout, mesh)}
+    return {"params": params, "optimizer": optimizer, "step": step, "held": carry.zeros(recipe, layout, mesh)}
 
 
 def train_step(
@@ -50,18 +50,20 @@ def train_step(
     its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie. In a
     pipeline the micro-batches are the pipeline's.
     """
-    cuts, holds = partitions(recipe.parameters, layout, mesh), held.cuts(recipe, layout, mesh)
+    cuts, holds = partitions(recipe.parameters, layout, mesh), carry.specs(recipe, layout, mesh)
     later = at_use(recipe, layout)
     mean = mean_weight(recipe, tokens)
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), fetch=fetcher(recipe, cuts))
     parts = 1 if "pipe" in mesh.shape else parts
 
-    def on_device(params: Any, kept: held.Held, step: jax.Array, tokens: jax.Array) -> tuple[Any, held.Held, jax.Array]:
+    def on_device(
+        params: Any, kept: carry.Carry, step: jax.Array, tokens: jax.Array
+    ) -> tuple[Any, carry.Carry, jax.Array]:
         now = replace(ctx, step=step)
-        whole = held.recall(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
+        whole = carry.load(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
-        grads, kept = held.add(recipe, now, kept, whole, grads)
+        grads, kept = carry.accumulate(recipe, now, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce(mesh, grad, cut, done)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.cluster.distributed import process_index, share
-from jspeed.parallel.mesh import place, replicated
+from jspeed.parallel.mesh import put, replicated
 from jspeed.recipe import Context
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.step import State, on_one_row
 from jspeed.run.evaluate import validation_loss
+from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import overlap
-from jspeed.run.evidence.witness import checksum
 from jspeed.run.prepare import Setup
 
 Verdict = dict[str, Any]
@@ -69,7 +69,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
-        return jax.device_get(probe(params, place(both, replicated(setup.mesh))))[0]
+        return jax.device_get(probe(params, put(both, replicated(setup.mesh))))[0]
 
     before, leak, moved = measured(tokens), 0.0, np.inf
     for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
@@ -77,7 +77,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         changed[0, cut:] = (changed[0, cut:] + 1) % recipe.data.vocab_size
         difference = np.abs(measured(changed) - before)
         leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
-    calls = callbacks(probe.trace(params, place(tokens, replicated(setup.mesh))).jaxpr)
+    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.mesh))).jaxpr)
     return {
         "causality": {"passed": leak <= 1e-6 and moved > 0, "leak": leak, "moved": moved},
         "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
@@ -113,7 +113,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         return jnp.mean(found), jnp.mean(expected)
 
     probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, both)
-    tokens = place(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
+    tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
     found, expected = jax.device_get(probe(params, tokens))
     error = abs(float(found - expected))
     return {"passed": error <= 1e-3, "error": error}

@@ -8,7 +8,7 @@ from jspeed.cluster.failure import pause, tell, when_told
 _WISH, _STEPS = "stop", "jspeed/steps/"
 
 
-class Agreement:
+class GracefulStop:
     """Lets any process ask for the end of the loop at any time, and all end after the same step.
 
     Every process calls :meth:`reached` once a step. Processes that share collectives are at most a few steps apart;

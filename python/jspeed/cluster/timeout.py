@@ -7,7 +7,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def within(seconds: float, function: Callable[[], Result]) -> Result:
+def with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
     """Return what ``function`` returns or raise what it raises; :class:`TimeoutError` after ``seconds``.
 
     It runs in a thread, so that Ctrl-C and SIGTERM are heard even while it waits inside a library; after a time-out

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-def relay(host: str, port: int) -> int:
+def start_proxy(host: str, port: int) -> int:
     """Return a port of this machine that leads to ``host`` at ``port``, by daemon threads, until the program ends."""
     listener = socket.create_server(("127.0.0.1", 0))
 
