@@ -1,4 +1,4 @@
-"""Say what a recipe will do on GPUs that are not here: memory, kernels, sends, milliseconds, and what is wrong."""
+"""Plan a recipe for absent GPUs: memory, kernels, communication, predicted time, bottlenecks, and findings."""
 
 import json
 import os
@@ -44,14 +44,14 @@ def plan(
     memory_fraction: float = MEMORY_FRACTION,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
 ) -> int:
-    """Say what a recipe will do on GPUs that are not here.
+    """Predict memory, time and bottlenecks of a recipe on absent GPUs.
 
     Exit code: 0; 1 with --strict when the doctor finds an error or the recipe does not fit; 2 bad input.
 
     Args:
         recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without recipe, such as gpt2-xl.
         target: GPUs to plan for: h100x8, h200x1, a100x8, b200x8, or h100x8x4 for 4 nodes of 8.
-        layout: How parameters lie on the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see speedrun.py --help.
+        layout: How parameters are sharded over the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see speedrun.py --help.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens a device takes at once.
         against: Another recipe to plan for the same target, and to compare with.
@@ -144,7 +144,7 @@ def without_compiler(
 
 
 def main() -> int:
-    """Read the command line; on this machine JAX has its CPU only, whatever is installed, and CUDA need not say so."""
+    """Read the command line; JAX uses the CPU of this machine only, whatever plugins are installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     jax.config.update("jax_platforms", "cpu")
     return tyro.cli(plan)

@@ -1,7 +1,7 @@
-"""Several processes as one program: how they join, what they share and what must be equal on all.
+"""Join several processes by ``jax.distributed``; share values between them, and check what must be equal on all.
 
-Who a process is says :mod:`jspeed.cluster.rank`; what an error on one of them means, :mod:`jspeed.cluster.failure`.
-For a process alone every function here does nothing.
+:mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles errors. In a single
+process every function here does nothing.
 """
 
 import json
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 _rank: Rank | None = None
 _joined = False
-lines: dict[int, socket.socket] = {}  # open connections by the process at the far end: process 0's, or to process 0
+connections: dict[int, socket.socket] = {}  # by the peer's rank: process 0 has one to each, the others one to process 0
 
 
 def initialise(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
@@ -43,16 +43,16 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     devices = local_devices(rank, os.environ)
     host, _, agreed_port = (rank.coordinator or _detected(rank)).rpartition(":")
     port, met = meet(host, int(agreed_port), rank.index, rank.count, wait)
-    lines.update(met)
+    connections.update(met)
     address = f"127.0.0.1:{start_proxy(host, port)}" if rank.index else f"{host}:{port}"
     # With the service on, SIGTERM would be noted by JAX and then ignored.
     jax.config.update("jax_enable_preemption_service", False)
-    # gRPC would send what is for another node to a site's HTTP proxy; JAX only warns of that.
+    # gRPC would use a site's HTTP proxy between nodes; JAX only warns of that.
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
     jax.config.update("jax_check_proxy_envs", False)
 
     def join() -> None:
-        # JAX ends the process, with a stack trace, when one of its own waits is over: they are longer than ours.
+        # JAX aborts with a stack trace when one of its own timeouts expires, so they are longer than ours.
         jax.distributed.initialize(
             address,
             rank.count,
@@ -121,7 +121,7 @@ def process_index() -> int:
 
 
 def is_alone() -> bool:
-    """Whether no launcher, variable or flag makes this process one of several."""
+    """Whether this is a single process: no launcher, variable or flag says otherwise."""
     return _rank is None
 
 
@@ -138,7 +138,7 @@ def client() -> Any:
 def share(name: str, value: str, seconds: float = 3600) -> str:
     """Return process 0's ``value`` on every process. Use each ``name`` once.
 
-    The limit is for what process 0 may have to do first, such as preparing data; should it die, that is noticed sooner.
+    The limit covers what process 0 may have to do first, such as preparing data; its death is noticed sooner.
     """
     store = client()
     if store is None:

@@ -1,39 +1,39 @@
-"""One step at which all processes stop, whichever of them was asked to."""
+"""A graceful stop: all processes end after the same step, whichever of them was asked to stop."""
 
 import threading
 
 from jspeed.cluster.distributed import client, process_count, process_index
 from jspeed.cluster.failure import pause, tell, when_told
 
-_WISH, _STEPS = "stop", "jspeed/steps/"
+_REQUEST, _STEPS = "stop", "jspeed/steps/"
 
 
 class GracefulStop:
-    """Lets any process ask for the end of the loop at any time, and all end after the same step.
+    """Lets any process request a stop at any time; all processes end the loop after the same step.
 
-    Every process calls :meth:`reached` once a step. Processes that share collectives are at most a few steps apart;
-    when one has a wish, each holds still, says which step it has begun, and all go on up to the furthest of them.
+    Every process calls :meth:`reached` once a step. Processes that share collectives are at most a few steps apart:
+    on a request each one pauses and publishes the step that it has begun, and all stop after the furthest of them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._step = -1
         self._stop: tuple[int, str] | None = None
-        self._wish: str | None = None
-        self._told = False
-        when_told(_WISH, self._agree)
+        self._request: str | None = None
+        self._sent = False
+        when_told(_REQUEST, self._agree)
 
     def wish(self, why: str) -> None:
-        """Ask for the end, for example with the status to write down. Safe in a signal handler; the first wish wins."""
-        self._wish = self._wish or why
+        """Request a stop; ``why`` is the status to record. Safe in a signal handler; the first request counts."""
+        self._request = self._request or why
 
     def reached(self, step: int) -> str | None:
-        """Say that ``step`` is about to begin; returns why to stop instead, on all processes at the same step."""
+        """Report that ``step`` is about to begin; return why to stop instead, on all processes at the same step."""
         if process_count() == 1:
-            return self._wish
-        if self._wish and not self._told:
-            self._told = True
-            tell(_WISH, self._wish)
+            return self._request
+        if self._request and not self._sent:
+            self._sent = True
+            tell(_REQUEST, self._request)
         with self._lock:
             if self._stop and step >= self._stop[0]:
                 return self._stop[1]

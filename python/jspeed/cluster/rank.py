@@ -1,4 +1,4 @@
-"""Who a process is among several, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
+"""The rank of this process, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
 
 import zlib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 @dataclass(frozen=True)
 class Rank:
-    """One process among ``count``; ``coordinator`` is HOST:PORT of process 0, or None where JAX detects it."""
+    """Rank ``index`` of ``count`` processes; ``coordinator`` is HOST:PORT of process 0, or None if JAX detects it."""
 
     index: int
     count: int
@@ -30,14 +30,14 @@ def find_rank(
     processes: int | None = None,
     process_id: int | None = None,
 ) -> Rank | None:
-    """Return this process's rank, or None for a process alone. Raises :class:`BadInput` for half of the facts."""
+    """Return this process's rank, or None for a process alone. Raises :class:`BadInput` for incomplete variables."""
     given = [coordinator, processes, process_id]
     if any(value is not None for value in given):
         if coordinator is None or processes is None or process_id is None:
             raise BadInput("several processes need all of --coordinator HOST:PORT, --processes N and --process-id I")
         return _checked(Rank(process_id, processes, coordinator), "--process-id", "--processes")
-    told = [name for name in _TORCHRUN if name in environment]
-    if told[:2] == ["RANK", "WORLD_SIZE"] or len(told) > 2:
+    found = [name for name in _TORCHRUN if name in environment]
+    if found[:2] == ["RANK", "WORLD_SIZE"] or len(found) > 2:
         return _of_torchrun(environment)
     if all(name in environment for name in _JAX):
         rank = Rank(_whole(environment, _JAX[0]), _whole(environment, _JAX[1]), environment[_JAX[2]])
@@ -77,7 +77,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Rank | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Rank | None:
-    """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``: what matters here is how GPUs are divided, evenly."""
+    """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``; the first number suffices to divide the GPUs evenly."""
     count, index, local = (_whole(environment, name) for name in _SLURM[2:])
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
     tasks_here = max(int(tasks) if tasks.isdigit() else 1, local + 1)
@@ -124,9 +124,9 @@ def _checked(rank: Rank, index: str, count: str) -> Rank | None:
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a process see."""
-    told = environment.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return len([device for device in told.split(",") if device])
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 

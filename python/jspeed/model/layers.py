@@ -1,4 +1,4 @@
-"""The small parts of a block: table look-up, normalisation, positions, squared ReLU."""
+"""Small parts of a block: embedding lookup, normalisation, rotary positions, squared ReLU."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def positions(table_PD: jax.Array, length: int) -> jax.Array:
     return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
 
 
-def previous(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
+def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
     """Return the token ``back`` places before each, ``fill`` where there is none: int32 ``[B, T]``."""
     cache = opened()
     if cache is None:

@@ -40,8 +40,8 @@ def _sum(array: jax.Array, multiplier: int) -> jax.Array:
         bits = array.astype(jnp.uint32)
     else:
         bits = jax.lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
-    place = jnp.full(array.shape, 1, jnp.uint32)
+    index = jnp.full(array.shape, 1, jnp.uint32)
     for axis, size in enumerate(array.shape):
-        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    weight = (place * jnp.uint32(multiplier % 2**32)) | jnp.uint32(1)
+        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    weight = (index * jnp.uint32(multiplier % 2**32)) | jnp.uint32(1)
     return jnp.sum(bits * weight, dtype=jnp.uint32)

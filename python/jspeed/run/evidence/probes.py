@@ -1,4 +1,4 @@
-"""Validity probes after the final evaluation: what a loss must satisfy to count as a language-model loss."""
+"""Validity probes after the final evaluation: conditions that a loss must meet to count as a language-model loss."""
 
 import json
 from typing import Any
@@ -20,8 +20,8 @@ from jspeed.run.prepare import Setup
 Verdict = dict[str, Any]
 
 
-# The share of validation blocks that training data may hold word for word. Text that was cleaned of near-duplicates has
-# 0.1 % of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
+# The share of validation blocks that may occur verbatim in the training data. Text without near-duplicates has 0.1 %
+# of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
 OVERLAP = 0.02
 
 
@@ -45,7 +45,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
 
 
 def no_overlap(setup: Setup) -> Verdict:
-    """Compare what was trained on with what is evaluated; process 0 reads the files and tells the others."""
+    """Compare training and validation tokens; process 0 reads the files and shares the result."""
     share_of = json.dumps(overlap(setup)) if process_index() == 0 else ""
     found = json.loads(share("overlap", share_of))
     return {"passed": found <= OVERLAP, "share": found}
@@ -54,7 +54,7 @@ def no_overlap(setup: Setup) -> Verdict:
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     """Change the inputs of ``row`` (uint16 ``[eval_len + 1]``) from some position on: no loss before it may move.
 
-    The targets stay, because the first loss that a look ahead by one token helps is the one before the change. Eight
+    The targets stay, because looking ahead by one token first shows in the loss just before the change. Eight
     positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
     the host, through which an evaluation could keep or learn something.
     """
