@@ -229,7 +229,7 @@ def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
         return pipeline(lambda x: run_blocks(one, table, layers, params, x), x, parts)
 
     def share(x: jax.Array, cut: PartitionSpec = WHOLE) -> jax.Array:
-        """Constrain how XLA shards an array over ``model``; unconstrained, it shards activations that must stay whole."""
+        """Constrain how XLA shards an array over ``model``; it would shard activations that must stay whole."""
         if mesh.shape.get("model", 1) == 1:
             return x
         return jax.lax.with_sharding_constraint(x, only_model(cut))
