@@ -1,4 +1,4 @@
-"""Bytes go through a relay both ways, and its near end outlives its far end."""
+"""Bytes pass the proxy both ways, and its near end stays open when its far end closes."""
 
 import socket
 import threading

@@ -118,6 +118,8 @@ def test_tables_and_comparison(plan, rows):
         "bounds:",
         "guesses:",
         "bottlenecks:",
+        "-bound: ",
+        "overlapping ms",
         "bad against bad",
     ):
         assert word in text

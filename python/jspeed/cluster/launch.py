@@ -54,7 +54,8 @@ def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
     parser = _Parser(prog="launch.py", description="Start and watch this node's processes of one run.")
 
     def flag(name: str, text: str, **settings: Any) -> None:
-        parser.add_argument(name, name[:2] + name[2:].replace("-", "_"), help=text, **settings)
+        spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))  # torchrun takes both
+        parser.add_argument(*spellings, help=text, **settings)
 
     flag("--nnodes", "number of nodes", type=int, default=1, metavar="N")
     flag("--node-rank", "which node this is, from 0", type=int, default=0, metavar="R")
