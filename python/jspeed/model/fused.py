@@ -110,7 +110,7 @@ def _matmul(
     for what, size, unit in (("rows", n, ROWS), ("columns", f, wide), ("contracted", k, line)):
         if size % unit:
             raise BadInput(
-                f"fused product: {what} must be a multiple of {unit}, found {size}; use the reference in plain JAX"
+                f"fused matmul: {what} must be a multiple of {unit}, found {size}; use the reference in plain JAX"
             )
     tiled = _tiled(a_NK.dtype, line)
     matrices = [dtype for shape, dtype in outputs if shape == (n, f)]

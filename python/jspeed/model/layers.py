@@ -87,7 +87,7 @@ def positions(table_PD: jax.Array, length: int) -> jax.Array:
 
 
 def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
-    """Return the token ``back`` places before each, ``fill`` where there is none: int32 ``[B, T]``."""
+    """Return the token ``back`` positions before each, ``fill`` where there is none: int32 ``[B, T]``."""
     cache = opened()
     if cache is None:
         return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]

@@ -101,7 +101,7 @@ def running(text: str) -> list[Instruction]:
 
 
 def paired(steps: list[Instruction]) -> list[Instruction]:
-    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the place of the start."""
+    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the position of the start."""
     origin: dict[str, str] = {}  # of a done or update -> its start
     results: dict[str, tuple[Array, ...]] = {}
     for step in steps:
@@ -214,13 +214,13 @@ def _source_lines(text: str) -> dict[str, str]:
         elif line[:1].isdigit():
             number, _, row = line.partition(" ")
             table[number] = row
-    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
 
-    def place(row: str) -> str:
-        location = places[_word(row, "file_location_id=")]
+    def source(row: str) -> str:
+        location = locations[_word(row, "file_location_id=")]
         return files[_word(location, "file_name_id=")].strip('"') + ":" + _word(location, "line=")
 
-    return {number: place(row) for number, row in tables.get("StackFrames", {}).items()}
+    return {number: source(row) for number, row in tables.get("StackFrames", {}).items()}
 
 
 def _closing(text: str) -> int:

@@ -54,7 +54,7 @@ def make_plan(
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
     findings, matmuls = examine(recipe, hardware, steps, stages, ideal)
     price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
-    fits, sentence = fit(recipe, hardware, steps)
+    fits, summary = fit(recipe, hardware, steps)
     return {
         "schema": 1,
         "recipe": recipe.name,
@@ -73,7 +73,7 @@ def make_plan(
         "device_memory_bytes": cluster.facts.hbm_bytes,
         "memory_limit_bytes": hardware.limit,
         "fits": fits,
-        "fit": sentence,
+        "fit": summary,
         "facts": {**cluster.facts._asdict(), "per_node": cluster.per_node},
         "fractions": {**predict.FRACTIONS, "step": 1 / predict.slowdown()},
         "calibration": predict.calibration(),
@@ -91,7 +91,7 @@ def make_plan(
         "doctor": [finding._asdict() | {"threshold": _finite(finding.threshold)} for finding in findings],
         "matmuls": matmuls,
         "warnings": warnings(hardware, steps)
-        + ([] if fits else [sentence])
+        + ([] if fits else [summary])
         + [f"{f.name}: {f.text}" for f in findings if f.level != "note"],
         "bounds": BOUNDS,
         "guesses": GUESSES,
@@ -194,7 +194,7 @@ def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, flo
 
 
 def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool, str]:
-    """Whether every stage fits, as a sentence: what it needs, or what would fit, found by compiling."""
+    """Return (whether every stage fits, a summary): what it needs, or what would fit, found by compiling."""
     worst = max(steps, key=lambda step: step.memory["peak"])
     need, limit = worst.memory["peak"], hardware.limit
     tokens = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts

@@ -138,8 +138,8 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
     if nodes > 1:
         bandwidth = min(bandwidth, facts.network_bytes_per_second * cluster.per_node)
     rounds = 2 if collective.kind == "all-reduce" else 1
-    sent = rounds * collective.bytes * (collective.group - 1) / max(1, collective.group)
-    return sent / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
+    moved = rounds * collective.bytes * (collective.group - 1) / max(1, collective.group)
+    return moved / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
 
 
 def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int, tuple[float, float]]]:

@@ -109,7 +109,7 @@ def parse_target(text: str) -> Cluster:
 
 
 def missing() -> str | None:
-    """Say in one sentence why nothing can be compiled for a GPU here, or return None."""
+    """Return the error message if nothing can be compiled for a GPU here, else None."""
     if any(_installed(plugin) for plugin in PLUGINS):
         return None
     return (

@@ -166,12 +166,12 @@ def _collectives(plan: Plan) -> str:
             "exposed ms", "source"]  # fmt: skip
     rows, seen = [], []
     for stage in mappings(plan.get("stages")):
-        sent = mappings(stage.get("collectives"))
-        same = [[c.get(key) for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in sent]
+        found = mappings(stage.get("collectives"))
+        same = [[c.get(key) for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in found]
         if same in seen:
             continue
         seen.append(same)
-        for c in sent:
+        for c in found:
             rows.append([
                 stage_name(stage), str(c.get("kind", NONE)), str(c.get("axis", NONE)), whole(c.get("count")),
                 size(c.get("bytes")), str(c.get("dtype") or NONE), _yes(c.get("async")), figures(c.get("ms")),

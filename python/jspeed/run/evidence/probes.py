@@ -30,7 +30,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
 
     With several processes each must call this, and gets the same.
     """
-    params, witness = state["params"], setup.witness
+    params, start = state["params"], setup.witness
     row = setup.validation.first
     before = checksum(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
@@ -39,7 +39,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     return verdicts | {
         "evaluation_leaves_state": {"passed": after == before, "state": before},
         "evaluation_repeats": {"passed": again == loss, "again": again},
-        "warm_up_leaves_state": {"passed": witness.fresh == witness.after_warm_up, "state": witness.fresh},
+        "warm_up_leaves_state": {"passed": start.fresh == start.after_warm_up, "state": start.fresh},
         "no_overlap": no_overlap(setup),
     }
 
