@@ -1,4 +1,4 @@
-"""Cross-entropy through any head, that never keeps a [tokens, vocabulary] array from forward to backward."""
+"""Cross-entropy through any head, without saving a [tokens, vocabulary] array for the backward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""A plan as one picture: where the time of every stage goes, and what fills a device's memory.
+"""A plan as one picture: the time of every stage, and the memory of a device by kind.
 
-The same plan is the same bytes.
+The same plan gives the same bytes.
 """
 
 import io

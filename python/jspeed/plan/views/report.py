@@ -1,6 +1,7 @@
-"""A plan as one page: the tables of the terminal and the picture, in one file that opens from disk.
+"""A plan as one self-contained HTML page: the tables of the terminal and the picture.
 
-The page is a pure function of the dict that ``plan.py --json`` writes, and loads and runs nothing. All text is escaped.
+The page is a pure function of the dict that ``plan.py --json`` writes. It loads no other file and runs no script; all
+text is escaped.
 """
 
 import re

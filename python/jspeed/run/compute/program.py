@@ -1,4 +1,4 @@
-"""The executables of a run, compiled ahead for one mesh: initial state, one step per stage, evaluation."""
+"""The executables of a run, compiled ahead of time for one mesh: initial state, one step per stage, evaluation."""
 
 import math
 import os
