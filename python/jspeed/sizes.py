@@ -1,4 +1,4 @@
-"""The numbers that follow from a recipe: parameters, tokens, FLOPs."""
+"""Numbers derived from a recipe: parameters, tokens, FLOPs."""
 
 from collections.abc import Mapping
 from typing import Any

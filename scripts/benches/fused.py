@@ -1,4 +1,4 @@
-"""The fused products beside their twins in plain JAX, on one GPU."""
+"""The fused matmuls beside their references in plain JAX, on one GPU."""
 
 import statistics
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from jspeed.errors import BadInput
 from jspeed.model.fp8 import E4M3
 from jspeed.model.fused import (
     squared_relu_gradient,
-    squared_relu_gradient_twin,
-    squared_relu_product,
-    squared_relu_product_twin,
+    squared_relu_gradient_reference,
+    squared_relu_matmul,
+    squared_relu_matmul_reference,
 )
 
 WIDTH, MLP_WIDTH = 768, 3072  # record 89's
 
 
 def fused(tokens: int = 49_152, rounds: int = 20) -> None:
-    """Milliseconds of each own kernel and of its twin, as XLA compiles it, in turn on the same arrays.
+    """Milliseconds of each own kernel and of its reference, as XLA compiles it, in turn on the same arrays.
 
     Args:
         tokens: Rows; default: a device's in the last stage of record 89.
@@ -38,14 +38,14 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
     )
     forward = x.astype(E4M3), up.astype(E4M3), jnp.array([1.0, 1 / 448], jnp.float32)
     cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]] = {
-        "squared ReLU, FP8": (squared_relu_product, squared_relu_product_twin, forward),
-        "its gradient": (squared_relu_gradient, squared_relu_gradient_twin, (g, down, h * h)),
+        "squared ReLU, FP8": (squared_relu_matmul, squared_relu_matmul_reference, forward),
+        "its gradient": (squared_relu_gradient, squared_relu_gradient_reference, (g, down, h * h)),
     }
     print(
         f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX {jax.__version__}; ms, medians"
     )
-    for name, (kernel, twin, arrays) in cases.items():
-        calls = [partial(jax.jit(way), *arrays) for way in (kernel, twin)]
+    for name, (kernel, reference, arrays) in cases.items():
+        calls = [partial(jax.jit(way), *arrays) for way in (kernel, reference)]
         spent: list[list[float]] = [[], []]
         for _ in range(rounds):
             for call, times in zip(calls, spent, strict=True):
@@ -53,4 +53,4 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
                 _, seconds = timed(lambda call=call: jax.block_until_ready([call() for _ in range(10)]))
                 times.append(1e3 * seconds / 10)
         ours, theirs = map(statistics.median, spent)
-        print(f"{name:<20}{ours:8.3f} kernel {theirs:8.3f} twin   ratio {ours / theirs:.2f}")
+        print(f"{name:<20}{ours:8.3f} kernel {theirs:8.3f} XLA   ratio {ours / theirs:.2f}")

@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspeed.model.attention import attention, find_documents
-from jspeed.plan import hlo
+
+from .calls import custom_calls
 
 BOS = 50_256
 SHAPE = (4, 2048, 6, 128)
@@ -38,7 +39,7 @@ def compiled(mesh, backend: str, packed: bool, window: int | None) -> str:
 
 @pytest.mark.parametrize(("packed", "window"), [(False, None), (False, 256), (True, None), (True, 256)])
 def test_cudnn(mesh, packed, window):
-    calls = hlo.custom_calls(compiled(mesh, "cudnn", packed, window), "__cudnn$fmha")
+    calls = custom_calls(compiled(mesh, "cudnn", packed, window), "__cudnn$fmha")
     assert sorted(call.target for call in calls) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     for call in calls:
         config = json.loads(call.attributes.split("backend_config=")[1])["cudnn_fmha_backend_config"]
@@ -55,4 +56,4 @@ def test_fa4(mesh, monkeypatch):
     fa4_kernels = pytest.importorskip("fa4_jax.kernels")
     monkeypatch.setattr(fa4_kernels, "_device_arch", lambda: 90)
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    assert len(hlo.custom_calls(compiled(mesh, "fa4", packed=True, window=256))) >= 2
+    assert len(custom_calls(compiled(mesh, "fa4", packed=True, window=256))) >= 2

@@ -11,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 
+from .calls import custom_calls
+
 Meshes = Callable[[int], Mesh]
 ROWS, WHOLE = PartitionSpec("data"), PartitionSpec()
 
@@ -35,7 +37,7 @@ def test_matmul_is_cublaslt_and_its_gradient_is_summed_over_devices(mesh: Meshes
     eight = mesh(8)
     x, w = array(eight, (4096, 768), jnp.bfloat16, ROWS), array(eight, (768, 3072), jnp.bfloat16)
     text = compiled(jax.grad(lambda w, x: jnp.sum(jax.nn.relu(x @ w).astype(jnp.float32))), w, x)
-    calls = hlo.custom_calls(text)
+    calls = custom_calls(text)
     assert [call.target for call in calls] == ["__cublas$lt$matmul"] * 2
     assert calls[0].arrays[0] == hlo.Array("bf16", (512, 3072))
     assert "dot_general" in calls[0].op_name
@@ -53,7 +55,7 @@ def test_f8_dot_is_one_cublaslt_call(mesh: Meshes):
         return jax.lax.dot_general(x, w, both_last, preferred_element_type=jnp.bfloat16)
 
     text = compiled(logits, array(one, (8192, 768), jnp.float8_e4m3fn), array(one, (50304, 768), jnp.float8_e4m3fn))
-    [call] = hlo.custom_calls(text)
+    [call] = custom_calls(text)
     assert call.target == "__cublas$lt$matmul$f8"
     assert call.arrays[0] == hlo.Array("bf16", (8192, 50304))
     assert hlo.buffers(text, 2**20)[0].array == call.arrays[0]
@@ -77,7 +79,7 @@ def test_distributed_newton_schulz(mesh: Meshes):
     assert gather.arrays == (hlo.Array("bf16", (16, 768, 3072)),)
     assert scatter.bytes == gather.bytes == 16 * 768 * 3072 * 2
     assert scatter.group == gather.group == 8
-    assert [call.arrays[0].dims for call in hlo.custom_calls(text, "__cublas$lt$matmul")] == [
+    assert [call.arrays[0].dims for call in custom_calls(text, "__cublas$lt$matmul")] == [
         (2, 768, 768),
         (2, 768, 3072),
     ]
@@ -87,7 +89,7 @@ def test_loops_are_read_through(mesh: Meshes):
     one = mesh(1)
     x = array(one, (1024, 1024), jnp.bfloat16)
     text = compiled(lambda x: jax.lax.fori_loop(0, 5, lambda _, y: y @ x, x), x)
-    [call] = hlo.custom_calls(text)
+    [call] = custom_calls(text)
     assert call.computation != hlo.entry(text)
     assert "while" in {step.opcode for step in hlo.running(text)}
 

@@ -15,6 +15,8 @@ from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 
+from .calls import custom_calls
+
 WIDTH, VOCAB = 768, 50_304
 SCALES = fp8.Scales(100 / 448, 1.6 / 448, 0.75 / 448)
 
@@ -47,7 +49,7 @@ def made(program, size):
 
 
 def gemms(program):
-    return [call.attributes for call in hlo.custom_calls(program.as_text(), "__cublas$lt$matmul$f8")]
+    return [call.attributes for call in custom_calls(program.as_text(), "__cublas$lt$matmul$f8")]
 
 
 def scales_of(program):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.plan import predict
-from jspeed.plan.compile import Step, compile_stages, memory_by_kind, rent, with_stage
+from jspeed.plan.compile import Step, compile_stages, hardware_for, memory_by_kind, with_stage
 from jspeed.plan.plan import describe_stage, make_plan
 from jspeed.plan.target import parse_target
 from jspeed.run.find import find
@@ -28,7 +28,7 @@ def steps_of(mesh, name: str) -> list[Step]:
 def test_flops_of_r29(mesh):
     """6 for each weight of a matrix and each token, Newton-Schulz on a device's share, attention by keys seen."""
     recipe, _, _ = compiled(mesh(8), "r29")
-    rented = rent(EIGHT, "zero1")
+    hardware = hardware_for(EIGHT, "zero1")
     tokens, width, up, vocabulary = 49152, 768, 3072, 50304
     products = 6 * tokens * (44 * width * width + 24 * width * up + vocabulary * width)
     newton_schulz = 5 * (6 * 3 * 2 * width**3 + 3 * (2 * 2 * width**2 * up + 2 * width**3))
@@ -36,7 +36,7 @@ def test_flops_of_r29(mesh):
         keys = [sum(min(t + 1, window) for t in range(2048)) / 2048 for window in stage.windows]
         del keys[7]  # the layer without attention
         attention = 2 * 7 * tokens * width * sum(keys)  # two products forward and five backward
-        described = describe_stage(recipe, rented, 1, step)
+        described = describe_stage(recipe, hardware, 1, step)
         assert described["flops"] == pytest.approx(products + newton_schulz + attention, rel=0.01)
         assert described["flops_by_part"]["attention scores"] == pytest.approx(attention, rel=1e-6)
         assert described["flops_by_part"]["optimizer"] == pytest.approx(newton_schulz, rel=1e-5)  # and the gates
@@ -61,9 +61,9 @@ def test_rooflines_of_published_programs(mesh, name):
 
 def test_memory_is_the_compilers(mesh):
     """bad.py: arguments and peak as memory_analysis has them; parameters, optimizer and batch counted by hand."""
-    rented = rent(EIGHT, "zero1")
+    hardware = hardware_for(EIGHT, "zero1")
     found = find(BAD)
-    [step] = compile_stages(found.recipe, rented)
+    [step] = compile_stages(found.recipe, hardware)
     state = 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8
     kinds = memory_by_kind(step)
     assert kinds["parameters"] == 4 * state
@@ -83,17 +83,17 @@ def test_memory_is_the_compilers(mesh):
     ],
 )
 def test_sick_recipes_are_caught_by_name(h100, sets, names):
-    plan = make_plan(find(BAD, sets), rent(EIGHT, "zero1"))
+    plan = make_plan(find(BAD, sets), hardware_for(EIGHT, "zero1"))
     found = {finding["name"] for finding in plan["doctor"] if finding["level"] == "error"}
     assert found - {"exposed-collective"} == names  # so small a step has nothing to hide its sends behind
 
 
 def test_several_nodes_and_other_gpus(h100):
     found = find(BAD, ["LANES=32", "MATRICES=32"])
-    plan = make_plan(found, rent(parse_target("h100x8x4"), "zero1"))
+    plan = make_plan(found, hardware_for(parse_target("h100x8x4"), "zero1"))
     assert (plan["devices"], plan["nodes"], plan["mesh"]) == (32, 4, {"data": 32})
     assert {send["group"] for send in plan["stages"][0]["collectives"]} == {32}
     for kind in ("a100", "b200", "h200"):
-        rented = rent(parse_target(f"{kind}x1"), "zero1")
-        [step] = compile_stages(found.recipe, rented)
+        hardware = hardware_for(parse_target(f"{kind}x1"), "zero1")
+        [step] = compile_stages(found.recipe, hardware)
         assert sum(kernel.flops for kernel in step.kernels) > 0

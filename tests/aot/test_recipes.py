@@ -12,6 +12,8 @@ from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find import find
 
+from .calls import custom_calls
+
 GIGABYTE = 1e9
 ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
 
@@ -41,13 +43,13 @@ def test_head_is_three_fp8_matmuls(record):
     recipe, text, _ = record
     vocabulary, width = recipe.parameters["head"].shape
     tokens = recipe.stages[-1].lane_len
-    shapes = [call.arrays[0].dims for call in hlo.custom_calls(text) if call.target == "__cublas$lt$matmul$f8"]
+    shapes = [call.arrays[0].dims for call in custom_calls(text) if call.target == "__cublas$lt$matmul$f8"]
     assert Counter(shapes) == Counter([(tokens, vocabulary), (tokens, width), (vocabulary, width)])
 
 
 def test_attention_is_a_fused_kernel_forward_and_backward_in_every_layer(on_eight):
     recipe, text, _ = on_eight
-    calls = Counter(call.target for call in hlo.custom_calls(text))
+    calls = Counter(call.target for call in custom_calls(text))
     layers = ATTENTION_LAYERS[recipe.name]
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == layers
 
@@ -83,4 +85,4 @@ def test_one_device_accumulates_in_less_than_60_gigabytes(name, mesh):
     assert needed < 60 * GIGABYTE
     assert not hlo.collectives(text)
     layers = ATTENTION_LAYERS[name]
-    assert Counter(call.target for call in hlo.custom_calls(text))["__cudnn$fmhaSoftmaxBackward"] == layers
+    assert Counter(call.target for call in custom_calls(text))["__cudnn$fmhaSoftmaxBackward"] == layers

@@ -15,6 +15,8 @@ from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find import find
 
+from .calls import custom_calls
+
 pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m slow'
 
 GIGABYTE = 1e9
@@ -54,7 +56,7 @@ def name(request):
 def test_a_step_needs_less_than_60_gigabytes_and_uses_the_fast_kernels(mesh, name, number, phase):
     recipe, text, needed = compiled(mesh(8), name, number, phase)
     assert needed < 60 * GIGABYTE
-    calls = Counter(call.target for call in hlo.custom_calls(text))
+    calls = Counter(call.target for call in custom_calls(text))
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == 10
     assert calls["__cublas$lt$matmul$f8"] == FACTS[name][0]
     logits = 4 * recipe.stages[number].lane_len * 50_304
@@ -64,7 +66,7 @@ def test_a_step_needs_less_than_60_gigabytes_and_uses_the_fast_kernels(mesh, nam
 def test_the_final_evaluation_compiles_and_fits(mesh, name):
     _, text, needed = compiled(mesh(8), name, -1, None)
     assert needed < 60 * GIGABYTE
-    assert Counter(call.target for call in hlo.custom_calls(text))["__cudnn$fmhaSoftmax"] == 10
+    assert Counter(call.target for call in custom_calls(text))["__cudnn$fmhaSoftmax"] == 10
 
 
 def test_two_steps_send_no_more_than_the_record(mesh, name):

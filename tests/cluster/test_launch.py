@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from jspeed.cluster.launch import read_arguments
+
 from ..several import REPOSITORY
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts" / "launch.py")]
@@ -134,3 +136,10 @@ def test_bad_flags_are_a_sentence(launch, word, flags):
 def test_the_launcher_needs_no_jax():
     code = "import jspeed.cluster.launch, sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_help_lists_every_spelling_once(capsys):
+    with pytest.raises(SystemExit):
+        read_arguments(["--help"])
+    text = capsys.readouterr().out
+    assert "--standalone, --standalone" not in text and "--node-rank R, --node_rank R" in text

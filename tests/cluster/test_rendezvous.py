@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from jspeed.cluster.rendezvous import free_port, is_there, meet
+from jspeed.cluster.rendezvous import free_port, is_open, meet
 from jspeed.errors import BadInput
 
 from ..several import said
@@ -52,11 +52,11 @@ def test_the_connections_end_with_the_process():
         guests = [pool.submit(meet, "127.0.0.1", port, index, 3, 10) for index in (1, 2)]
         _, lines = meet("127.0.0.1", port, 0, 3, 10)
         (_, one), (_, two) = (guest.result() for guest in guests)
-    assert sorted(lines) == [1, 2] and all(map(is_there, (*lines.values(), one[0], two[0])))
+    assert sorted(lines) == [1, 2] and all(map(is_open, (*lines.values(), one[0], two[0])))
     two[0].close()
-    assert is_there(lines[1]) and not is_there(lines[2])
+    assert is_open(lines[1]) and not is_open(lines[2])
     lines[1].close()
-    assert not is_there(one[0])
+    assert not is_open(one[0])
     one[0].close()
     lines[2].close()
 

@@ -11,9 +11,10 @@ from jspeed.errors import BadInput
 from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
 from jspeed.inference.trained import Model
 from jspeed.model.cache import advance, empty
-from jspeed.model.layers import previous
+from jspeed.model.layers import token_before as previous
 from jspeed.parallel.layout import partitions
-from jspeed.parallel.mesh import make_mesh, place
+from jspeed.parallel.mesh import make_mesh
+from jspeed.parallel.mesh import put as place
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 from jspeed.run.find import find, known_recipes

@@ -202,7 +202,7 @@ def packed_mask(lengths, starts, length):
 def told(tokens, max_docs):
     """What the kernels are told, and what jax makes of it for cuDNN: starts in elements, unused slots at the end."""
     offsets = find_documents(tokens, BOS, max_docs).offsets
-    lengths, starts = kernels.cudnn_places(offsets, tokens.shape[1])
+    lengths, starts = kernels.cudnn_slots(offsets, tokens.shape[1])
     x = jnp.zeros((*tokens.shape, 2, 8))
     by_jax = fused._fix_seqlen_offsets(lengths, lengths, starts, starts, x, x)
     return lengths, starts, by_jax[0], by_jax[2], kernels.flat_bounds(offsets, tokens.shape[1])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jspeed.model.heads import pair_positions
-from jspeed.model.positions import frequencies, offset_keys, previous, rotate, smear, yarn
+from jspeed.model.positions import frequencies, offset_keys, rotate, shift_right, smear, yarn
 
 # Longest windows in tokens, and what belongs to the last of them: some angles and the softmax scale.
 SHOWN = [0, 5, 10, 15, 20, 25, 31]
@@ -50,7 +50,7 @@ def test_smear_and_key_offset_reach_back_one_token():
     expected = x.copy()
     expected[:, 1:] += gate[:, 1:, None] * x[:, :-1]
     np.testing.assert_allclose(smear(jnp.asarray(x), jnp.asarray(gate)), expected, atol=1e-6)
-    assert not np.any(np.asarray(previous(jnp.asarray(x)))[:, 0])
+    assert not np.any(np.asarray(shift_right(jnp.asarray(x)))[:, 0])
 
     k = np.random.default_rng(2).normal(size=(2, 5, 3, 8)).astype(np.float32)
     expected = k.copy()

@@ -12,7 +12,7 @@ from jspeed.errors import BadInput
 from jspeed.parallel.layout import cut_dim, partition
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import calculate, chinchilla
-from jspeed.plan.views.tables import print_tables, tables
+from jspeed.plan.views.formulas import print_tables, tables
 from jspeed.recipe import Context, init_parameters, leaves
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import cost, doctor
-from jspeed.plan.compile import Rented
+from jspeed.plan.compile import Hardware
 from jspeed.plan.plan import make_plan
 from jspeed.plan.target import parse_target
 from jspeed.run.compute.device import Device
@@ -22,8 +22,8 @@ HERE = Device("cpu", "xla", "emulated", 8192, memory=10**10)
 
 def plan_here(*sets: str, layout: str = "zero1"):
     """Plan bad.py for 8 H100s, its programs compiled for eight devices of this CPU."""
-    rented = Rented(parse_target("h100x8"), make_mesh({"data": 8}), layout, HERE)
-    return make_plan(find(BAD, sets), rented)
+    hardware = Hardware(parse_target("h100x8"), make_mesh({"data": 8}), layout, HERE)
+    return make_plan(find(BAD, sets), hardware)
 
 
 def errors(plan) -> set[str]:
@@ -50,8 +50,9 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
     kernels = cost.kernels(traced.lower().compile().as_text())
     ideal = doctor.ideal_flops(traced.jaxpr)
     assert sum(ideal.values()) == 2 * 16 * 8 * 32 * 64
-    assert doctor.redundancy(kernels, ideal, 8) == pytest.approx(factor, abs=0.05)
-    found = doctor.redundant(doctor.matmuls(kernels, ideal, 8), kernels)
+    [row] = doctor.matmuls(kernels, ideal, 8)
+    assert row["redundancy"] == pytest.approx(factor, abs=0.05)
+    found = doctor.redundant([row], kernels)
     assert [finding.value for finding in found] == ([factor] if factor > doctor.REDUNDANT else [])
     placed = doctor.placement([("batch", x.shape, x_spec), ("w", w.shape, w_spec)], dict(mesh.shape))
     assert sorted(finding.name for finding in placed) == names
@@ -77,7 +78,7 @@ def test_dp_holds_everything_everywhere():
     plan = plan_here(layout="dp")
     assert "replicated-muon" in errors(plan)
     whole = [finding["text"] for finding in plan["doctor"] if finding["name"] == "replicated-leaf"]
-    assert len(whole) == 3 and all("--layout zero1 cuts them 8 ways" in text for text in whole)
+    assert len(whole) == 3 and all("--layout zero1 shards them 8 ways" in text for text in whole)
 
 
 def test_loops_count_as_often_as_they_run():
@@ -91,7 +92,8 @@ def test_loops_count_as_often_as_they_run():
     traced = jax.jit(five).trace(x, w)
     ideal = doctor.ideal_flops(traced.jaxpr)
     assert sum(ideal.values()) == 5 * 2 * 256 * 96 * 96
-    assert doctor.redundancy(cost.kernels(traced.lower().compile().as_text()), ideal, 8) == pytest.approx(1)
+    [row] = doctor.matmuls(cost.kernels(traced.lower().compile().as_text()), ideal, 8)
+    assert row["redundancy"] == pytest.approx(1)
 
 
 SCATTER = """HloModule jit_count
@@ -118,9 +120,9 @@ def test_scalar_scatters_are_loops_of_compare_and_swap():
     assert not doctor.slow_scatters(SCATTER.replace("WIDTH", "4"))  # one vector instruction
 
 
-def test_exposed_sends():
-    send = {"kind": "all-gather", "bytes": 10**9, "async": True, "count": 1, "ms": 8.0, "exposed_ms": 7.0}
-    assert [finding.name for finding in doctor.exposed([send], 50.0)] == ["exposed-collective"]
-    assert not doctor.exposed([send | {"exposed_ms": 1.0}], 50.0)
-    found = doctor.exposed([send | {"async": False, "exposed_ms": 1.0}], 50.0)
+def test_exposed_communication():
+    gather = {"kind": "all-gather", "bytes": 10**9, "async": True, "count": 1, "ms": 8.0, "exposed_ms": 7.0}
+    assert [finding.name for finding in doctor.exposed([gather], 50.0)] == ["exposed-collective"]
+    assert not doctor.exposed([gather | {"exposed_ms": 1.0}], 50.0)
+    found = doctor.exposed([gather | {"async": False, "exposed_ms": 1.0}], 50.0)
     assert [finding.name for finding in found] == ["synchronous-collective"]

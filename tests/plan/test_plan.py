@@ -12,10 +12,10 @@ import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
-from jspeed.plan.compile import Rented, compile_stages
+from jspeed.plan.compile import Hardware, compile_stages
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
-from jspeed.plan.views import show
+from jspeed.plan.views import compare, terminal
 from jspeed.run.compute.device import Device
 from jspeed.run.find import find
 from jspeed.sizes import parameter_count
@@ -24,28 +24,30 @@ SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
 FOUND = find(str(Path(__file__).with_name("bad.py")), SMALL)
 
 
-def rent(layout: str = "zero1", memory: int = 10**10) -> Rented:
-    return Rented(parse_target("h100x8"), make_mesh({"data": 8}), layout, Device("cpu", "xla", "emulated", 64, memory))
+def hardware_for(layout: str = "zero1", memory: int = 10**10) -> Hardware:
+    return Hardware(
+        parse_target("h100x8"), make_mesh({"data": 8}), layout, Device("cpu", "xla", "emulated", 64, memory)
+    )
 
 
-def taking(rented, micro_batch):
-    return replace(rented, device=replace(rented.device, micro_batch=micro_batch))
+def taking(hardware, micro_batch):
+    return replace(hardware, device=replace(hardware.device, micro_batch=micro_batch))
 
 
 @pytest.fixture(scope="module")
 def plan():
     """The plan and, as "step", the compiled step that it is made of."""
     with pytest.MonkeyPatch.context() as patch:
-        steps = compile_stages(FOUND.recipe, rent())
+        steps = compile_stages(FOUND.recipe, hardware_for())
         patch.setattr(jspeed.plan.plan, "compile_stages", lambda *_: steps)
-        return make_plan(FOUND, rent(), dollars_per_hour=3600.0) | {"step": steps[0]}
+        return make_plan(FOUND, hardware_for(), dollars_per_hour=3600.0) | {"step": steps[0]}
 
 
 @pytest.fixture(scope="module")
 def rows():
     """Where one micro-batch does not fit, a smaller one is tried."""
-    [large] = search(FOUND, [taking(rent(), 1024)])
-    tight = rent(memory=large["peak_bytes"] - 1)
+    [large] = search(FOUND, [taking(hardware_for(), 1024)])
+    tight = hardware_for(memory=large["peak_bytes"] - 1)
     return search(FOUND, [taking(tight, 1024)])
 
 
@@ -90,12 +92,12 @@ def test_out_of_memory_is_a_sentence_with_what_fits(plan, rows):
     """Found by compiling with fewer lanes; the steps of the test are real, so is what they need."""
     small = plan["stages"][0]["memory_bytes"]["peak"]
     large = next(row["peak_bytes"] for row in rows if row["micro_batch_tokens"] == 1024)
-    rented = rent(memory=(small + large) // 2)
+    hardware = hardware_for(memory=(small + large) // 2)
     step = replace(plan["step"], parts=1, memory=plan["step"].memory | {"peak": large})
-    fits, sentence = fit(FOUND.recipe, rented, [step])
+    fits, sentence = fit(FOUND.recipe, hardware, [step])
     assert not fits
     assert "micro-batch of 1,024 tokens" in sentence and "--micro-batch 512 needs" in sentence
-    fits, sentence = fit(FOUND.recipe, rent(memory=small), [plan["step"]])
+    fits, sentence = fit(FOUND.recipe, hardware_for(memory=small), [plan["step"]])
     assert fits and sentence.startswith("fits: ")
 
 
@@ -105,8 +107,8 @@ def test_search_ends_with_what_does_not_fit(rows):
 
 def test_tables_and_comparison(plan, rows):
     console = Console(file=io.StringIO(), width=140)
-    show.plan(plan | {"search": rows}, console)
-    show.comparison(plan, plan, console)
+    terminal.plan(plan | {"search": rows}, console)
+    terminal.comparison(plan, plan, console)
     text = console.file.getvalue()
     for word in (
         "predicted ms",
@@ -115,13 +117,15 @@ def test_tables_and_comparison(plan, rows):
         "micro-batch",
         "bounds:",
         "guesses:",
-        "most of it:",
+        "bottlenecks:",
+        "-bound: ",
+        "overlapping ms",
         "bad against bad",
     ):
         assert word in text
-    assert all(before == after for _, before, after in show.changes(plan, plan))
+    assert all(before == after for _, before, after in compare.changes(plan, plan))
 
 
 def test_lanes_that_do_not_divide_are_a_sentence():
     with pytest.raises(BadInput, match="--set LANES=64"):
-        require_devices(replace(FOUND.recipe, lanes=60), rent())
+        require_devices(replace(FOUND.recipe, lanes=60), hardware_for())

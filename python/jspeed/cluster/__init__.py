@@ -1,1 +1,1 @@
-"""Many processes as one program: start them, let them meet, join them by JAX, end all when one fails."""
+"""Many processes as one program: launch, rendezvous, jax.distributed, and one exit when any process fails."""

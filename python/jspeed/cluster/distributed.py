@@ -1,7 +1,7 @@
-"""Several processes as one program: how they join, what they share and what must be equal on all.
+"""Join several processes by ``jax.distributed``; share values between them, and check what must be equal on all.
 
-Who a process is says :mod:`jspeed.cluster.place`; what an error on one of them means, :mod:`jspeed.cluster.failure`.
-For a process alone every function here does nothing.
+:mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles errors. In a single
+process every function here does nothing.
 """
 
 import json
@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 
 import jax
 
-from jspeed.cluster.place import Place, find_place, local_devices
-from jspeed.cluster.relay import relay
+from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import WAIT_SECONDS, meet
-from jspeed.cluster.within import within
+from jspeed.cluster.tcp_proxy import start_proxy
+from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
 
 HEARTBEAT_SECONDS = "JSPEED_HEARTBEAT_SECONDS"  # how long a process may be silent before it counts as dead
 
 Result = TypeVar("Result")
 
-_place: Place | None = None
+_rank: Rank | None = None
 _joined = False
-lines: dict[int, socket.socket] = {}  # open connections by the process at the far end: process 0's, or to process 0
+connections: dict[int, socket.socket] = {}  # by the peer's rank: process 0 has one to each, the others one to process 0
 
 
 def initialise(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
@@ -32,31 +32,31 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
 
     Raises :class:`BadInput` when they have not all come after ``JSPEED_WAIT_SECONDS`` (120).
     """
-    global _place, _joined
-    if _place is not None:
+    global _rank, _joined
+    if _rank is not None:
         return
-    place = find_place(os.environ, coordinator, processes, process_id)
-    if place is None:
+    rank = find_rank(os.environ, coordinator, processes, process_id)
+    if rank is None:
         return
-    _place = place
+    _rank = rank
     wait, silence = seconds_of(WAIT_SECONDS, 120), silence_seconds()
-    devices = local_devices(place, os.environ)
-    host, _, agreed_port = (place.coordinator or _detected(place)).rpartition(":")
-    port, met = meet(host, int(agreed_port), place.index, place.count, wait)
-    lines.update(met)
-    address = f"127.0.0.1:{relay(host, port)}" if place.index else f"{host}:{port}"
+    devices = local_devices(rank, os.environ)
+    host, _, agreed_port = (rank.coordinator or _detected(rank)).rpartition(":")
+    port, met = meet(host, int(agreed_port), rank.index, rank.count, wait)
+    connections.update(met)
+    address = f"127.0.0.1:{start_proxy(host, port)}" if rank.index else f"{host}:{port}"
     # With the service on, SIGTERM would be noted by JAX and then ignored.
     jax.config.update("jax_enable_preemption_service", False)
-    # gRPC would send what is for another node to a site's HTTP proxy; JAX only warns of that.
+    # gRPC would use a site's HTTP proxy between nodes; JAX only warns of that.
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
     jax.config.update("jax_check_proxy_envs", False)
 
     def join() -> None:
-        # JAX ends the process, with a stack trace, when one of its own waits is over: they are longer than ours.
+        # JAX aborts with a stack trace when one of its own timeouts expires, so they are longer than ours.
         jax.distributed.initialize(
             address,
-            place.count,
-            place.index,
+            rank.count,
+            rank.index,
             local_device_ids=devices,
             cluster_detection_method="deactivate",
             coordinator_bind_address=f"[::]:{port}",
@@ -66,21 +66,21 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
         )
 
     try:
-        within(wait, join)
+        with_timeout(wait, join)
     except TimeoutError:
         raise BadInput(
-            f"process {place.index} of {place.count} met the others but JAX could not connect them at {host}:{port} in "
+            f"process {rank.index} of {rank.count} met the others but JAX could not connect them at {host}:{port} in "
             f"{wait:g} s; nodes must reach each other at every port, so check the firewall between them"
         ) from None
     _joined = True
 
 
-def _detected(place: Place) -> str:
+def _detected(rank: Rank) -> str:
     """HOST:PORT of process 0, by JAX's own detection of Slurm and Open MPI, which JAX keeps in a private module."""
     from jax._src.clusters import ClusterEnv
 
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(None, place.count, place.index, [], None, 60)[0]
+        found = ClusterEnv.auto_detect_unset_distributed_params(None, rank.count, rank.index, [], None, 60)[0]
     except (RuntimeError, ValueError) as error:
         found, reason = None, str(error)
     else:
@@ -112,17 +112,17 @@ def silence_seconds() -> float:
 
 def process_count() -> int:
     """Number of processes, without asking for devices."""
-    return _place.count if _place else 1
+    return _rank.count if _rank else 1
 
 
 def process_index() -> int:
     """Index of this process, without asking for devices."""
-    return _place.index if _place else 0
+    return _rank.index if _rank else 0
 
 
 def is_alone() -> bool:
-    """Whether no launcher, variable or flag makes this process one of several."""
-    return _place is None
+    """Whether this is a single process: no launcher, variable or flag says otherwise."""
+    return _rank is None
 
 
 def client() -> Any:
@@ -138,7 +138,7 @@ def client() -> Any:
 def share(name: str, value: str, seconds: float = 3600) -> str:
     """Return process 0's ``value`` on every process. Use each ``name`` once.
 
-    The limit is for what process 0 may have to do first, such as preparing data; should it die, that is noticed sooner.
+    The limit covers what process 0 may have to do first, such as preparing data; its death is noticed sooner.
     """
     store = client()
     if store is None:
@@ -168,7 +168,7 @@ def barrier(name: str, seconds: float = 3600) -> None:
 
 def _awaited(name: str, seconds: float, wait: Callable[[], Result]) -> Result:
     try:
-        return within(seconds, wait)
+        return with_timeout(seconds, wait)
     except TimeoutError:
         raise BadInput(f"process {process_index()} waited {seconds:g} s for the others ({name})") from None
 

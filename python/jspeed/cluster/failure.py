@@ -1,9 +1,8 @@
-"""An error on one process, or its silence, is the end of all: one sentence from process 0, the exit code of its cause.
+"""When one process fails or stops answering, all exit: one error message from process 0, the exit code of the cause.
 
-Two threads on every process watch the others and end the process from there, because the main thread may be waiting,
-deep in a collective, for somebody who will never come. One holds the connections to them, which end when a process is
-killed. The other says that this one is alive and hears what others tell. JAX has a heartbeat too, which ends a process
-with a stack trace in C++; ours is sooner.
+Two threads of every process watch the others and exit on their own, because the main thread may be blocked in a
+collective whose peer is dead. One polls the connections to the others, which close when a process is killed. The other
+sends heartbeats and reads messages. JAX has a heartbeat too, which aborts with a C++ stack trace; ours is sooner.
 """
 
 import itertools
@@ -19,14 +18,22 @@ from typing import Any
 
 import jax
 
-from jspeed.cluster.distributed import barrier, client, is_alone, lines, process_count, process_index, silence_seconds
-from jspeed.cluster.rendezvous import is_there
-from jspeed.cluster.within import within
+from jspeed.cluster.distributed import (
+    barrier,
+    client,
+    connections,
+    is_alone,
+    process_count,
+    process_index,
+    silence_seconds,
+)
+from jspeed.cluster.rendezvous import is_open
+from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import FAULT, BadInput, say
 
 PEER_LOST = 75  # sysexits.h's EX_TEMPFAIL: a failure that may pass
-TICK = 0.3  # seconds between two looks at what others tell
-_TOLD, _ALIVE = "jspeed/told/", "jspeed/alive/"
+TICK = 0.3  # seconds between two heartbeats
+_MESSAGES, _ALIVE = "jspeed/told/", "jspeed/alive/"
 _FAILURE, _SAID = "failure", "jspeed/failure-said"
 LOST_WORDS = ("gloo", "Gloo", "onnection", "heartbeat", "UNAVAILABLE", "another task died", "NCCL", "barrier")
 
@@ -39,9 +46,9 @@ _leaving = threading.Lock()
 
 @contextmanager
 def ends_all() -> Iterator[None]:
-    """Make an exception on any process the end of all: one sentence from process 0, the exit code of its cause.
+    """Exit all processes when one raises: one error message from process 0, the exit code of the cause.
 
-    A process alone is left alone: its exceptions go on.
+    In a single process exceptions propagate as usual.
     """
     try:
         yield
@@ -58,7 +65,7 @@ def ends_all() -> Iterator[None]:
 
 
 def watch() -> None:
-    """From now on hear what the others tell, and end when one of them fails or falls silent; once they have joined."""
+    """Start the two threads, once the processes have joined: exit when another process fails or stops answering."""
     if client() is not None and not _threads:
         when_told(_FAILURE, lambda text: _obey())
         _start(_listen)
@@ -66,24 +73,24 @@ def watch() -> None:
 
 
 def when_told(name: str, call: Callable[[str], None]) -> None:
-    """Have ``call`` run, once, in a thread of its own, on the value that any process has :func:`tell` for ``name``."""
+    """Run ``call`` once, in its own thread, on the first value that any process sends by :func:`tell` as ``name``."""
     _calls[name] = call
 
 
 def tell(name: str, value: str) -> None:
-    """Give ``value`` to what each process, this one too, calls :func:`when_told` ``name``; the first value counts."""
+    """Send ``value`` as ``name`` to all processes, this one included (:func:`when_told`); the first value counts."""
     with suppress(jax.errors.JaxRuntimeError):  # another process was first
-        client().key_value_set(_TOLD + name, value)
+        client().key_value_set(_MESSAGES + name, value)
 
 
 def at_failure(cleanup: Callable[[], None]) -> Callable[[], None]:
-    """Have ``cleanup`` called should another process's error end this one; returns what takes that back."""
+    """Register ``cleanup`` for an exit that another process causes; returns a function that removes it again."""
     _cleanups.append(cleanup)
     return lambda: _cleanups.remove(cleanup)
 
 
 def pause(seconds: float) -> bool:
-    """Wait in a thread that :func:`when_told` made; returns whether the program is over, and the thread must end."""
+    """Sleep in a thread that :func:`when_told` started; return whether the program, and so the thread, must end."""
     return _over.wait(seconds)
 
 
@@ -97,14 +104,14 @@ def _start(function: Callable[..., None], *arguments: Any) -> None:
 
 
 def _listen() -> None:
-    """Ask again and again: a thread that waits inside JAX would abort the interpreter's exit."""
+    """Send heartbeats and poll for messages; a thread blocked inside JAX would abort the interpreter at exit."""
     store, silence, heard = client(), silence_seconds(), set[str]()
-    beats = {str(index): ("", 0) for index in range(process_count())}  # what each said last, and our tick then
+    beats = {str(index): ("", 0) for index in range(process_count())}  # last heartbeat of each, and our tick then
 
-    def exchange(tick: int) -> None:
+    def heartbeat(tick: int) -> None:
         store.key_value_set(f"{_ALIVE}{process_index()}", str(tick), allow_overwrite=True)
-        for key, value in store.key_value_dir_get(_TOLD):
-            name = key.removeprefix(_TOLD)
+        for key, value in store.key_value_dir_get(_MESSAGES):
+            name = key.removeprefix(_MESSAGES)
             if name in _calls and name not in heard:
                 heard.add(name)
                 _start(_calls[name], value)
@@ -118,25 +125,25 @@ def _listen() -> None:
         if _over.wait(TICK):
             return
         try:
-            within(silence, lambda: exchange(tick))  # noqa: B023
+            with_timeout(silence, lambda: heartbeat(tick))  # noqa: B023
         except TimeoutError:
             _leave(_silent(0, silence), PEER_LOST)
         except jax.errors.JaxRuntimeError:
-            continue  # a moment's trouble; if it stays, others call this process silent
+            continue  # may pass; if not, the others miss this process's heartbeat
         for index, (_, last) in beats.items():
             if process_index() == 0 and (tick - last) * TICK > silence:
                 _fail(_silent(int(index), silence), PEER_LOST)
 
 
 def _look() -> None:
-    """Wait for the end of a process that this one is connected with, and end with it."""
+    """Exit when the process at the far end of a connection has exited."""
     ends = select.poll()
-    for line in lines.values():
-        ends.register(line, select.POLLIN)
+    for connection in connections.values():
+        ends.register(connection, select.POLLIN)
     while not _over.is_set():
         ends.poll(1000 * TICK)
-        for index, line in lines.items():
-            if not is_there(line) and not _over.is_set():
+        for index, connection in connections.items():
+            if not is_open(connection) and not _over.is_set():
                 text = f"process {index} has ended and did not say why; its own output, or its launcher's, may"
                 if process_index():
                     _leave(text, PEER_LOST)
@@ -157,7 +164,7 @@ def _described(error: BaseException) -> tuple[str, int]:
         return "ended before it began", error.code if isinstance(error.code, int) else 1
     text = str(error)
     if isinstance(error, jax.errors.JaxRuntimeError) and any(word in text for word in LOST_WORDS):
-        _over.wait(2)  # a thread above knows better who it was
+        _over.wait(2)  # one of the threads may know which process it was
         first = text.splitlines()[0][:200]
         return f"another process has ended, or cannot be reached any more ({first})", PEER_LOST
     traceback.print_exception(error)
@@ -165,22 +172,22 @@ def _described(error: BaseException) -> tuple[str, int]:
 
 
 def _fail(text: str, code: int) -> None:
-    """Tell the other processes, have process 0 say it, and exit without waiting for anyone to finish."""
+    """Send the failure to all processes, let process 0 report it, and exit without waiting for anyone to finish."""
     index = process_index()
-    told = json.dumps({"text": f"process {index}: {text}" if index else text, "code": code})
-    if client() is not None:  # else the others have never been met
+    message = json.dumps({"text": f"process {index}: {text}" if index else text, "code": code})
+    if client() is not None:  # else there are no others yet
         with suppress(TimeoutError, jax.errors.JaxRuntimeError):
-            within(5, lambda: tell(_FAILURE, told))
-            within(10, _obey)
+            with_timeout(5, lambda: tell(_FAILURE, message))
+            with_timeout(10, _obey)
     _leave(text, code)
 
 
 def _obey() -> None:
-    """End as the first failure that was told says."""
+    """Exit as the first failure that was sent demands."""
     store = client()
-    failure = json.loads(store.blocking_key_value_get(_TOLD + _FAILURE, 5_000))
+    failure = json.loads(store.blocking_key_value_get(_MESSAGES + _FAILURE, 5_000))
     if process_index():
-        # Process 0 says it; it is also the store, so it leaves last.
+        # Process 0 reports it; it also serves the store, so it exits last.
         with suppress(jax.errors.JaxRuntimeError):
             store.blocking_key_value_get(_SAID, 5_000)
             _leave(None, failure["code"])
@@ -189,15 +196,15 @@ def _obey() -> None:
         say(f"error: {failure['text']}")
         store.key_value_set(_SAID, "")
         for _ in range(50):
-            if not any(map(is_there, lines.values())):
+            if not any(map(is_open, connections.values())):
                 break
             threading.Event().wait(0.1)
-        _leave(None, failure["code"], held=True)
+        _leave(None, failure["code"], locked=True)
 
 
-def _leave(text: str | None, code: int, held: bool = False) -> None:
-    """Exit now: neither JAX's own farewell, which waits for every process, nor destructors of a half-made service."""
-    if not held:
+def _leave(text: str | None, code: int, locked: bool = False) -> None:
+    """Exit at once, without JAX's shutdown barrier and without destructors of a half-initialised service."""
+    if not locked:
         _leaving.acquire()
     for cleanup in _cleanups:
         with suppress(OSError):

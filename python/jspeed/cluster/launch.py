@@ -1,7 +1,7 @@
 """Start and watch this node's processes of one run, with torchrun's flags; needs neither jax nor torch.
 
-The processes learn their place from torchrun's variables. When one fails, the others get a moment to end by
-themselves, then SIGTERM, then SIGKILL; then all of them may be started again.
+The processes read their rank from torchrun's variables. When one fails, the others get time to exit, then SIGTERM,
+then SIGKILL; then all may be restarted (--max-restarts).
 """
 
 import argparse
@@ -20,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from jspeed.cluster.place import visible_gpus
+from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput, say
 
-SETTLE_SECONDS = 5.0  # an error reaches every process in about a second, and process 0 says it last
-ENDED = {0, 1, 2, 130, 143}  # exit codes that another start would not change: done, missed, bad input, told to stop
+SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
+ENDED = {0, 1, 2, 130, 143}  # exit codes that a restart would not change: done, target missed, bad input, stopped
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
-    """Return what the command line asks for, and whether only to show it. Raises :class:`BadInput`."""
+    """Parse the command line: (what to launch, whether ``--dry-run``). Raises :class:`BadInput`."""
     parser = _Parser(prog="launch.py", description="Start and watch this node's processes of one run.")
 
     def flag(name: str, text: str, **settings: Any) -> None:
-        parser.add_argument(name, name[:2] + name[2:].replace("-", "_"), help=text, **settings)
+        spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))  # torchrun takes both
+        parser.add_argument(*spellings, help=text, **settings)
 
     flag("--nnodes", "number of nodes", type=int, default=1, metavar="N")
     flag("--node-rank", "which node this is, from 0", type=int, default=0, metavar="R")
@@ -97,19 +98,19 @@ def _processes(text: str) -> int:
 
 
 def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[str, str]:
-    """The environment variables, torchrun's, that tell process ``local`` of ``node`` its place.
+    """torchrun's environment variables for process ``local`` of ``node``.
 
-    Every attempt has a port of its own, so that no process meets one of the attempt before.
+    Every attempt has its own port, so that no process joins one of the attempt before.
     """
     count = launch.nproc_per_node
-    told: dict[str, int | str] = {
+    found: dict[str, int | str] = {
         "RANK": node * count + local,
         "WORLD_SIZE": launch.nnodes * count,
         "LOCAL_RANK": local,
     }
-    told |= {"LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "MASTER_ADDR": launch.master_addr}
-    told |= {"MASTER_PORT": launch.master_port + attempt, "TORCHELASTIC_RESTART_COUNT": attempt}
-    return {name: str(value) for name, value in told.items()}
+    found |= {"LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "MASTER_ADDR": launch.master_addr}
+    found |= {"MASTER_PORT": launch.master_port + attempt, "TORCHELASTIC_RESTART_COUNT": attempt}
+    return {name: str(value) for name, value in found.items()}
 
 
 def shown(launch: Launch) -> list[str]:
@@ -118,8 +119,8 @@ def shown(launch: Launch) -> list[str]:
     for node in range(launch.nnodes):
         lines.append(f"# node {node} of {launch.nnodes}")
         for local in range(launch.nproc_per_node):
-            told = [f"{name}={value}" for name, value in variables(launch, node, local).items()]
-            lines.append(shlex.join([*told, *launch.command]))
+            pairs = [f"{name}={value}" for name, value in variables(launch, node, local).items()]
+            lines.append(shlex.join([*pairs, *launch.command]))
     return lines
 
 
@@ -139,7 +140,7 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send this process SIGTERM should launch.py be killed, so that none is left over."""
+    """Have the kernel send this process SIGTERM if launch.py is killed, so that none is orphaned."""
     if _prctl:
         _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
@@ -147,7 +148,7 @@ def _end_with_launcher() -> None:
 class Node:
     """The processes of one attempt on this node.
 
-    Signals and ends are events in one queue, so that nothing happens inside a signal handler.
+    Signals and ends are events in one queue, so that signal handlers do no work.
     """
 
     def __init__(self, launch: Launch, attempt: int) -> None:
@@ -169,12 +170,12 @@ class Node:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._events.put(("signal", number))
 
-    def _start(self, told: Mapping[str, str]) -> "subprocess.Popen[str]":
+    def _start(self, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE if self._launch.prefix else None
         # In a session of its own, so that Ctrl-C reaches it once, through here.
         process = subprocess.Popen(
             self._launch.command,
-            env={**os.environ, **told},
+            env={**os.environ, **extra},
             stdout=pipe,
             stderr=pipe,
             text=True,
@@ -212,7 +213,7 @@ class Node:
         return ", ".join(str(self._first + n) for n, process in enumerate(self._processes) if process.poll() is None)
 
     def _end(self, why: str) -> None:
-        """Ask all to end, and make them when the grace is over."""
+        """Send SIGTERM to all, and SIGKILL after the grace period."""
         if alive := self._alive():
             say(f"launch: {why}; ending rank {alive}")
             self._send(signal.SIGTERM)
@@ -255,14 +256,14 @@ class Node:
                 return self._events.get(timeout=0.2)
 
     def _pass(self, number: int) -> None:
-        """Pass a signal on; the grace starts with the first that asks for the end."""
+        """Forward a signal; the grace period starts with the first one that ends the run."""
         self._send(number)
         if number != signal.SIGUSR1 and self._told is None:
             self._told = number
             self._later(self._launch.grace, self._kill)
 
     def _tell(self, rank: int, ended: int) -> None:
-        """Say what happened, unless the process could say so itself, and give the others time to end by themselves."""
+        """Report a killed process, which could not do so itself, and give the others time to exit."""
         how = f"rank {rank} ended with exit code {ended}"
         if ended < 0:
             how = f"rank {rank} was killed by {signal.Signals(-ended).name}"

@@ -1,9 +1,9 @@
-"""How the processes of one run meet before JAX starts: each says to process 0 who it is, and hears JAX's port.
+"""Rendezvous before JAX starts: every process registers its rank with process 0 and receives the port of JAX's service.
 
-JAX's own service takes whoever speaks to it for one of its run: a second run on the same port ends the first, a rank
-that comes twice or with another count ends or hangs all of them, with a C++ stack trace for a message. So JAX's
-service gets a fresh port, of which only processes that have met here know; and the agreed port is free again as soon
-as they have. The connections stay open: they end when a process does. No jax in here.
+JAX's own service accepts any client: a second run on the same port kills the first, and a duplicate rank or a wrong
+world size aborts or hangs all processes with a C++ stack trace. So JAX's service gets a fresh port, known only to
+registered processes, and the agreed port is free again afterwards. The connections stay open: they close when a process
+exits. No jax in here.
 """
 
 import json
@@ -13,7 +13,7 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from jspeed.cluster.within import within
+from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
 
 WAIT_SECONDS = "JSPEED_WAIT_SECONDS"  # the environment variable for how long processes wait for each other
@@ -38,11 +38,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def is_there(line: socket.socket) -> bool:
-    """Whether the process at the far end lives: it says nothing more, so all there can be to read is its end."""
-    line.setblocking(False)
+def is_open(connection: socket.socket) -> bool:
+    """Whether the process at the far end lives: it sends nothing more, so all there is to read is the end of file."""
+    connection.setblocking(False)
     try:
-        return line.recv(1, socket.MSG_PEEK) != b""
+        return connection.recv(1, socket.MSG_PEEK) != b""
     except BlockingIOError:
         return True
     except OSError:
@@ -66,11 +66,11 @@ def _host(port: int, count: int, seconds: float) -> tuple[int, dict[int, socket.
             while len(guests) < count - 1 and not enough.is_set():
                 with suppress(TimeoutError):
                     _admit(open_sockets.enter_context(listener.accept()[0]), guests, count)
-                for index in [index for index, guest in guests.items() if not is_there(guest)]:
+                for index in [index for index, guest in guests.items() if not is_open(guest)]:
                     guests.pop(index).close()  # it died; it may be started again
 
         try:
-            within(seconds, gather)
+            with_timeout(seconds, gather)
         except (BadInput, TimeoutError) as error:
             enough.set()
             absent = ", ".join(str(index) for index in range(1, count) if index not in guests)
@@ -78,10 +78,10 @@ def _host(port: int, count: int, seconds: float) -> tuple[int, dict[int, socket.
                 f"process 0 waited {seconds:g} s at port {port}, and of {count} processes these have not come: "
                 f"{absent}; start them, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
             )
-            _say_to_all(guests, {"error": text})
+            _send_to_all(guests, {"error": text})
             raise BadInput(text) from None
         chosen = free_port()
-        _say_to_all(guests, {"port": chosen})
+        _send_to_all(guests, {"port": chosen})
         open_sockets.pop_all()
         listener.close()
     return chosen, guests
@@ -96,16 +96,16 @@ def _listener(port: int, count: int) -> socket.socket:
 
 
 def _admit(guest: socket.socket, guests: dict[int, socket.socket], count: int) -> None:
-    """Add ``guest`` to ``guests`` if it is one of this run; whatever else speaks to this port is not answered."""
+    """Add ``guest`` to ``guests`` if it is one of this run; any other client is ignored."""
     guest.settimeout(5)
     try:
-        said = _hear(guest)
+        said = _receive(guest)
     except (OSError, ValueError):
         guest.close()
         return
     index = said["index"]
     if said["count"] != count:
-        guests[index] = guest  # to be told with the others
+        guests[index] = guest  # gets the error with the others
         raise BadInput(
             f"process {index} was started as one of {said['count']} but process 0 as one of {count}; "
             "start all with the same number of processes"
@@ -114,7 +114,7 @@ def _admit(guest: socket.socket, guests: dict[int, socket.socket], count: int) -
         text = (
             f"another process is process {index} of {count} already; give each its own rank, and each run its own port"
         )
-        _say_to_all({index: guest}, {"error": text})
+        _send_to_all({index: guest}, {"error": text})
         guest.close()
     else:
         guests[index] = guest
@@ -128,24 +128,24 @@ def _visit(host: str, port: int, index: int, count: int, seconds: float) -> tupl
         nonlocal state
         while not enough.wait(0.2):
             try:
-                line = socket.create_connection((host.strip("[]"), port), timeout=5)
+                connection = socket.create_connection((host.strip("[]"), port), timeout=5)
             except OSError as error:
                 state = error.strerror or str(error)
                 continue
             try:
-                line.settimeout(seconds)
-                line.sendall(_message({"index": index, "count": count}))
+                connection.settimeout(seconds)
+                connection.sendall(_message({"index": index, "count": count}))
                 state = "somebody listens there, but has not answered yet"
-                return _hear(line), line
+                return _receive(connection), connection
             except ValueError:
                 state = "something else answers there"
             except OSError as error:
                 state = error.strerror or str(error)
-            line.close()
+            connection.close()
         raise TimeoutError
 
     try:
-        answer, line = within(seconds + 2, visit)  # process 0, should it give up too, knows who is absent
+        answer, connection = with_timeout(seconds + 2, visit)  # process 0 times out first and knows who is absent
     except TimeoutError:
         enough.set()
         raise BadInput(
@@ -153,26 +153,26 @@ def _visit(host: str, port: int, index: int, count: int, seconds: float) -> tupl
             f"processes, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
         ) from None
     if "error" in answer:
-        line.close()
+        connection.close()
         raise BadInput(answer["error"])
-    return answer["port"], {0: line}
+    return answer["port"], {0: connection}
 
 
 def _message(content: dict[str, Any]) -> bytes:
     return json.dumps({"greeting": _GREETING} | content).encode() + b"\n"
 
 
-def _say_to_all(guests: dict[int, socket.socket], content: dict[str, Any]) -> None:
+def _send_to_all(guests: dict[int, socket.socket], content: dict[str, Any]) -> None:
     for guest in guests.values():
         with suppress(OSError):  # that it is gone will be noticed when JAX starts
             guest.sendall(_message(content))
 
 
-def _hear(line: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket) -> dict[str, Any]:
     """Read one message. Raises :class:`ValueError` for anything else, :class:`ConnectionError` for an end."""
     data = b""
     while not data.endswith(b"\n"):
-        part = line.recv(_LONGEST)
+        part = connection.recv(_LONGEST)
         if not part:
             raise ConnectionError("it ended")
         data += part

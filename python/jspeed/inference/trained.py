@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import DEFAULT_LAYOUT
-from jspeed.parallel.mesh import make_mesh, place
+from jspeed.parallel.mesh import make_mesh
+from jspeed.parallel.mesh import put as place
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings

@@ -1,4 +1,4 @@
-"""Causal attention over packed lanes: which keys a query sees, the reference that runs anywhere, and the choice."""
+"""Causal attention over packed lanes: masks, a reference that runs anywhere, and the choice of backend."""
 
 import math
 from functools import partial
@@ -24,7 +24,7 @@ class Documents(NamedTuple):
     ids: jax.Array
     """int32 ``[B, T]``: 0 for the first piece of the lane, one more at every document start after it."""
     offsets: jax.Array | None = None
-    """int32 ``[B, max_docs + 1]``: where each piece starts, then T; None when nobody said how many there may be."""
+    """int32 ``[B, max_docs + 1]``: where each piece starts, then T; None without ``max_docs``."""
 
 
 def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = None) -> Documents:
@@ -67,7 +67,7 @@ def attention(
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
     others (:mod:`jspeed.model.kernels`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more than
-    ``max_docs`` documents comes out as NaN, never as a mask that is quietly another one. Where a mesh has an axis that
+    ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that
     XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads
     that do not divide.
     """
@@ -98,7 +98,7 @@ def attention(
 
 
 def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
-    """Run ``path(q, k, v)``, each device of the mesh axes that are XLA's to use taking some of the heads."""
+    """Run ``path(q, k, v)`` with heads sharded over the mesh axes that XLA partitions."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
     if not axes or mesh.are_all_axes_auto:  # outside of shard_map XLA may do as it likes

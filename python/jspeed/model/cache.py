@@ -1,8 +1,8 @@
-"""What a model keeps from one call to the next, so that each token goes through it once: for generating text.
+"""The key-value cache for generating text: each token runs through the model once.
 
-A recipe knows nothing of it. While a cache is open, the primitives that look across positions (attention, rotary,
-positions, previous, find_documents) take the tokens they are given as the next ones of each row, and remember them. A
-recipe that looks across positions in another way cannot be generated from step by step.
+Recipes need no code for it. While a cache is open, the primitives that look across positions (attention, rotary,
+positions, token_before, find_documents) treat their tokens as the next ones of each row, and append them. A recipe that
+looks across positions in another way cannot generate token by token.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Cache(NamedTuple):
-    """What has been seen of each row, in places for S tokens.
+    """Tokens, documents, keys and values of each row, with room for S tokens.
 
     ``tokens_BS`` and ``documents_BS`` are int32; ``keys`` and ``values`` hold an array ``[B, S, H, K]`` for each call
     of attention, in order.
@@ -68,9 +68,9 @@ def caching(cache: Open) -> Iterator[Open]:
         _open.reset(token)
 
 
-def empty(forward: Callable[[jax.Array], jax.Array], rows: int, places: int) -> Cache:
-    """Return an empty cache of ``places`` tokens for ``forward`` of int32 tokens ``[rows, T]``."""
-    nothing = jnp.zeros((rows, places), jnp.int32)
+def empty(forward: Callable[[jax.Array], jax.Array], rows: int, size: int) -> Cache:
+    """Return an empty cache for ``size`` tokens of ``forward`` of int32 tokens ``[rows, T]``."""
+    nothing = jnp.zeros((rows, size), jnp.int32)
     shapes: list[Any] = []
 
     def trace(tokens_BT: jax.Array) -> list[Any]:
@@ -80,9 +80,7 @@ def empty(forward: Callable[[jax.Array], jax.Array], rows: int, places: int) -> 
         return shapes
 
     pairs = jax.eval_shape(trace, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    keys, values = (
-        tuple(jnp.zeros((rows, places, *pair[n].shape[2:]), pair[n].dtype) for pair in pairs) for n in (0, 1)
-    )
+    keys, values = (tuple(jnp.zeros((rows, size, *pair[n].shape[2:]), pair[n].dtype) for pair in pairs) for n in (0, 1))
     return Cache(nothing, nothing, keys, values)
 
 

@@ -1,4 +1,4 @@
-"""Matrix products in 8-bit floats with one scale per operand, for Hopper's FP8 tensor cores."""
+"""FP8 matmuls with one scale per operand, for Hopper's FP8 tensor cores."""
 
 from functools import partial
 from typing import NamedTuple
@@ -13,12 +13,12 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 class Scales(NamedTuple):
-    """Divisors: an operand is stored as ``operand / scale`` and the product multiplied by both scales.
+    """Divisors: an operand is stored as ``operand / scale`` and the result multiplied by both scales.
 
     ``x`` and ``w`` bring activations and weights into +-448 (e4m3), ``grad`` the gradient of the output into
-    +-57,344 (e5m2). They are Python floats, part of the program: measuring them would cost a pass over the data. Used
-    are the nearest numbers of the compute dtype (bf16: within 0.4 %), for division and multiplication alike, so that
-    no product is larger or smaller than its operands say.
+    +-57,344 (e5m2). They are Python floats, part of the program: measuring them would cost a pass over the data.
+    They are rounded to the compute dtype (bf16: within 0.4 %), for division and multiplication alike, so that the
+    scales cancel exactly.
     """
 
     x: float
@@ -37,9 +37,9 @@ def matmul(x: jax.Array, w_VD: jax.Array, scales: Scales | None) -> jax.Array:
     """Return ``x @ w_VD.T``: ``[..., D]``, ``[V, D]`` -> ``[..., V]`` in ``x.dtype``.
 
     With ``scales`` the operands are e4m3 and the incoming gradient e5m2; without, all are in ``x.dtype``. As in
-    modded-nanogpt the forward product accumulates fast (14 bits or so on Hopper) and the backward ones in full.
-    Gradients come in the dtype of what they belong to, rounded once. XLA makes the FP8 products cuBLASLt calls
-    on GPUs from sm_89 on. Elsewhere operands are widened to ``x.dtype``, which is slow, and rounds them in bf16.
+    modded-nanogpt the forward matmul accumulates fast (14 bits or so on Hopper) and the backward ones in fp32.
+    Gradients have the dtype of their operand, rounded once. XLA compiles FP8 matmuls to cuBLASLt calls on GPUs
+    from sm_89 on. Elsewhere operands are widened to ``x.dtype``, which is slow, and rounds them in bf16.
     """
     # XLA's rewriter takes exactly one dimension beside the contracted one.
     y_NV = _matmul(x.reshape(-1, x.shape[-1]), w_VD, scales)
@@ -52,7 +52,7 @@ def head(w_VD: jax.Array, x: jax.Array, *, scales: Scales | None) -> jax.Array:
 
 
 def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = None) -> jax.Array:
-    """Return ``x @ w_VD.T`` with e4m3 operands, whose gradients are those of the product in ``x.dtype``.
+    """Return ``x @ w_VD.T`` with e4m3 operands, whose gradients are those of the matmul in ``x.dtype``.
 
     ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales are measured, exactly what brings the largest entry to 448, but
     for ``x_scale`` where it is given: a scalar, by which ``x`` is divided; what then does not fit is clipped.
@@ -134,7 +134,7 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _as_multiplied(scale: float, dtype: DTypeLike) -> float:
-    """Return ``scale`` as the nearest number that ``dtype`` has, so that a product undoes exactly the division."""
+    """Return ``scale`` as the nearest number that ``dtype`` has, so that multiplying undoes the division exactly."""
     return float(np.asarray(scale, jnp.dtype(dtype)))
 
 
@@ -148,7 +148,7 @@ def _dot(
 ) -> jax.Array:
     over = (contract[:1], contract[1:]), ((), ())
     if factors:
-        # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the product it would be one
-        # number rounded to the product's dtype, or y be read and written once more.
+        # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the matmul it would be one
+        # number rounded to the result's dtype, or y be read and written once more.
         a, b = (x.astype(dtype) * jnp.asarray(factor, dtype) for x, factor in zip((a, b), factors, strict=True))
     return jax.lax.dot_general(a, b, over, precision=precision, preferred_element_type=dtype)

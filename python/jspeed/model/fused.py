@@ -1,8 +1,8 @@
-"""The MLP's inner products with what XLA leaves outside of them: squared ReLU and its FP8 copy; its derivative.
+"""Matmuls of the MLP fused with their epilogues: squared ReLU and its FP8 copy; the derivative of squared ReLU.
 
-Pallas kernels for Hopper (Mosaic GPU): one warpgroup loads, two multiply. Each has a twin in plain JAX of the same
-numbers, but for the order of sums. No recipe uses them before a GPU has shown what they are worth
-(benchmarks/kernels.md): the compiler accepts them, and JAX's interpreter of such kernels runs them on a CPU.
+Pallas kernels for Hopper (Mosaic GPU): one warpgroup loads, two multiply. Each has a reference in plain JAX with the
+same results up to the order of sums. No recipe uses them until a GPU has measured them (benchmarks/kernels.md): they
+compile, and JAX's interpreter of such kernels runs them on a CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,19 @@ IN_FLIGHT = 3  # such loads; four would need 242 of an SM's 227 kB
 SMS = 132  # streaming multiprocessors of an H100 or H200
 
 
-def squared_relu_product(
+def squared_relu_matmul(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the largest ``h`` of each 64, fp32.
 
-    ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the product is multiplied by, and what the copy is
+    ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and what the copy is
     divided by before it is clipped to 448. The largest are ``[F / 64, N]``, of 64 columns each. Raises BadInput
     unless N is a multiple of 128, F of 256, and D of 128.
     """
     (n, _), f = x_ND.shape, w_FD.shape[0]
     outputs = [((n, f), jnp.bfloat16), ((n, f), E4M3), ((f // STRIP, n), jnp.float32)]
 
-    def finish(product, place, refs, slots, barrier):
+    def finish(product, indices, refs, slots, barrier):
         scales, *_ = refs
         pre = (product * scales[0]).astype(jnp.bfloat16).astype(jnp.float32)
         positive = jnp.maximum(pre, 0.0)
@@ -45,14 +45,14 @@ def squared_relu_product(
         h32 = h.astype(jnp.float32)
         return h, jnp.minimum(h32 * (1 / scales[1]), 448.0).astype(E4M3), jnp.max(h32, axis=1)
 
-    h_NF, copy_NF, largest_GN = _product(x_ND, w_FD, True, [scales_2], outputs, finish, interpret)
+    h_NF, copy_NF, largest_GN = _matmul(x_ND, w_FD, True, [scales_2], outputs, finish, interpret)
     return h_NF, copy_NF, largest_GN
 
 
-def squared_relu_product_twin(
+def squared_relu_matmul_reference(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """:func:`squared_relu_product` in plain JAX."""
+    """:func:`squared_relu_matmul` in plain JAX."""
     product_NF = lax.dot_general(x_ND, w_FD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     pre_NF = (product_NF * scales_2[0]).astype(jnp.bfloat16).astype(jnp.float32)
     h_NF = jnp.square(jnp.maximum(pre_NF, 0.0)).astype(jnp.bfloat16)
@@ -66,16 +66,16 @@ def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, 
     Raises BadInput unless N is a multiple of 128, F of 256, and D of 64.
     """
 
-    def finish(product, place, refs, slots, barrier):
+    def finish(product, indices, refs, slots, barrier):
         h, *_ = refs
-        plgpu.copy_gmem_to_smem(h.at[place], slots[0], barrier)
+        plgpu.copy_gmem_to_smem(h.at[indices], slots[0], barrier)
         plgpu.barrier_wait(barrier)
         return (_gradient(product, slots[0][...]),)
 
-    return _product(g_ND, w_DF, False, [h_NF], [(h_NF.shape, jnp.bfloat16)], finish, interpret)[0]
+    return _matmul(g_ND, w_DF, False, [h_NF], [(h_NF.shape, jnp.bfloat16)], finish, interpret)[0]
 
 
-def squared_relu_gradient_twin(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array) -> jax.Array:
+def squared_relu_gradient_reference(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array) -> jax.Array:
     """:func:`squared_relu_gradient` in plain JAX."""
     product_NF = jnp.matmul(g_ND, w_DF, preferred_element_type=jnp.float32)
     return _gradient(product_NF, h_NF)
@@ -87,7 +87,7 @@ def _gradient(product: jax.Array, h: jax.Array) -> jax.Array:
     return (product * (2.0 * root)).astype(jnp.bfloat16)
 
 
-def _product(
+def _matmul(
     a_NK: jax.Array,
     b: jax.Array,
     b_in_rows: bool,
@@ -98,7 +98,7 @@ def _product(
 ) -> tuple[jax.Array, ...]:
     """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write what ``finish`` makes of it.
 
-    ``finish(product, place, others, slots, barrier)`` gets fp32 ``[ROWS, STRIP]`` of the product and the place of it
+    ``finish(product, indices, others, slots, barrier)`` gets fp32 ``[ROWS, STRIP]`` of the product and its indices
     in the output, and returns a part of each of ``outputs``: matrices go through shared memory, whose ``slots`` it
     may load into first, and vectors, one number a row, straight out.
     """
@@ -109,7 +109,9 @@ def _product(
     wide = WARPGROUPS * COLUMNS
     for what, size, unit in (("rows", n, ROWS), ("columns", f, wide), ("contracted", k, line)):
         if size % unit:
-            raise BadInput(f"fused product: {what} must be a multiple of {unit}, found {size}; use the plain twin")
+            raise BadInput(
+                f"fused matmul: {what} must be a multiple of {unit}, found {size}; use the reference in plain JAX"
+            )
     tiled = _tiled(a_NK.dtype, line)
     matrices = [dtype for shape, dtype in outputs if shape == (n, f)]
 
@@ -145,19 +147,19 @@ def _product(
                         product = acc[...]
                         for strip in range(COLUMNS // STRIP):
                             first = column * wide + wg * COLUMNS + strip * STRIP
-                            place = rows, pl.ds(first, STRIP)
+                            indices = rows, pl.ds(first, STRIP)
                             # Slots are free again once the copies out of them, of the strip before, have been read.
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             own = [slot.at[wg] for slot in slots]
                             part = product[:, strip * STRIP : (strip + 1) * STRIP]
-                            made = finish(part, place, refs, own, barriers.at[wg])
+                            made = finish(part, indices, refs, own, barriers.at[wg])
                             free = iter(own)
                             for (shape, _), result, value in zip(outputs, results, made, strict=True):
                                 if shape == (n, f):
                                     slot = next(free)
                                     slot[...] = value
                                     plgpu.commit_smem()
-                                    plgpu.copy_smem_to_gmem(slot, result.at[place])
+                                    plgpu.copy_smem_to_gmem(slot, result.at[indices])
                                 else:
                                     result[first // STRIP, rows] = value
 

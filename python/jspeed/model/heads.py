@@ -1,4 +1,4 @@
-"""What attention heads do with each other: pairs, values taken out, probabilities shared."""
+"""Interactions between attention heads: paired heads, exclusive self-attention (XSA), composed heads (DCMHA)."""
 
 from typing import Any
 
@@ -92,7 +92,7 @@ def composed(
 
 @jax.custom_vjp
 def _scores(q_BNIHK: jax.Array, k_BNJHK: jax.Array) -> jax.Array:
-    """Products of queries and keys, fp32 ``[B, N, H, I, J]``.
+    """Dot products of queries and keys, fp32 ``[B, N, H, I, J]``.
 
     Their gradient is multiplied in the dtype of the operands, as attention kernels do: JAX's own would be fp32, and
     twice the bytes.

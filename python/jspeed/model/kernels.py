@@ -1,4 +1,4 @@
-"""Fused attention kernels of others, asked for packed lanes: how each wants to hear where documents lie.
+"""Fused attention kernels of other libraries on packed lanes, each with its own format of document offsets.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
 ``offsets_BO`` as in ``Documents.offsets``. Libraries are imported when called: none is needed to run elsewhere.
@@ -48,7 +48,7 @@ def cudnn(
     mask, lengths_BM, starts_BO = fused.MaskType.CAUSAL, None, None
     if offsets_BO is not None:
         mask = fused.MaskType.PADDING_CAUSAL
-        lengths_BM, starts_BO = cudnn_places(offsets_BO, q_BTHK.shape[1])
+        lengths_BM, starts_BO = cudnn_slots(offsets_BO, q_BTHK.shape[1])
         q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
     try:
         return fused.dot_product_attention(
@@ -67,7 +67,7 @@ def cudnn(
         raise BadInput(f"attention backend 'cudnn' cannot do this here ({error}); choose another backend") from error
 
 
-def cudnn_places(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Return (lengths ``[B, M]``, starts ``[B, M + 1]``) of the documents, int32, -1 in unused slots.
 
     jax moves what is not -1 to the left over all lanes, lengths and starts each on their own, and pairs them by
@@ -146,7 +146,7 @@ def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Return (starts, ends) ``[B, M]``. The last slot ends with the lane, so that no token is left without one.
 
     Kernels do not write outputs of tokens outside of every slot; in a lane that overflows these would be whatever
-    memory held, where NaN is promised.
+    was in memory, where NaN is promised.
     """
     end_B1 = jnp.full_like(offsets_BO[:, :1], length)
     return offsets_BO[:, :-1], jnp.concatenate([offsets_BO[:, 1:-1], end_B1], axis=1)

@@ -1,4 +1,4 @@
-"""The small parts of a block: table look-up, normalisation, positions, squared ReLU."""
+"""Small parts of a block: embedding lookup, normalisation, rotary positions, squared ReLU."""
 
 from typing import Any
 
@@ -86,8 +86,8 @@ def positions(table_PD: jax.Array, length: int) -> jax.Array:
     return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
 
 
-def previous(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
-    """Return the token ``back`` places before each, ``fill`` where there is none: int32 ``[B, T]``."""
+def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
+    """Return the token ``back`` positions before each, ``fill`` where there is none: int32 ``[B, T]``."""
     cache = opened()
     if cache is None:
         return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]

@@ -1,4 +1,4 @@
-"""Cross-entropy through any head, that never keeps a [tokens, vocabulary] array from forward to backward."""
+"""Cross-entropy through any head, without saving a [tokens, vocabulary] array for the backward pass."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def cross_entropy(
     that of the first.
 
     Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in the forward
-    pass, while a chunk's logits are at hand, and the backward pass only scales them: no product of the head is
+    pass, while a chunk's logits are at hand, and the backward pass only scales them: no matmul of the head is
     repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
 
     The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by the largest,
@@ -174,7 +174,7 @@ def _over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int |
     length = arrays_BT[0].shape[1]
     size = min(chunk or length, length)
     # A loop, because chunks written out one by one depend on nothing of each other: the GPU scheduler then starts
-    # all their products at once (26 GB instead of 2 for an evaluation row of 16 chunks).
+    # all their matmuls at once (26 GB instead of 2 for an evaluation row of 16 chunks).
     looped = length // size if length > size else 0
     parts = []
     if looped:

@@ -1,4 +1,4 @@
-"""The MLP of a block: squared ReLU between two products, which may be in FP8 on the way forward."""
+"""The MLP of a block: squared ReLU between two matmuls, whose forward pass may be in FP8."""
 
 import jax
 
@@ -19,7 +19,7 @@ def mlp(
 ) -> jax.Array:
     """Return ``relu(x up)^2 down.T``: ``[B, T, D]``; ``down_DF`` is stored as ``up_DF`` is.
 
-    With ``largest`` both products take e4m3 operands, and their gradients are in ``x``'s dtype. Scales are measured,
+    With ``largest`` both matmuls take e4m3 operands, and their gradients are in ``x``'s dtype. Scales are measured,
     but for the activation's, whose maximum is not known before it has been written: that is ``MARGIN`` x ``largest``,
     the scalar parameter in which :func:`jspeed.model.fp8.watch` keeps the maximum of the step before, of ``share`` of
     the batch (modded-nanogpt, records 84 and 89).

@@ -1,4 +1,4 @@
-"""Coefficients that each token computes for itself, and sums weighted with them (Xiao et al. 2025, MUDD)."""
+"""Dynamic per-token coefficients, and sums weighted by them (MUDD, Xiao et al. 2025)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest

@@ -1,11 +1,11 @@
-"""Which row of a table stands for the last tokens, and with which signs."""
+"""Hashes of the last tokens into rows of n-gram tables, and their sign patterns."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.layers import previous
+from jspeed.model.layers import token_before
 
 SIGN_ROWS = 8192
 
@@ -18,7 +18,7 @@ def ngram_rows(tokens_BT: jax.Array, order: int, rows: int) -> jax.Array:
     """
     hashed_BT = jnp.full(tokens_BT.shape, order, jnp.uint32)
     for back in reversed(range(order)):
-        token_BT = previous(tokens_BT.astype(jnp.int32), back, -1) + 1
+        token_BT = token_before(tokens_BT.astype(jnp.int32), back, -1) + 1
         hashed_BT = (hashed_BT ^ token_BT.astype(jnp.uint32)) * jnp.uint32(2654435769)
         hashed_BT ^= hashed_BT >> 15
     return (hashed_BT % rows).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Rotary positions with frequencies that follow the attention window, and what passes from one token to the next."""
+"""Rotary positions whose frequencies follow the attention window (YaRN), and shifts by one token."""
 
 import math
 from collections.abc import Sequence
@@ -47,17 +47,17 @@ def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Arr
     return jnp.concatenate(parts, axis=-1).reshape(x_BTHK.shape)
 
 
-def previous(x_BT: jax.Array) -> jax.Array:
-    """Return what the token before has: ``[B, T, ...]`` one position later along T, zeros at the first.
+def shift_right(x_BT: jax.Array) -> jax.Array:
+    """Shift ``[B, T, ...]`` by one position along T, zeros at the first: each token gets the value of the one before.
 
-    It knows no documents: the first token of one gets the last of the one before.
+    Across document borders too: the first token of a document gets the last of the one before.
     """
     return jnp.pad(x_BT[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x_BT.ndim - 2))
 
 
 def smear(x_BTD: jax.Array, gate_BT: jax.Array) -> jax.Array:
     """Add to every token ``gate_BT`` times the token before it (modded-nanogpt, record 34)."""
-    return x_BTD + gate_BT[..., None].astype(x_BTD.dtype) * previous(x_BTD)
+    return x_BTD + gate_BT[..., None].astype(x_BTD.dtype) * shift_right(x_BTD)
 
 
 def offset_keys(k_BTHK: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""For every token of a vocabulary, the longest other token that it begins with."""
+"""The longest proper prefix of every token that is itself a token of the vocabulary."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,1 +1,1 @@
-"""Optimizers and schedules as optax transformations; what optax has already is used from there."""
+"""Optimizers and schedules that optax lacks, as optax transformations."""

@@ -1,4 +1,4 @@
-"""Weight decay where the update shrinks the weight anyway, never against the gradient; and Adam with it."""
+"""Cautious weight decay: only where the update shrinks the weight anyway; and Adam with it."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""NorMuon: Muon whose update has an even size along the longer side of every matrix, with cautious weight decay."""
+"""NorMuon: Muon with a per-row second moment along the longer side of every matrix, and cautious weight decay."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Schedules over stages: learning rates for batches of different size, and lines through points."""
+"""Schedules: learning rates by stage, for batches of different size, and piecewise linear ones."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Parameters updated less often than others, tables updated as if they were one, and numbers that are measured."""
+"""Optimizer wrappers: updates every few steps, tied tables that are untied later, and measured scalars."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

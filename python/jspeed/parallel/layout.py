@@ -1,4 +1,4 @@
-"""Layouts: which mesh axis each logical axis of a parameter is cut over, and when its whole is gathered."""
+"""Layouts: over which mesh axis each logical axis of a parameter is sharded, and when the parameter is gathered."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +16,12 @@ from jspeed.recipe import ParamSpec, Recipe, leaves, map_specs, run_blocks
 
 @dataclass(frozen=True)
 class Layout:
-    """How parameters and their optimizer state lie on a mesh.
+    """How parameters and their optimizer state are sharded over a mesh.
 
-    ``cuts`` maps logical axes to mesh axes. Over each mesh axis an array is cut along the first of the logical axes
-    mapped to it that it has, if that divides; else it is whole there. With ``at_use`` a layer's parameters are
-    gathered over ``data`` when the layer runs, and again for its gradient, instead of all at the start of a step; with
-    ``remat`` only a layer's input is kept for its gradient, and the rest computed again.
+    ``cuts`` maps logical axes to mesh axes. Over each mesh axis an array is sharded along the first of the logical axes
+    mapped to it that it has, if that divides; else it is replicated. With ``at_use`` a layer's parameters are gathered
+    over ``data`` when the layer runs, and again for its gradient, instead of all at the start of a step; with ``remat``
+    only a layer's input is saved for its gradient, and the rest is recomputed.
     """
 
     cuts: Mapping[str, str]
@@ -30,7 +30,7 @@ class Layout:
 
     @property
     def through_matrices(self) -> bool:
-        """Whether banks are cut through their matrices, not between them."""
+        """Whether single matrices of a bank are sharded, not only the bank between them."""
         return bool(self.cuts) and "matrix" not in self.cuts
 
 
@@ -38,10 +38,10 @@ MEGATRON = {"heads": "model", "mlp": "model", "vocab": "model"}  # Shoeybi et al
 LAYOUTS = {
     # Every device holds every parameter and the whole optimizer state.
     "dp": Layout({}),
-    # Each holds an equal part; a step gathers what it computes with. Banks are cut between matrices, as Muon wants.
+    # Each holds an equal shard and gathers to compute. Banks are sharded between matrices, as Muon needs.
     "zero1": Layout({"matrix": "data", "row": "data", "token": "data", "vocab": "data", "model": "data"}),
     "fsdp": Layout({"model": "data"}, at_use=True),
-    # A matrix multiplication is shared: heads, hidden units and vocabulary are cut, activations between are whole.
+    # Matmuls are sharded: heads, hidden units and vocabulary; activations between them are replicated.
     "tp": Layout(MEGATRON),
     "fsdp+tp": Layout({"model": "data"} | MEGATRON, at_use=True),
     # Each group of devices along ``pipe`` holds some of the layers.
@@ -51,7 +51,7 @@ DEFAULT_LAYOUT = "zero1"
 REMAT = "+remat"
 SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 WHOLE = PartitionSpec()
-# What a layer keeps for its gradient when it gathers its parameters again for it: what is dear to compute.
+# What a layer saves for its gradient when it gathers its parameters again: results of expensive primitives.
 KEPT = ("dot_general", "dot_product_attention_fwd_wrapper", "ffi_call")
 
 
@@ -103,7 +103,7 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
 
 
 def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
-    """Return how ``layout`` cuts one parameter over ``mesh``."""
+    """Return how ``layout`` shards one parameter over ``mesh``."""
     return PartitionSpec(*_cut(spec, layout, mesh)[0])
 
 
@@ -138,7 +138,7 @@ def cut_dim(cut: PartitionSpec, axis: str = "data") -> int | None:
 
 
 def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
-    """Whether rows of a table are asked of their owners, so that nobody gathers it (:mod:`jspeed.parallel.rows`)."""
+    """Whether a table stays sharded by rows, which their owners send (:mod:`jspeed.parallel.sharded_table`)."""
     return "row" in spec.axes and cut_dim(cut) == spec.axes.index("row")
 
 
@@ -157,7 +157,7 @@ def _only(cut: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def at_use(recipe: Recipe, layout: str) -> Any:
-    """Return the tree of booleans that says which parameters a layer gathers itself."""
+    """Return the tree of booleans that marks the parameters that a layer gathers itself."""
     lazy = find_layout(layout).at_use and recipe.alike
     return map_specs(lambda spec: lazy and spec.stacks_layers, recipe.parameters)
 
@@ -192,13 +192,13 @@ def reduce(mesh: Mesh, x: jax.Array, cut: PartitionSpec, done: bool = False) -> 
     return jax.lax.psum(x, others) if others else x
 
 
-def _on_parts(send: Callable[[jax.Array], jax.Array], cut: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
-    """Have ``send`` work on the part that ``model`` gives a device: XLA would gather the whole before it."""
+def _on_parts(collective: Callable[[jax.Array], jax.Array], cut: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+    """Run ``collective`` on each device's shard along ``model``; XLA would gather the whole array first."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("model", 1) == 1:
-        return send
+        return collective
     spec = only_model(cut)
-    return jax.shard_map(send, in_specs=spec, out_specs=spec, axis_names={"model"}, check_vma=False)
+    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names={"model"}, check_vma=False)
 
 
 def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
@@ -229,7 +229,7 @@ def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
         return pipeline(lambda x: run_blocks(one, table, layers, params, x), x, parts)
 
     def share(x: jax.Array, cut: PartitionSpec = WHOLE) -> jax.Array:
-        """Tell XLA how its axis divides an array: by itself it spreads activations that should be whole."""
+        """Constrain how XLA shards an array over ``model``; it would shard activations that must stay whole."""
         if mesh.shape.get("model", 1) == 1:
             return x
         return jax.lax.with_sharding_constraint(x, only_model(cut))
@@ -238,10 +238,10 @@ def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
 
 
 def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Array) -> jax.Array:
-    """Return ``function(bank)``, computed with no matrix of ``bank`` ``[n, in, out]`` cut, wherever it may lie.
+    """Return ``function(bank)``, computed on whole matrices of ``bank`` ``[n, in, out]``, however it is sharded.
 
-    Matrices are sent to devices, over as many axes of the mesh as divide n, and back. Nothing is sent of small banks,
-    nor where no mesh is set: ``run/compute/step.py`` sets it when a layout cuts matrices.
+    The bank is resharded between matrices, over as many mesh axes as divide n, and back. Small banks are not, nor any
+    where no mesh is set: ``run/compute/step.py`` sets it when a layout shards matrices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     names = tuple(name for name, size in mesh.shape.items() if size > 1)
@@ -249,7 +249,7 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
         names = names[:-1]
     if bank.ndim < 3 or bank.size < SMALL or not names:
         return function(bank)
-    # One axis at a time: two at once XLA does by gathering everything.
+    # One axis at a time: for two at once XLA gathers the whole bank.
     hops = [PartitionSpec(names[: n + 1], None, *names[n + 1 :]) for n in range(len(names))]
     for hop in hops:
         bank = jax.lax.with_sharding_constraint(bank, hop)

@@ -1,4 +1,4 @@
-"""Meshes: how many devices along which axis, and where a batch lies on them."""
+"""Meshes, and the shardings of a batch on them."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jspeed.cluster.distributed import process_count
 from jspeed.errors import BadInput
 
-ROW_AXES = ("data", "pipe")  # the mesh axes that rows of a batch are spread over
+ROW_AXES = ("data", "pipe")  # the mesh axes that shard the rows of a batch
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -33,13 +33,13 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def request_cpu_devices(axes: Mapping[str, int]) -> None:
-    """Let the CPU appear as as many devices as ``axes`` need of each process; call before anything asks for devices.
+    """Split the CPU into as many devices as ``axes`` need of each process; call before anything asks for devices.
 
-    Without effect on GPUs, and where XLA_FLAGS or JAX_NUM_CPU_DEVICES already say how many there are.
+    No effect on GPUs, or where XLA_FLAGS or JAX_NUM_CPU_DEVICES already set the number.
     """
     count = math.prod(axes.values()) // process_count()
-    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if count > 1 and not told and "JAX_NUM_CPU_DEVICES" not in os.environ:
+    given = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if count > 1 and not given and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", count)
 
 
@@ -66,23 +66,23 @@ def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Devic
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of an array that is whole on every device."""
+    """The sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """Put an array that every process holds whole on the devices."""
+def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put an array, of which every process has a full copy, on the devices."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def rows_spec(mesh: Mesh) -> PartitionSpec:
-    """How an array of rows is cut: its first axis over all axes of ``mesh`` that rows are spread over."""
+    """The PartitionSpec of an array of rows: its first axis over every axis of ``mesh`` that shards rows."""
     axes = tuple(axis for axis in ROW_AXES if axis in mesh.shape)
     return PartitionSpec(axes if len(axes) > 1 else axes[0])
 
 
 def row_shards(mesh: Mesh) -> int:
-    """Into how many parts the rows of a batch are cut."""
+    """Number of shards of the rows of a batch."""
     return math.prod(mesh.shape.get(axis, 1) for axis in ROW_AXES)
 
 

@@ -1,4 +1,4 @@
-"""Layers divided over devices and micro-batches passed on: GPipe (Huang et al. 2018, arXiv 1811.06965)."""
+"""Pipeline parallelism over layers and micro-batches: GPipe (Huang et al. 2018, arXiv 1811.06965)."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def bubble(stages: int, parts: int) -> float:
-    """Share of a pipeline's time in which a stage has nothing to do: ``(S - 1) / (M + S - 1)``."""
+    """The bubble, the share of a pipeline's time in which a stage is idle: ``(S - 1) / (M + S - 1)``."""
     return (stages - 1) / (parts + stages - 1)
 
 

@@ -1,1 +1,1 @@
-"""What a program would do on hardware that is not here: compile for it, read what the compiler made."""
+"""Ahead-of-time plans: compile a recipe for absent GPUs, and predict memory, time and bottlenecks from the HLO."""

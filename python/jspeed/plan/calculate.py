@@ -1,8 +1,7 @@
-"""Numbers of a recipe that need no compiler and no device: parameters, memory, FLOPs, compute-optimal tokens.
+"""Estimates for a recipe without a compiler or a device: parameters, memory, FLOPs, compute-optimal tokens.
 
-What lies in memory between steps (parameters, optimizer state) is exact: the shapes and shardings that training uses.
-What a step adds is an estimate with its formula beside it; the compiler has the last word (``plan.py`` without
-``--no-compile``).
+Memory that persists between steps (parameters, optimizer state) is exact: it follows from the shapes and shardings of
+training. What a step adds is an estimate by formula; ``plan.py`` without ``--no-compile`` compiles the step instead.
 """
 
 import math
@@ -34,18 +33,18 @@ PRESETS: dict[str, dict[str, int]] = {
 
 
 class Memory(NamedTuple):
-    """Bytes of one device. The first three are exact and stay; the others are what a step adds at its widest."""
+    """Bytes of one device. The first three are exact and persist; the others are added by a step at its peak."""
 
     parameters: int  # as they are stored, the master copy
     optimizer: int
     batch: int
-    gathered: int  # the copy the forward and backward pass see
+    gathered: int  # the copies that forward and backward pass read
     gradients: int
     activations: int
 
     @property
     def kept(self) -> int:
-        """Bytes that lie there between steps."""
+        """Bytes that persist between steps."""
         return self.parameters + self.optimizer + self.batch
 
 
@@ -84,18 +83,18 @@ def preset(name: str) -> Recipe:
 
 
 def absent_mesh(devices: int) -> Mesh:
-    """A mesh of ``devices`` on one ``data`` axis that is nowhere: enough for shapes and shardings."""
+    """An abstract mesh of ``devices`` on one ``data`` axis: enough for shapes and shardings."""
     if devices < 1:
-        raise BadInput(f"{devices} devices cannot hold anything; give a whole number above 0")
+        raise BadInput(f"{devices} devices are too few; give a whole number above 0")
     return cast(Mesh, AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,)))
 
 
 def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch: int | None = None) -> Memory:
-    """Bytes of one of ``devices`` in a step of ``stage`` with ``micro_batch`` tokens at once.
+    """Bytes of one of ``devices`` in a step of ``stage`` with micro-batches of ``micro_batch`` tokens.
 
-    Exact are the arrays of the state under ``layout``. Gathered is every parameter that is cast or cut, whole, in
-    the dtype it computes in. Gradients are whole in that dtype, then a device's part in the stored one; over several
-    micro-batches also a whole fp32 sum. Activations: :func:`activation_bytes`. Raises :class:`BadInput` for a layout
+    The state under ``layout`` is exact. Gathered: every parameter that is cast or sharded, unsharded in its compute
+    dtype. Gradients: unsharded in that dtype, then the device's shard in the stored dtype; with several micro-batches
+    also an unsharded fp32 sum. Activations: :func:`activation_bytes`. Raises :class:`BadInput` for a layout
     that is unknown or a batch that does not divide.
     """
     mesh = absent_mesh(devices)
@@ -116,6 +115,23 @@ def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch:
     )
 
 
+def widest_memory(recipe: Recipe, layout: str, devices: int, micro_batch: int | None = None) -> Memory:
+    """:func:`memory` of the stage with the longest lanes."""
+    return memory(recipe, widest(recipe), layout, devices, micro_batch)
+
+
+def widest(recipe: Recipe) -> Stage:
+    """Return the stage with the longest lanes."""
+    return max(recipe.stages, key=lambda stage: stage.lane_len)
+
+
+def verdict(found: Memory, limit: int) -> str:
+    """Whether a step fits into ``limit`` bytes: ``no`` if what stays and the gathered copy alone need more."""
+    if found.kept + found.gathered > limit:
+        return "no"
+    return "likely" if sum(found) <= limit else "perhaps not"
+
+
 def micro_batching(recipe: Recipe, stage: Stage, devices: int, micro_batch: int | None = None) -> tuple[int, int]:
     """Return (micro-batches in a step, tokens a device takes at once), as training on GPUs would without measuring."""
     gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH)
@@ -124,7 +140,7 @@ def micro_batching(recipe: Recipe, stage: Stage, devices: int, micro_batch: int 
 
 
 def activation_bytes(recipe: Recipe, tokens: int) -> int:
-    """What the backward pass of ``tokens`` needs, in the compute dtype: an estimate from the table of parameters.
+    """Bytes of activations saved for the backward pass of ``tokens``: an estimate from the table of parameters.
 
     Input and output of every matrix, one looked-up row of every table, and twice the logits (they and their gradient
     exist at once). For a GPT-2 that is 32 bytes x width x layers a token in bf16: Korthikanti et al. 2022 (arXiv
@@ -149,7 +165,7 @@ def days(flops: float, devices: int, peak: float, fraction: float) -> float:
 
 
 def evenly_cut(parameters: int, devices: int) -> dict[str, float]:
-    """Bytes a device if state of mixed-precision Adam were cut evenly (ZeRO stage 3, arXiv 1910.02054), 16 in all.
+    """Bytes a device of mixed-precision Adam's state, sharded evenly (ZeRO stage 3, arXiv 1910.02054): 16 a parameter.
 
     bf16 parameters 2, bf16 gradients 2, fp32 master copy 4, fp32 moments 8 bytes each parameter.
     """

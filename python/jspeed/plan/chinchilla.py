@@ -1,13 +1,13 @@
-"""How many tokens a model of a size should see: Chinchilla's rules (Hoffmann et al. 2022, arXiv 2203.15556).
+"""Compute-optimal numbers of tokens: Chinchilla's scaling laws (Hoffmann et al. 2022, arXiv 2203.15556).
 
-They were measured on another text and tokeniser than FineWeb with GPT-2's, with learning rates that fall to a tenth
-over the whole run, and with Adam. Losses are those of that text; ratios travel better. Besiroglu et al. 2024
+They were measured on another text and tokenizer than FineWeb with GPT-2's, with learning rates that fall to a tenth
+over the whole run, and with Adam. Losses are those of that text; ratios transfer better. Besiroglu et al. 2024
 (arXiv 2404.10102) refit the third approach and find its published constants and their error bars doubtful.
 """
 
 import math
 
-TOKENS_PER_PARAMETER = 20  # what the three approaches have in common around 1e9 parameters (abstract, table 3)
+TOKENS_PER_PARAMETER = 20  # on which the three approaches agree around 1e9 parameters (abstract, table 3)
 
 # Approach 3, equation 10: L(N, D) = E + A / N^alpha + B / D^beta.
 E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28

@@ -1,4 +1,4 @@
-"""The real step of every stage, compiled for GPUs that are not here, and the micro-batch that fits in their memory."""
+"""Compile the training step of every stage ahead of time for absent GPUs; find the micro-batch that fits in memory."""
 
 import os
 import re
@@ -42,8 +42,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Rented:
-    """What a recipe is planned for: absent devices, how parameters lie on them, what they can do."""
+class Hardware:
+    """What a plan compiles for: absent devices, their mesh, the layout of parameters, the memory JAX may take."""
 
     cluster: Cluster
     mesh: Mesh
@@ -56,19 +56,19 @@ class Rented:
         return self.device.memory or self.cluster.facts.hbm_bytes
 
 
-def rent(
+def hardware_for(
     cluster: Cluster, layout: str, axes: dict[str, int] | None = None, fraction: float = MEMORY_FRACTION
-) -> Rented:
+) -> Hardware:
     """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin."""
     jax.config.update("jax_platforms", "cpu")  # else JAX would try to start CUDA, and then not know it
     mesh = cluster_mesh(cluster, axes)
     device = replace(device_of(mesh), memory=int(fraction * cluster.facts.hbm_bytes))
     if device.attention == "fa4":  # asks the live backend; its kernels carry no shapes to read FLOPs from
         device = replace(device, attention="cudnn")
-    return Rented(cluster, mesh, layout, device)
+    return Hardware(cluster, mesh, layout, device)
 
 
-def compile_stages(recipe: Recipe, rented: Rented, micro_batch: int | None = None) -> list[Step]:
+def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> list[Step]:
     """Compile the steps of every stage, stages that differ in attention windows alone once.
 
     A stage has as many programs as the recipe's period. Whether stages differ in more is seen, not assumed: their
@@ -81,27 +81,27 @@ def compile_stages(recipe: Recipe, rented: Rented, micro_batch: int | None = Non
     found: dict[int, Step] = {}
     jobs: list[tuple[int, jax.stages.Lowered]] = []
     copies: dict[int, int] = {}
-    with pretend(rented.cluster.target):
+    with pretend(hardware.cluster.target):
         for members in groups.values():
             last = members[-1]
-            lowered = {last: lower(recipe, stages[last], rented, micro_batch, last % period)}
+            lowered = {last: lower(recipe, stages[last], hardware, micro_batch, last % period)}
             first = members[0]
             if first != last:
-                lowered[first] = lower(recipe, stages[first], rented, micro_batch, first % period)
+                lowered[first] = lower(recipe, stages[first], hardware, micro_batch, first % period)
             alike = all(_windows(stages[last], stages[n]) is not None for n in members)
             if alike and len({WINDOW.sub(r"\1", program_.as_text()) for program_ in lowered.values()}) == 1:
                 jobs.append((last, lowered[last]))
                 copies |= {n: last for n in members[:-1]}
             else:
                 rest = {
-                    n: lower(recipe, stages[n], rented, micro_batch, n % period) for n in members if n not in lowered
+                    n: lower(recipe, stages[n], hardware, micro_batch, n % period) for n in members if n not in lowered
                 }
                 jobs += sorted((lowered | rest).items())
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = list(pool.map(lambda job: build(job[1], rented.device), jobs))
+            programs = list(pool.map(lambda job: build(job[1], hardware.device), jobs))
     for (number, _), built in zip(jobs, programs, strict=True):
         stage = stages[number]
-        found[number] = read(stage, micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch), built)
+        found[number] = read(stage, micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch), built)
     for number, last in copies.items():
         found[number] = with_stage(found[last], stages[number])
     return [found[number] for number in range(len(stages))]
@@ -123,10 +123,12 @@ def with_stage(step: Step, stage: Stage) -> Step:
     return replace(step, stage=stage, shared=True, windows=pairs)
 
 
-def lower(recipe: Recipe, stage: Stage, rented: Rented, micro_batch: int | None, phase: int = -1) -> jax.stages.Lowered:
+def lower(
+    recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None, phase: int = -1
+) -> jax.stages.Lowered:
     """Lower one stage's step through the code that training runs."""
-    parts = micro_batches(recipe, stage, rented.mesh, rented.device, micro_batch)
-    return program.lower_step(recipe, stage, rented.mesh, rented.layout, rented.device, parts, phase)
+    parts = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
+    return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase)
 
 
 def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
@@ -149,14 +151,16 @@ def read(stage: Stage, parts: int, built: jax.stages.Compiled) -> Step:
     return Step(stage, parts, str(built.as_text()), memory)
 
 
-def largest_that_fits(recipe: Recipe, rented: Rented, stage: Stage, below: int | None = None) -> tuple[int, int] | None:
+def largest_that_fits(
+    recipe: Recipe, hardware: Hardware, stage: Stage, below: int | None = None
+) -> tuple[int, int] | None:
     """Compile one stage with fewer and fewer lanes at once until it fits: (micro-batch in tokens, bytes), or None."""
-    for lanes in lanes_at_once(recipe, stage, rented.mesh):
+    for lanes in lanes_at_once(recipe, stage, hardware.mesh):
         tokens = lanes * stage.lane_len
         if below is None or tokens < below:
-            with pretend(rented.cluster.target):
-                need = program.memory_needed(build(lower(recipe, stage, rented, tokens), rented.device))
-            if need <= rented.limit:
+            with pretend(hardware.cluster.target):
+                need = program.memory_needed(build(lower(recipe, stage, hardware, tokens), hardware.device))
+            if need <= hardware.limit:
                 return tokens, need
     return None
 
@@ -171,8 +175,8 @@ def memory_by_kind(step: Step) -> dict[str, int]:
             if argument.op_name.startswith("state"):
                 kind = "parameters" if "'params'" in argument.op_name[:20].replace("\\", "") else "optimizer"
             kinds[kind] += argument.bytes
-    sends = [kernel.collective for kernel in step.kernels if kernel.collective]
-    gathered = sum(send.bytes for send in sends if send.kind == "all-gather")
+    collectives = [kernel.collective for kernel in step.kernels if kernel.collective]
+    gathered = sum(one.bytes for one in collectives if one.kind == "all-gather")
     gathered = min(gathered, step.memory["temporaries"])
     rest = step.memory["peak"] - sum(kinds.values()) - gathered
     return kinds | {"gathered parameters": gathered, "activations, gradients and workspace": rest}

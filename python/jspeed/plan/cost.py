@@ -1,7 +1,7 @@
-"""What one step costs on one device, kernel by kernel, from optimised HLO: FLOPs, bytes moved, sends, their order.
+"""What one step costs on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives of its HLO.
 
-FLOPs are those of matrix products; element-wise work is bytes. Of an attention kernel they are those of the keys that
-mask, window and longest document leave: 2 products forward, 5 backward (it computes the scores again).
+Only matmuls have FLOPs; element-wise work counts as bytes. Attention counts the keys that mask, window and longest
+document leave: 2 matmuls forward, 5 backward, which recomputes the scores.
 """
 
 import json
@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 from jspeed.plan import hlo
 from jspeed.plan.hlo import Collective, Instruction
+from jspeed.sizes import mean_context
+from jspeed.stage import Stage
 
 ATTENTION = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
-PRODUCTS = {"attention_forward": 2, "attention_backward": 5}
-# Names for memory, bookkeeping, or starts of what is counted elsewhere; none is a kernel.
+ATTENTION_MATMULS = {"attention_forward": 2, "attention_backward": 5}
+# Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
     "replica-id optimization-barrier add-dependency domain opt-barrier".split()
@@ -24,28 +26,28 @@ PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
 
 
 class Kernel(NamedTuple):
-    """One kernel, in the order in which it is scheduled."""
+    """One kernel of the schedule."""
 
     kind: str  # matmul, fp8_matmul, attention_forward, attention_backward, fusion, collective, other
     flops: float  # once
     bytes: float  # read and written, once
-    dtype: str  # of what is multiplied: bf16, f8, f32, ...; empty if nothing is
-    dims: tuple[int, ...]  # of a product: batch, rows, contracted, columns
+    dtype: str  # of the operands of a matmul: bf16, f8, f32, ...; else empty
+    dims: tuple[int, ...]  # of a matmul: batch, rows, contracted, columns
     times: int  # how often it runs in a step
     instruction: Instruction
-    collective: Collective | None = None  # what it sends
-    until: int = 0  # of a send: index in the list of the kernel that waits for it
+    collective: Collective | None = None
+    until: int = 0  # of a collective: index of the first kernel that waits for it
 
 
 def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
-    """Return the kernels of a step in order; those in a loop once, ``times`` saying how often they run.
+    """Return the kernels of a step in schedule order; one in a loop is listed once, with its number of runs.
 
-    ``max_doc_len`` bounds what a query of packed attention can see: documents are taken to be that long.
+    ``max_doc_len`` bounds the keys of packed attention: every document counts as that long.
     """
     found: list[Kernel] = []
     computations = _computations(text)
-    sends = {exchange.instruction.name: exchange for exchange in hlo.collectives(text)}
-    _walk(hlo.entry(text), 1, computations, sends, max_doc_len, found)
+    collectives = {found.instruction.name: found for found in hlo.collectives(text)}
+    _walk(hlo.entry(text), 1, computations, collectives, max_doc_len, found)
     return found
 
 
@@ -53,7 +55,7 @@ def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_le
     """Return ``steps`` with other attention windows: ``windows`` maps each one that was compiled to its value."""
     return [
         step._replace(flops=attention_flops(step.kind, step.instruction, max_doc_len, windows))
-        if step.kind in PRODUCTS
+        if step.kind in ATTENTION_MATMULS
         else step
         for step in steps
     ]
@@ -71,23 +73,17 @@ def attention_flops(
     packed = int(config["max_seg_per_batch"]) > 1
     seen = float(keys)
     if "CAUSAL" in config["mask_type"]:
-        seen = mean_keys(queries, window or None, max_doc_len if packed else None)
-    return PRODUCTS[kind] * 2 * batch * heads * queries * seen * width
-
-
-def mean_keys(queries: int, window: int | None, document: int | None) -> float:
-    """Mean number of keys that a query of a causal row sees, itself included."""
-    length = min(queries, document or queries)
-    window = min(window or length, length)
-    return (window * (window + 1) / 2 + (length - window) * window) / length
+        lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
+        seen = mean_context(lane, window or None)
+    return ATTENTION_MATMULS[kind] * 2 * batch * heads * queries * seen * width
 
 
 def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
-    """Name the part of the model that a product belongs to: attention, optimizer, or parameters of its shape.
+    """Name the part of the model that a matmul belongs to: attention, optimizer, or parameters of its shape.
 
     ``matrices`` holds the (in, out) of each parameter by its path. Parameters of one shape are named together.
     """
-    if step.kind in PRODUCTS:
+    if step.kind in ATTENTION_MATMULS:
         return "attention scores"
     if step.instruction.op_name and not re.search(r"shard_map|jvp|transpose\(", step.instruction.op_name):
         return "optimizer"
@@ -98,7 +94,7 @@ def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
     return "other"
 
 
-def product(step: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
+def matmul_flops(step: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
     """Return (FLOPs, (batch, rows, contracted, columns)) of a dot or a cuBLAS call."""
     numbers = _dot_numbers(step)
     left, right = operands[0].arrays[0].dims, operands[1].arrays[0].dims
@@ -113,31 +109,31 @@ def _walk(
     name: str,
     times: int,
     computations: dict[str, dict[str, Instruction]],
-    sends: dict[str, Collective],
+    collectives: dict[str, Collective],
     max_doc_len: int | None,
     found: list[Kernel],
 ) -> None:
     """Append the kernels of a computation and of the loops it runs, in order."""
     inside = computations[name]
-    waiting: dict[str, int] = {}  # a send that has started -> its place in ``found``
+    waiting: dict[str, int] = {}  # a collective that has started -> its index in ``found``
     for step in inside.values():
         if step.opcode.endswith(("-done", "-update")):
             for operand in step.operands:
                 if operand in waiting:
-                    place = waiting.pop(operand)
+                    start = waiting.pop(operand)
                     if step.opcode.endswith("-update"):
-                        waiting[step.name] = place
+                        waiting[step.name] = start
                     else:
-                        found[place] = found[place]._replace(until=len(found))
-        elif exchange := sends.get(step.name):
+                        found[start] = found[start]._replace(until=len(found))
+        elif collective := collectives.get(step.name):
             if step.opcode.endswith("-start"):
                 waiting[step.name] = len(found)
-            found.append(Kernel("collective", 0.0, 0.0, "", (), times, step, exchange, len(found) + 1))
+            found.append(Kernel("collective", 0.0, 0.0, "", (), times, step, collective, len(found) + 1))
         elif step.opcode in ("while", "conditional", "call", "async", "async-start"):
             again = times * (_trips(step) if step.opcode == "while" else 1)
             for called in step.calls:
                 if called in computations:
-                    _walk(called, again, computations, sends, max_doc_len, found)
+                    _walk(called, again, computations, collectives, max_doc_len, found)
         elif step.opcode not in FREE:
             found.append(_kernel(step, inside, computations, times, max_doc_len))
 
@@ -156,7 +152,7 @@ def _kernel(
         flops = attention_flops(kind, step, max_doc_len)
         return Kernel(kind, flops, moved, _dtype(step.arrays[0].dtype), (), times, step)
     if step.opcode == "dot" or "matmul" in step.target:
-        flops, dims = product(step, operands)
+        flops, dims = matmul_flops(step, operands)
         dtype = _dtype(operands[0].arrays[0].dtype)
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
     if step.opcode == "fusion":
@@ -165,7 +161,7 @@ def _kernel(
             body = computations.get(called, {})
             for dot in body.values():
                 if dot.opcode == "dot":
-                    more, dims = product(dot, [body[name] for name in dot.operands])
+                    more, dims = matmul_flops(dot, [body[name] for name in dot.operands])
                     flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
         kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
         return Kernel(kind, flops, moved, dtype, dims, times, step)
@@ -175,7 +171,7 @@ def _kernel(
 def _bytes_moved(
     step: Instruction, operands: list[Instruction], computations: dict[str, dict[str, Instruction]]
 ) -> int:
-    """Bytes read and written; of what a fusion only looks parts up in, or updates in place, the parts."""
+    """Bytes read and written. Where a fusion slices an array or updates it in place, only the slice counts."""
     if step.opcode in PARTIAL_READS:
         return 2 * step.bytes
     written, read = step.bytes, [operand.bytes for operand in operands]

@@ -1,7 +1,7 @@
-"""What is wrong with how a step lies on its devices: findings by name, each with what was measured and the threshold.
+"""Diagnose how a step is distributed over its devices: findings by name, each with its value and its threshold.
 
-Redundancy of a matrix product is its FLOPs on every device together over those that the model asks for, which are read
-from the traced program of one device before anything is cut. Products are matched by the source line they come from.
+The redundancy of a matmul is its FLOPs on all devices over the FLOPs that the model needs, which come from the program
+traced for one device, before anything is sharded. Matmuls are matched by source line.
 """
 
 import math
@@ -13,20 +13,20 @@ import jax
 from jax._src import source_info_util
 from jax.sharding import PartitionSpec
 
-from jspeed.parallel.layout import SMALL, cut_dim, partitions
+from jspeed.parallel.layout import SMALL, cut_dim, partition
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel
 from jspeed.recipe import Recipe, leaves
 
-REDUNDANT = 1.5  # times the FLOPs that a product needs
-WORTH = 0.002  # of the step's FLOPs; smaller products are padded, and cost nothing
-EXPOSED = 0.05  # of the step's time, sends of one kind that nothing runs beside
+REDUNDANT = 1.5  # times the FLOPs that a matmul needs
+WORTH = 0.002  # of the step's FLOPs; smaller matmuls are padded, and cost nothing
+EXPOSED = 0.05  # of the step's time: exposed communication
 CONTENDED = 4096  # scalar updates of one scatter
-WHOLE = 2**23  # bytes of an array that is whole on every device, and of fp32; smaller ones are no burden
+WHOLE = 2**23  # bytes of a replicated fp32 array; smaller ones are not reported
 
 
 class Finding(NamedTuple):
-    """One thing that the doctor saw. ``level``: error (counts for --strict), warning or note."""
+    """One finding. ``level``: error (counts for --strict), warning or note."""
 
     name: str
     level: str
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def ideal_flops(jaxpr: Any, times: int = 1) -> dict[str, float]:
-    """FLOPs of the matrix products of a traced program by source line, whole arrays, loops by their length."""
+    """FLOPs of the matmuls of a traced program by source line, unsharded, each loop counted by its length."""
     found: dict[str, float] = {}
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name == "dot_general":
@@ -54,7 +54,7 @@ def ideal_flops(jaxpr: Any, times: int = 1) -> dict[str, float]:
 
 
 def matmuls(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int) -> list[dict]:
-    """The matrix products of a step by source line: FLOPs on all devices, and times what the model asks for."""
+    """The matmuls of a step by source line: FLOPs on all devices, and their redundancy."""
     found: dict[str, dict] = {}
     for kernel in kernels:
         if "matmul" in kernel.kind:
@@ -73,14 +73,8 @@ def matmuls(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int)
     return sorted(found.values(), key=lambda row: -row["flops"])
 
 
-def redundancy(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int) -> float:
-    """FLOPs of all products on all devices over those that are needed: 1 is best, ``devices`` the worst."""
-    total = sum(kernel.times * kernel.flops for kernel in kernels if "matmul" in kernel.kind)
-    return total * devices / sum(ideal.values())
-
-
 def redundant(rows: Sequence[dict], kernels: Iterable[Kernel]) -> list[Finding]:
-    """Products that devices repeat instead of share; those of Muon by a name of their own."""
+    """Matmuls that devices repeat instead of sharing; those of Muon have a finding of their own."""
     whole = sum(row["flops"] for row in rows)
     muon = {k.instruction.source for k in kernels if "matmul" in k.kind and in_optimizer(k)}
     found = []
@@ -99,13 +93,13 @@ def redundant(rows: Sequence[dict], kernels: Iterable[Kernel]) -> list[Finding]:
 
 
 def in_optimizer(kernel: Kernel) -> bool:
-    """Whether a product belongs to the update: it lies outside of the part that every device runs on its rows."""
+    """Whether a matmul belongs to the optimizer: it lies outside of the ``shard_map`` of forward and backward pass."""
     name = kernel.instruction.op_name
     return bool(name) and not re.search(r"shard_map|jvp|transpose\(", name)
 
 
 def placement(shapes: Sequence[tuple[str, tuple[int, ...], Any]], mesh: Mapping[str, int]) -> list[Finding]:
-    """Mesh axes that cut no operand, and weights on the batch's axis, which is FSDP and no error.
+    """Mesh axes that shard no operand, and weights on the batch axis, which is FSDP and no error.
 
     ``shapes`` are (name, shape, PartitionSpec); names that begin with ``batch`` are data.
     """
@@ -119,7 +113,7 @@ def placement(shapes: Sequence[tuple[str, tuple[int, ...], Any]], mesh: Mapping[
     for axis, size in mesh.items():
         if size > 1 and not used[axis]:
             idle.append(axis)
-            text = f"mesh axis '{axis}' of size {size} cuts no operand: {size} devices do the same work"
+            text = f"mesh axis '{axis}' of size {size} shards no operand: {size} devices do the same work"
             found.append(Finding("idle-axis", "error", text, float(size), 1.0))
     for axis, size in mesh.items():
         weights = sorted(used[axis] - {"batch"})
@@ -135,34 +129,33 @@ def placement(shapes: Sequence[tuple[str, tuple[int, ...], Any]], mesh: Mapping[
 
 
 def whole_leaves(recipe: Recipe, layout: str, mesh: Any) -> list[Finding]:
-    """Parameters that every device holds whole although they are large: by layout, or because they do not divide."""
+    """Large parameters that are replicated: by the layout, or because their axes do not divide."""
     devices = mesh.shape["data"]
-    best = dict(by_path(partitions(recipe.parameters, "zero1", mesh)))
-    cuts = dict(by_path(partitions(recipe.parameters, layout, mesh)))
+    best, specs = by_path(recipe, "zero1", mesh), by_path(recipe, layout, mesh)
     found = []
     for path, spec in leaves(recipe.parameters):
-        if devices == 1 or spec.size < SMALL or cut_dim(cuts[path]) is not None:
+        if devices == 1 or spec.size < SMALL or cut_dim(specs[path]) is not None:
             continue
         size = f"{path} {'x'.join(map(str, spec.shape))}"
         if cut_dim(best[path]) is not None:
-            text = f"{size} and its optimizer state are whole on every device; --layout zero1 cuts them {devices} ways"
+            text = f"{size} and its optimizer state are replicated; --layout zero1 shards them {devices} ways"
             found.append(Finding("replicated-leaf", "warning", text, 4.0 * spec.size, 4.0 * SMALL))
         elif "matrix" in spec.axes:
             length = spec.shape[spec.axes.index("matrix")]
             text = (
-                f"{size} cannot be cut over {devices} devices: {length} matrices do not divide; "
+                f"{size} cannot be sharded over {devices} devices: {length} matrices do not divide; "
                 f"{-length % devices} matrices of padding make it {length + -length % devices}"
             )
             found.append(Finding("bank-cannot-shard", "error", text, float(length % devices), 0.0))
         else:
-            text = f"{size} has no axis that divides by {devices}, so every device holds and updates all of it"
+            text = f"{size} has no axis that divides by {devices}, so every device stores and updates all of it"
             if 4 * spec.size > WHOLE:
                 found.append(Finding("leaf-cannot-shard", "warning", text, 4.0 * spec.size, float(WHOLE)))
     return found
 
 
 def wide_logits(text: str, tokens: int, vocabulary: int) -> list[Finding]:
-    """Arrays of fp32 in memory that are as large as the logits of a micro-batch."""
+    """fp32 arrays in memory as large as the logits of a micro-batch."""
     size = tokens * vocabulary
     wide = [b for b in hlo.buffers(text, 4 * size) if b.array.dtype in ("f32", "f64")]
     if not wide:
@@ -174,23 +167,23 @@ def wide_logits(text: str, tokens: int, vocabulary: int) -> list[Finding]:
 
 
 def exposed(collectives: Sequence[dict], step_ms: float) -> list[Finding]:
-    """Sends that nothing runs beside, together too long; and large ones that are not asynchronous."""
+    """Exposed communication above the threshold, and large collectives that are not asynchronous."""
     found = []
-    waiting = sum(send["exposed_ms"] * send["count"] for send in collectives)
-    if waiting > EXPOSED * step_ms:
-        worst = max(collectives, key=lambda send: send["exposed_ms"] * send["count"])
+    exposed_ms = sum(one["exposed_ms"] * one["count"] for one in collectives)
+    if exposed_ms > EXPOSED * step_ms:
+        worst = max(collectives, key=lambda one: one["exposed_ms"] * one["count"])
         most = f"{worst['kind']} of {worst['bytes'] / 1e6:.0f} MB"
-        text = f"{waiting:.1f} of {step_ms:.1f} ms wait for sends; most for {most}"
-        found.append(Finding("exposed-collective", "error", text, waiting / step_ms, EXPOSED))
-    for send in collectives:
-        if not send["async"] and send["ms"] * send["count"] > EXPOSED / 5 * step_ms:
-            text = f"{send['kind']} of {send['bytes'] / 1e6:.0f} MB is not asynchronous"
-            found.append(Finding("synchronous-collective", "warning", text, send["ms"] / step_ms, EXPOSED / 5))
+        text = f"{exposed_ms:.1f} of {step_ms:.1f} ms are exposed communication; most of it {most}"
+        found.append(Finding("exposed-collective", "error", text, exposed_ms / step_ms, EXPOSED))
+    for one in collectives:
+        if not one["async"] and one["ms"] * one["count"] > EXPOSED / 5 * step_ms:
+            text = f"{one['kind']} of {one['bytes'] / 1e6:.0f} MB is not asynchronous"
+            found.append(Finding("synchronous-collective", "warning", text, one["ms"] / step_ms, EXPOSED / 5))
     return found
 
 
 def slow_scatters(text: str) -> list[Finding]:
-    """Scatters of single fp32 numbers, which jaxlib 0.10.2 to 0.11.0 makes loops of compare-and-swap of (jax 38806)."""
+    """Scatters of single fp32 numbers, which jaxlib 0.10.2 to 0.11.0 compiles to compare-and-swap loops (jax 38806)."""
     found = []
     steps = {step.name: step for step in hlo.instructions(text)}
     for step in steps.values():
@@ -207,10 +200,9 @@ def slow_scatters(text: str) -> list[Finding]:
     return found
 
 
-def by_path(cuts: Mapping[str, Any]) -> list[tuple[str, PartitionSpec]]:
-    """(slash-joined path, cut) of every parameter."""
-    flat, _ = jax.tree.flatten_with_path(cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return [("/".join(str(key.key) for key in path), cut) for path, cut in flat]
+def by_path(recipe: Recipe, layout: str, mesh: Any) -> dict[str, PartitionSpec]:
+    """How every parameter is sharded, by its path."""
+    return {path: partition(spec, layout, mesh) for path, spec in leaves(recipe.parameters)}
 
 
 def _source(eqn: Any) -> str:

@@ -1,6 +1,6 @@
-"""Read optimised HLO, the compiler's own text of a program: which kernels it calls, what it sends, what it keeps.
+"""Parse optimised HLO, the text of ``compiled.as_text()``: instructions, collectives, buffers.
 
-The text is ``compiled.as_text()``. Nothing here needs JAX or the device the text was made for.
+Nothing here needs JAX or the device that the text was compiled for.
 """
 
 import math
@@ -13,7 +13,7 @@ CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_co
 COLLECTIVES = frozenset(
     "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
-# Results that are somebody else's memory: an argument, a part of it, another view of it, a loop's initial value.
+# Instructions that allocate no memory: their results are arguments, views, or the buffers of their bodies.
 NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "async"}
 
 
@@ -54,13 +54,13 @@ class Instruction(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One exchange between devices; a start and its done are one."""
+    """One collective; its start and its done are one."""
 
     kind: str  # one of COLLECTIVES
     arrays: tuple[Array, ...]  # results on one device; more than one when the compiler combined several
-    bytes: int  # of the whole side: what a reduce-scatter takes in, what the others give out, on one device
-    group: int  # devices that take part in each exchange
-    overlaps: bool  # other work may run between its start and its done
+    bytes: int  # on one device: the input of a reduce-scatter, the output of the others
+    group: int  # devices of each replica group
+    overlaps: bool  # asynchronous: kernels may run between its start and its done
     instruction: Instruction
 
 
@@ -84,7 +84,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def running(text: str) -> list[Instruction]:
-    """Return the instructions that run by themselves: of the entry and of every loop, branch and call it reaches.
+    """Return the instructions outside of fusions: of the entry and of every loop, branch and call it reaches.
 
     A start and its done are one (:func:`paired`). What is inside a fusion, or applied to elements (the addition of
     a reduction), is left out: it takes no memory of its own. A loop's body is here once, however often it runs.
@@ -101,7 +101,7 @@ def running(text: str) -> list[Instruction]:
 
 
 def paired(steps: list[Instruction]) -> list[Instruction]:
-    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the place of the start."""
+    """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the position of the start."""
     origin: dict[str, str] = {}  # of a done or update -> its start
     results: dict[str, tuple[Array, ...]] = {}
     for step in steps:
@@ -124,13 +124,8 @@ def entry(text: str) -> str:
     raise ValueError("no ENTRY computation: this is not the text of an HLO module")
 
 
-def custom_calls(text: str, target: str = "") -> list[Instruction]:
-    """Return the calls of library kernels and foreign functions whose target begins with ``target``."""
-    return [i for i in paired(instructions(text)) if i.opcode == "custom-call" and i.target.startswith(target)]
-
-
 def collectives(text: str) -> list[Collective]:
-    """Return every exchange between devices, those in loops too (once, however often the loop runs)."""
+    """Return every collective; one in a loop is listed once, however often the loop runs."""
     steps = paired(instructions(text))
     wrapped = {name for step in steps if step.opcode == "async" for name in step.calls}
     found = []
@@ -219,13 +214,13 @@ def _source_lines(text: str) -> dict[str, str]:
         elif line[:1].isdigit():
             number, _, row = line.partition(" ")
             table[number] = row
-    files, places = tables.get("FileNames", {}), tables.get("FileLocations", {})
+    files, locations = tables.get("FileNames", {}), tables.get("FileLocations", {})
 
-    def place(row: str) -> str:
-        location = places[_word(row, "file_location_id=")]
+    def source(row: str) -> str:
+        location = locations[_word(row, "file_location_id=")]
         return files[_word(location, "file_name_id=")].strip('"') + ":" + _word(location, "line=")
 
-    return {number: place(row) for number, row in tables.get("StackFrames", {}).items()}
+    return {number: source(row) for number, row in tables.get("StackFrames", {}).items()}
 
 
 def _closing(text: str) -> int:

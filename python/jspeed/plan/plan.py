@@ -1,6 +1,6 @@
-"""A plan: one recipe on one target as a dictionary of plain values, which tables, pictures and comparisons are made of.
+"""The ahead-of-time plan of one recipe on one target, as a dictionary of plain values: what ``--json`` writes.
 
-Its keys are those of ``--json``. Bytes, FLOPs and kernels are of one device and one step; so are times.
+Bytes, FLOPs, kernels and times are of one device and one step.
 """
 
 import math
@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import LAYOUTS, REMAT, partitions
+from jspeed.parallel.layout import LAYOUTS, REMAT
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
-from jspeed.plan.compile import Rented, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
+from jspeed.plan.collectives import describe_collectives
+from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import part_of
-from jspeed.plan.sends import describe_sends
 from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
@@ -25,36 +25,36 @@ from jspeed.sizes import flops_per_token, is_matrix, parameter_count
 
 KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 BOUNDS = [
-    "memory is what the compiler allots: exact for its program, without the allocator's own losses",
-    "FLOPs of matrix products are exact; those of attention are an upper bound, every document being as long as "
-    "the recipe cuts it",
+    "memory is what the compiler allocates: exact for its program, without fragmentation",
+    "FLOPs of matmuls are exact; those of attention are an upper bound: every document counts as long as the recipe "
+    "allows",
     "no kernel is faster than its FLOPs at the peak rate or its bytes at the bandwidth",
 ]
 GUESSES = [
-    "which fraction of the peak a kernel reaches: " + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
-    "what a step loses besides: one factor, fitted on published times of other programs for the same schedules",
+    "fraction of the peak that a kernel reaches: " + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
+    "step time over roofline: one factor, fitted on published times of other programs for the same schedules",
     f"the range: {predict.SPREAD[0]} to {predict.SPREAD[1]} times the fitted time",
-    "bandwidth of an exchange by its bytes alone; between nodes also a latency for every node",
+    "communication time: bytes over bandwidth, and between nodes a latency for every node",
     "the price",
 ]
 
 
 def make_plan(
-    found: Found, rented: Rented, micro_batch: int | None = None, dollars_per_hour: float | None = None
+    found: Found, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
     Raises :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
-    recipe, cluster = found.recipe, rented.cluster
-    steps = compile_stages(recipe, rented, micro_batch)
-    ideal = ideal_flops(recipe, rented, steps[-1].parts)
-    stages = [describe_stage(recipe, rented, number, step) for number, step in enumerate(steps, 1)]
+    recipe, cluster = found.recipe, hardware.cluster
+    steps = compile_stages(recipe, hardware, micro_batch)
+    ideal = ideal_flops(recipe, hardware, steps[-1].parts)
+    stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
-    findings, products = examine(recipe, rented, steps, stages, ideal)
+    findings, matmuls = examine(recipe, hardware, steps, stages, ideal)
     price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
-    fits, sentence = fit(recipe, rented, steps)
+    fits, summary = fit(recipe, hardware, steps)
     return {
         "schema": 1,
         "recipe": recipe.name,
@@ -64,16 +64,16 @@ def make_plan(
         "device_kind": cluster.target.device_kind,
         "devices": cluster.devices,
         "nodes": cluster.nodes,
-        "mesh": dict(rented.mesh.shape),
-        "layout": rented.layout,
-        "attention": rented.device.attention,
+        "mesh": dict(hardware.mesh.shape),
+        "layout": hardware.layout,
+        "attention": hardware.device.attention,
         "compiled": True,
         "programs": distinct(steps),
         "parameters": parameter_count(recipe.parameters),
         "device_memory_bytes": cluster.facts.hbm_bytes,
-        "memory_limit_bytes": rented.limit,
+        "memory_limit_bytes": hardware.limit,
         "fits": fits,
-        "fit": sentence,
+        "fit": summary,
         "facts": {**cluster.facts._asdict(), "per_node": cluster.per_node},
         "fractions": {**predict.FRACTIONS, "step": 1 / predict.slowdown()},
         "calibration": predict.calibration(),
@@ -81,7 +81,7 @@ def make_plan(
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
         "fitted_seconds": sum(s["steps"] * s["roofline_ms"] for s in stages) / 1e3 * predict.slowdown(),
-        "hindrances": predict.hindrances([(step.stage.steps, step.kernels) for step in steps], cluster),
+        "hindrances": predict.bottlenecks([(step.stage.steps, step.kernels) for step in steps], cluster),
         "predicted_cost": {
             "currency": "USD",
             "per_device_hour": price,
@@ -89,19 +89,19 @@ def make_plan(
             "high": seconds[1] / 3600 * price * cluster.devices,
         },
         "doctor": [finding._asdict() | {"threshold": _finite(finding.threshold)} for finding in findings],
-        "matmuls": products,
-        "warnings": warnings(rented, steps)
-        + ([] if fits else [sentence])
+        "matmuls": matmuls,
+        "warnings": warnings(hardware, steps)
+        + ([] if fits else [summary])
         + [f"{f.name}: {f.text}" for f in findings if f.level != "note"],
         "bounds": BOUNDS,
         "guesses": GUESSES,
     }
 
 
-def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> dict[str, Any]:
+def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> dict[str, Any]:
     """One stage of the plan."""
-    cluster, stage, kernels = rented.cluster, step.stage, step.kernels
-    total, sends = predict.times(kernels, cluster)
+    cluster, stage, kernels = hardware.cluster, step.stage, step.kernels
+    total, collectives = predict.times(kernels, cluster)
     computing = [kernel for kernel in kernels if not kernel.collective]
     matrices = matrices_of(recipe)
     by_part: dict[str, float] = {}
@@ -127,7 +127,7 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
         "steps": stage.steps,
         "tokens_per_step": tokens,
         "micro_batches": step.parts,
-        "micro_batch_tokens": tokens // rented.mesh.shape["data"] // step.parts,
+        "micro_batch_tokens": tokens // hardware.mesh.shape["data"] // step.parts,
         "compiled": not step.shared,
         "memory_bytes": step.memory,
         "memory_by_kind": memory_by_kind(step),
@@ -138,7 +138,7 @@ def describe_stage(recipe: Recipe, rented: Rented, number: int, step: Step) -> d
         "model_flops": flops_per_token(recipe, stage) * tokens / cluster.devices,
         "bytes_moved": sum(kernel.times * kernel.bytes for kernel in computing),
         "kernels": {kind: sum(k.times for k in computing if k.kind == kind) for kind in KINDS},
-        "collectives": describe_sends(kernels, sends, rented),
+        "collectives": describe_collectives(kernels, collectives, hardware),
         "time_ms": {
             "compute": 1e3 * total.compute,
             "memory": 1e3 * total.memory,
@@ -157,54 +157,53 @@ def name_of(recipe: Recipe, number: int) -> str:
 
 
 def examine(
-    recipe: Recipe, rented: Rented, steps: Sequence[Step], stages: Sequence[dict], ideal: Mapping[str, float]
+    recipe: Recipe, hardware: Hardware, steps: Sequence[Step], stages: Sequence[dict], ideal: Mapping[str, float]
 ) -> tuple[list[doctor.Finding], list[dict]]:
-    """Have the doctor look at the last stage, and at the exchanges of the worst: (findings, matrix products)."""
-    step, devices = steps[-1], rented.cluster.devices
-    products = doctor.matmuls(step.kernels, ideal, devices)
+    """Run the doctor on the last stage and on the stage with most exposed communication: (findings, matmuls)."""
+    step, devices = steps[-1], hardware.cluster.devices
+    matmuls = doctor.matmuls(step.kernels, ideal, devices)
     micro = stages[-1]["micro_batch_tokens"]
     vocabulary = max(
         (s.shape[s.axes.index("vocab")] for _, s in leaves(recipe.parameters) if "vocab" in s.axes), default=0
     )
     vocabulary = vocabulary or recipe.data.vocab_size
-    _, shardings = program.state_shardings(recipe, rented.layout, rented.mesh)
-    shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(rented.mesh).spec)]
-    cuts = doctor.by_path(partitions(recipe.parameters, rented.layout, rented.mesh))
-    shapes += [(path, (), cut) for path, cut in cuts]
+    _, shardings = program.state_shardings(recipe, hardware.layout, hardware.mesh)
+    shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(hardware.mesh).spec)]
+    shapes += [(path, (), cut) for path, cut in doctor.by_path(recipe, hardware.layout, hardware.mesh).items()]
     worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
     findings = [
-        *doctor.redundant(products, step.kernels),
-        *doctor.placement(shapes, dict(rented.mesh.shape)),
-        *doctor.whole_leaves(recipe, rented.layout, rented.mesh),
+        *doctor.redundant(matmuls, step.kernels),
+        *doctor.placement(shapes, dict(hardware.mesh.shape)),
+        *doctor.whole_leaves(recipe, hardware.layout, hardware.mesh),
         *doctor.wide_logits(step.text, micro, vocabulary),
         *doctor.exposed(worst["collectives"], worst["roofline_ms"]),
         *doctor.slow_scatters(step.text),
     ]
-    for row in products:
+    for row in matmuls:
         row["source"] = hlo.short(row["source"])
-    return findings, products
+    return findings, matmuls
 
 
-def ideal_flops(recipe: Recipe, rented: Rented, parts: int) -> dict[str, float]:
-    """FLOPs of a step's matrix products by source line, as one device that did it all would do them."""
-    parts *= rented.mesh.shape["data"]  # micro-batches as large as those of the plan
-    one = make_mesh({"data": 1}, list(rented.mesh.devices.flat[:1]))
-    with pretend(rented.cluster.target):
-        traced = program.trace_step(recipe, recipe.stages[-1], one, rented.layout, rented.device, parts)
+def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, float]:
+    """FLOPs of a step's matmuls by source line, on a single device."""
+    parts *= hardware.mesh.shape["data"]  # micro-batches as large as those of the plan
+    one = make_mesh({"data": 1}, list(hardware.mesh.devices.flat[:1]))
+    with pretend(hardware.cluster.target):
+        traced = program.trace_step(recipe, recipe.stages[-1], one, hardware.layout, hardware.device, parts)
     return doctor.ideal_flops(traced.jaxpr)
 
 
-def fit(recipe: Recipe, rented: Rented, steps: Sequence[Step]) -> tuple[bool, str]:
-    """Whether every stage fits, as a sentence: what it needs, or what would fit, found by compiling."""
+def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool, str]:
+    """Return (whether every stage fits, a summary): what it needs, or what would fit, found by compiling."""
     worst = max(steps, key=lambda step: step.memory["peak"])
-    need, limit = worst.memory["peak"], rented.limit
-    tokens = recipe.tokens_per_step(worst.stage) // rented.mesh.shape["data"] // worst.parts
-    whole = rented.cluster.facts.hbm_bytes
+    need, limit = worst.memory["peak"], hardware.limit
+    tokens = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts
+    whole = hardware.cluster.facts.hbm_bytes
     have = f"{limit / 1e9:.1f} GB ({limit / whole:.0%} of {whole / 1e9:.1f})"
     if need <= limit:
         return True, f"fits: {need / 1e9:.1f} of {have} a device with a micro-batch of {tokens:,} tokens"
     start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
-    if smaller := largest_that_fits(recipe, rented, worst.stage, tokens):
+    if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
         return False, f"{start}; --micro-batch {smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
     if need <= 0.95 * whole:
         return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
@@ -215,52 +214,54 @@ def fit(recipe: Recipe, rented: Rented, steps: Sequence[Step]) -> tuple[bool, st
     )
 
 
-def places(recipe: Recipe, devices: int, rent_as: Callable[[str, dict[str, int] | None], Rented]) -> Iterator[Rented]:
-    """Yield the devices in every layout that fits ``recipe``, twofold along the axis it needs besides ``data``."""
+def candidates(
+    recipe: Recipe, devices: int, hardware_in: Callable[[str, dict[str, int] | None], Hardware]
+) -> Iterator[Hardware]:
+    """Yield the devices in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
     for layout, how in LAYOUTS.items():
         over = sorted(set(how.cuts.values()) - {"data"})
         if over and devices % 2:
             continue
-        rented = rent_as(layout, {"data": devices // 2, over[0]: 2} if over else None)
+        hardware = hardware_in(layout, {"data": devices // 2, over[0]: 2} if over else None)
         try:
-            program.check_layout(layout, rented.mesh, recipe)
+            program.check_layout(layout, hardware.mesh, recipe)
         except BadInput:
             continue
-        yield rented
+        yield hardware
 
 
-def search(found: Found, places: Iterable[Rented]) -> list[dict[str, Any]]:
-    """Compile the last stage in all ``places``; best first, what does not fit last.
+def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]:
+    """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
-    Of the micro-batches the largest is tried that training would take, then smaller ones until one fits. Where none
-    does, layers that are alike are tried with remat.
+    The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all
+    layers are alike, remat is tried.
     """
     rows = []
-    for place in places:
-        tried = list(_until_it_fits(found.recipe, place))
+    for hardware in candidates:
+        tried = list(_until_it_fits(found.recipe, hardware))
         if not tried[-1]["fits"] and found.recipe.alike:
-            tried += _until_it_fits(found.recipe, replace(place, layout=place.layout + REMAT))
+            tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + REMAT))
         rows += tried
     return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
 
 
-def _until_it_fits(recipe: Recipe, place: Rented) -> Iterator[dict[str, Any]]:
+def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]]:
     last = recipe.stages[-1]
-    parts = micro_batches(recipe, last, place.mesh, place.device, None)
-    for lanes in lanes_at_once(recipe, last, place.mesh):
-        if lanes > recipe.lanes // place.mesh.shape["data"] // parts:
+    parts = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
+    for lanes in lanes_at_once(recipe, last, hardware.mesh):
+        if lanes > recipe.lanes // hardware.mesh.shape["data"] // parts:
             continue
-        step = compile_stages(change(recipe, stages=(last,)), place, lanes * last.lane_len)[-1]
-        seconds = predict.times(step.kernels, place.cluster)[0].total
+        step = compile_stages(change(recipe, stages=(last,)), hardware, lanes * last.lane_len)[-1]
+        seconds = predict.times(step.kernels, hardware.cluster)[0].total
         yield {
-            "layout": place.layout,
-            "mesh": dict(place.mesh.shape),
+            "layout": hardware.layout,
+            "mesh": dict(hardware.mesh.shape),
             "micro_batch_tokens": lanes * last.lane_len,
             "peak_bytes": step.memory["peak"],
-            "fits": step.memory["peak"] <= place.limit,
+            "fits": step.memory["peak"] <= hardware.limit,
             "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
         }
-        if step.memory["peak"] <= place.limit:
+        if step.memory["peak"] <= hardware.limit:
             return
 
 
@@ -273,7 +274,7 @@ def matrices_of(recipe: Recipe) -> dict[str, tuple[int, int]]:
     }
 
 
-def warnings(rented: Rented, steps: Sequence[Step]) -> list[str]:
+def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
     """What this plan cannot know."""
     found = []
     if any(step.shared for step in steps):
@@ -281,21 +282,21 @@ def warnings(rented: Rented, steps: Sequence[Step]) -> list[str]:
             f"{len(steps)} stages, {distinct(steps)} compiled: the others differ in attention windows alone (checked "
             "on the first and the last program), so their kernels, bytes and memory are those of the compiled one"
         )
-    if rented.device.attention == "cudnn":
+    if hardware.device.attention == "cudnn":
         found.append(
             "attention is planned as cuDNN's, whose plans are only built on a GPU: what it refuses there is not seen "
             "here; where fa4_jax is installed training uses that on H100 and H200"
         )
-    elif rented.device.attention == "xla":
+    elif hardware.device.attention == "xla":
         found.append("this GPU gets XLA's own attention, which holds all scores in memory")
     found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
     return found
 
 
-def require_devices(recipe: Recipe, rented: Rented) -> None:
+def require_devices(recipe: Recipe, hardware: Hardware) -> None:
     """Raise :class:`BadInput` when the layout does not fit, or the lanes cannot be divided over the devices."""
-    program.check_layout(rented.layout, rented.mesh, recipe)
-    devices = row_shards(rented.mesh)
+    program.check_layout(hardware.layout, hardware.mesh, recipe)
+    devices = row_shards(hardware.mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"recipe {recipe.name} has {recipe.lanes} lanes, which {devices} devices cannot share equally; "

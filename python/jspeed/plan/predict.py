@@ -1,8 +1,8 @@
-"""From kernels to milliseconds: a roofline for each kernel, sends beside them, and what published times make of that.
+"""From kernels to milliseconds: a roofline for each kernel, overlapped communication, a fit to published step times.
 
-A bound: no kernel runs faster than its FLOPs at the peak rate or its bytes at the bandwidth. The rest is a guess:
-which fraction of them a kernel reaches (FRACTIONS), and how far a whole step stays behind its kernels, which one number
-says (:func:`slowdown`). It is fitted on published step times of other programs for the same schedules.
+Bound: no kernel runs faster than its FLOPs at the peak rate or its bytes at the bandwidth. Guesses: the fraction of the
+peak that a kernel reaches (FRACTIONS), and the ratio of a measured step to its roofline (:func:`slowdown`), one number
+that is fitted on published step times of other programs for the same schedules.
 """
 
 import math
@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jspeed.plan import hlo
-from jspeed.plan.cost import PRODUCTS, Kernel
+from jspeed.plan.cost import ATTENTION_MATMULS, Kernel
 from jspeed.plan.hlo import Collective
 from jspeed.plan.target import Cluster, Facts
 
-# Fractions of the peak that single kernels reach. Matrix products: what cuBLAS does at 768 to 3,072 columns is well
-# under the 0.75 to 0.8 of large squares. Attention: cuDNN does 582 TFLOP/s (0.59) forward on H100 at 8,192 keys
+# Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to
+# 0.8 of large squares. Attention: cuDNN does 582 TFLOP/s (0.59) forward on H100 at 8,192 keys
 # (tritonbench issue 141), less backward and in short windows. Memory: copies reach 0.9. Communication: NCCL's bus
 # bandwidth on one node of H100 is 330 to 370 of 450 GB/s.
 FRACTIONS = {
@@ -26,8 +26,9 @@ FRACTIONS = {
     "memory": 0.85,
     "communication": 0.75,
 }
+COMPUTE_BOUND, MEMORY_BOUND = "the multipliers", "memory"  # as schema 1 of plan.py --json writes them
 LAUNCH = 2e-6  # seconds that the smallest kernel takes
-LATENCY = 15e-6  # seconds that the smallest exchange takes within a node
+LATENCY = 15e-6  # seconds that the smallest collective takes within a node
 HOP = 8e-6  # seconds more for every node that a ring passes
 SPREAD = (0.85, 1.25)  # range around the fitted time: wide enough for the four published programs
 
@@ -35,10 +36,10 @@ SPREAD = (0.85, 1.25)  # range around the fitted time: wide enough for the four 
 class Times(NamedTuple):
     """Seconds of one step on one device. ``total`` is compute + memory + exposed."""
 
-    compute: float  # kernels that the multipliers hold up
-    memory: float  # kernels that the memory holds up
-    communication: float  # sends, whatever runs beside them
-    exposed: float  # sends that nothing runs beside
+    compute: float  # compute-bound kernels
+    memory: float  # memory-bound kernels
+    communication: float  # all communication, hidden or not
+    exposed: float  # communication that no kernel hides
     total: float
 
 
@@ -94,15 +95,16 @@ def kernel_seconds(kernel: Kernel, facts: Facts) -> tuple[float, float]:
     if not kernel.flops:
         return 0.0, max(by_bytes, LAUNCH)
     kind = kernel.kind if kernel.kind in FRACTIONS else "matmul"
-    fastest = facts.peak_flops.get("bf16" if kernel.kind in PRODUCTS else rate_name(kernel.dtype, facts))
+    fastest = facts.peak_flops.get("bf16" if kernel.kind in ATTENTION_MATMULS else rate_name(kernel.dtype, facts))
     assert fastest
     return kernel.flops / (fastest * FRACTIONS[kind]), max(by_bytes, LAUNCH)
 
 
-def hindrances(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[dict]:
-    """Return where the time of a run goes, most first: by the file that asks for kernels, and what holds these up.
+def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[dict]:
+    """Return where the time of a run goes, largest first: by source file, compute-bound and memory-bound kernels apart.
 
-    ``runs`` are numbers of steps and the kernels of each. Sends are not among them; ``share`` is of all kernels.
+    ``runs`` are numbers of steps and the kernels of each. Collectives are left out; ``share`` is of all kernels.
+    ``held_up_by``, a field of schema 1, is COMPUTE_BOUND or MEMORY_BOUND.
     """
     spent: dict[tuple[str, str], float] = {}
     for steps, kernels in runs:
@@ -110,7 +112,7 @@ def hindrances(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -
             if not kernel.collective:
                 by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
                 file = hlo.short(kernel.instruction.source).partition(":")[0]
-                key = file or "the compiler", "the multipliers" if by_flops > by_bytes else "memory"
+                key = file or "the compiler", COMPUTE_BOUND if by_flops > by_bytes else MEMORY_BOUND
                 spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
     return [
         {"source": file, "held_up_by": what, "seconds": seconds * slowdown(), "share": seconds / sum(spent.values())}
@@ -119,54 +121,54 @@ def hindrances(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -
 
 
 def rate_name(dtype: str, facts: Facts) -> str:
-    """The peak rate that a product of ``dtype`` goes by; a type without one is multiplied as bf16."""
+    """The name of the peak rate of a matmul of ``dtype``; a type without one counts as bf16."""
     known = {"f32": "tf32", "f16": "bf16", "bf16": "bf16", "f8": "f8", "f64": "f32"}
     name = known.get(dtype, "bf16")
     return name if name in facts.peak_flops else "bf16"
 
 
-def collective_seconds(exchange: Collective, cluster: Cluster) -> float:
-    """Seconds of one exchange as a ring: over NVLink within a node, over all adapters of a node between nodes.
+def collective_seconds(collective: Collective, cluster: Cluster) -> float:
+    """Seconds of one collective as a ring: NVLink within a node, all network adapters of a node between nodes.
 
-    An all-reduce sends twice what the others do.
+    An all-reduce moves twice the bytes of the others.
     """
     facts = cluster.facts
-    nodes = -(-exchange.group // cluster.per_node)
+    nodes = -(-collective.group // cluster.per_node)
     bandwidth = facts.nvlink_bytes_per_second
     if nodes > 1:
         bandwidth = min(bandwidth, facts.network_bytes_per_second * cluster.per_node)
-    rounds = 2 if exchange.kind == "all-reduce" else 1
-    sent = rounds * exchange.bytes * (exchange.group - 1) / max(1, exchange.group)
-    return sent / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
+    rounds = 2 if collective.kind == "all-reduce" else 1
+    moved = rounds * collective.bytes * (collective.group - 1) / max(1, collective.group)
+    return moved / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
 
 
 def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int, tuple[float, float]]]:
-    """Follow the schedule with one stream of kernels and one of sends.
+    """Simulate the schedule with a compute stream and a communication stream.
 
-    Returns the sums and, by the place of each send in ``kernels``, (seconds it takes, seconds of it exposed). A loop
+    Returns the sums and, by the index of each collective in ``kernels``, (its seconds, its exposed seconds). A loop
     is one pass through its body, stretched by how often it runs.
     """
     now = compute = memory = communication = exposed = 0.0
-    free = 0.0  # when the last send is done
+    free = 0.0  # when the last collective is done
     ends: dict[int, float] = {}
-    sends: dict[int, tuple[float, float]] = {}
+    collectives: dict[int, tuple[float, float]] = {}
     waits: dict[int, list[int]] = {}
-    for place, kernel in enumerate(kernels):
+    for index, kernel in enumerate(kernels):
         if kernel.collective:
-            waits.setdefault(kernel.until, []).append(place)
-    for place in range(len(kernels) + 1):
-        for send in waits.get(place, ()):
-            late = max(0.0, ends[send] - now)
+            waits.setdefault(kernel.until, []).append(index)
+    for index in range(len(kernels) + 1):
+        for waited in waits.get(index, ()):
+            late = max(0.0, ends[waited] - now)
             exposed += late
             now += late
-            sends[send] = (sends[send][0], late)
-        if place == len(kernels):
+            collectives[waited] = (collectives[waited][0], late)
+        if index == len(kernels):
             break
-        kernel = kernels[place]
+        kernel = kernels[index]
         if kernel.collective:
             takes = kernel.times * collective_seconds(kernel.collective, cluster)
             free = max(now, free) + takes
-            ends[place], sends[place] = free, (takes, 0.0)
+            ends[index], collectives[index] = free, (takes, 0.0)
             communication += takes
             continue
         by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
@@ -176,4 +178,4 @@ def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int,
             compute += takes
         else:
             memory += takes
-    return Times(compute, memory, communication, exposed, compute + memory + exposed), sends
+    return Times(compute, memory, communication, exposed, compute + memory + exposed), collectives

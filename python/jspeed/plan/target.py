@@ -1,4 +1,4 @@
-"""GPUs that are not here: their facts, a mesh of them to compile for, and JAX's checks answered for them."""
+"""Absent GPUs: their published specifications, a mesh to compile for, and stand-ins for JAX's device checks."""
 
 import importlib.util
 import re
@@ -39,7 +39,7 @@ class Target(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What one GPU of a kind can do at most, each with the public place it comes from."""
+    """Peak rates and sizes of one kind of GPU, each with its public source."""
 
     per_node: int  # GPUs that NVLink joins
     hbm_bytes: int
@@ -52,7 +52,7 @@ class Facts(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """So many nodes of so many GPUs of one kind, as ``h100x8x4`` says it: 4 nodes of 8."""
+    """Nodes of GPUs of one kind, such as ``h100x8x4``: 4 nodes of 8."""
 
     name: str
     target: Target
@@ -109,7 +109,7 @@ def parse_target(text: str) -> Cluster:
 
 
 def missing() -> str | None:
-    """Say in one sentence why nothing can be compiled for a GPU here, or return None."""
+    """Return the error message if nothing can be compiled for a GPU here, else None."""
     if any(_installed(plugin) for plugin in PLUGINS):
         return None
     return (
@@ -141,7 +141,7 @@ def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[
 
 @contextmanager
 def pretend(target: Target) -> Iterator[None]:
-    """Let code that asks the live backend what it can do hear about ``target`` instead, while it is traced and lowered.
+    """Answer JAX's queries about the live backend with ``target`` while code is traced and lowered.
 
     Covers cuDNN attention: its compute capability and its version (the library need not be installed; the check
     of what it really supports is made when a plan is built, on the GPU).

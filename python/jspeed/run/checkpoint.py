@@ -19,7 +19,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster import distributed
-from jspeed.cluster.within import within
+from jspeed.cluster.timeout import with_timeout as within
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
 from jspeed.run.compute.step import State

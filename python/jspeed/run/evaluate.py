@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jspeed.data import Shards, TokenLoader
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
-from jspeed.parallel.mesh import place as spread
+from jspeed.parallel.mesh import put as spread
 from jspeed.recipe import Recipe
 from jspeed.run.compute.step import mean_weight
 

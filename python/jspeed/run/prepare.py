@@ -22,7 +22,8 @@ from jspeed.data.folder import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
-from jspeed.parallel.mesh import make_mesh, parse_mesh, place, replicated, request_cpu_devices
+from jspeed.parallel.mesh import make_mesh, parse_mesh, replicated, request_cpu_devices
+from jspeed.parallel.mesh import put as place
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
@@ -30,7 +31,7 @@ from jspeed.run import evaluate
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
-from jspeed.run.compute import held
+from jspeed.run.compute import carry as held
 from jspeed.run.compute.cpu import keep_freed_memory
 from jspeed.run.compute.device import Device, device_of, micro_batches
 from jspeed.run.compute.program import (
@@ -43,7 +44,8 @@ from jspeed.run.compute.program import (
 )
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
-from jspeed.run.evidence.witness import Witness, checksum
+from jspeed.run.evidence.at_start import StartEvidence as Witness
+from jspeed.run.evidence.at_start import checksum
 from jspeed.run.export import fingerprint, read_parameters
 from jspeed.run.find import Found, find
 from jspeed.run.output import console as say

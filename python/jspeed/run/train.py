@@ -13,14 +13,14 @@ import jax
 from rich.console import Console
 
 from jspeed.cluster import distributed, failure
-from jspeed.cluster.agreement import Agreement
+from jspeed.cluster.graceful_stop import GracefulStop as Agreement
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
-from jspeed.run.compute import held
+from jspeed.run.compute import carry as held
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from jspeed.cluster.place import find_place
+from jspeed.cluster.rank import find_rank as find_place
 from jspeed.errors import BadInput, writable_folder
 from jspeed.leaderboard import stats, words
 from jspeed.record import planned

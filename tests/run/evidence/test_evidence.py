@@ -10,10 +10,10 @@ import pytest
 
 from jspeed.data import open_shards
 from jspeed.run.evidence import provenance
+from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import trained_on
 from jspeed.run.evidence.overlap import copied
 from jspeed.run.evidence.probes import callbacks
-from jspeed.run.evidence.witness import checksum
 
 
 def shard(path: Path, tokens: np.ndarray) -> Path:

@@ -1,1 +1,1 @@
-"""A plan to look at: tables for the terminal, a picture, a page."""
+"""Views of a plan: tables for the terminal, a picture, a page."""

@@ -1,6 +1,6 @@
-"""A plan as one picture: where the time of every stage goes, and what fills a device's memory.
+"""A plan as one picture: the time of every stage, and the memory of a device by kind.
 
-The same plan is the same bytes.
+The same plan gives the same bytes.
 """
 
 import io
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
-from jspeed.plan.views.words import between, number, printable, size, span
+from jspeed.plan.views.format import between, number, printable, size, span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,15 +20,15 @@ Plan = Mapping[str, Any]
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 INK, PALE, EDGE = "#333333", "#dddddd", "#999999"
 TIMES = {"compute": 0, "memory": 1, "exposed communication": 3}  # end to end, each with its colour
-ALL_SENT = 2  # the colour of communication, hidden or not
+ALL_COMMUNICATION = 2  # the colour of communication, hidden or not
 MIB = 2**20  # bytes; the legend leaves out what is smaller
 
 
 def plan_svg(path: Path, plan: Plan) -> None:
     """Draw the dict that ``plan.py --json`` writes to ``path``, on white. Raises OSError when that cannot be written.
 
-    Above, for every stage, milliseconds of one step: kernels that compute holds up, kernels that memory holds up and
-    communication that nothing hides, end to end; under them all communication, and the predicted step as a range.
+    Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels and exposed
+    communication, end to end; under them all communication, and the predicted step as a range.
     Below: memory of the stage that needs most, by kind, and the size of a device. What a plan lacks is left out.
     """
     write_whole(path, drawing(plan, "white").encode())
@@ -80,27 +80,27 @@ def memory_by_kind(plan: Plan) -> dict[str, float]:
     if not found:
         sizes = stage.get("memory_bytes") or {}
         found = {name: sizes.get(name) for name in ("arguments", "temporaries")}
-    held = {str(kind): number(value) or 0.0 for kind, value in found.items()}
-    return {kind: value for kind, value in held.items() if value > 0}
+    sizes = {str(kind): number(value) or 0.0 for kind, value in found.items()}
+    return {kind: value for kind, value in sizes.items() if value > 0}
 
 
 def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     """Draw the bars of every stage, first stage on top, and under them the predicted range."""
     axes.set_title("milliseconds of one step", loc="left", fontsize=10, color=INK)
     right = 0.0
-    for place, stage in enumerate(stages):
+    for row, stage in enumerate(stages):
         times = stage.get("time_ms") or {}
         left = 0.0
         for name, colour in TIMES.items():
             value = number(times.get(name.replace(" ", "_"))) or 0.0
-            axes.barh(place - 0.18, value, 0.32, left=left, color=COLOURS[colour], zorder=2)
+            axes.barh(row - 0.18, value, 0.32, left=left, color=COLOURS[colour], zorder=2)
             left += value
-        sent = number(times.get("communication")) or 0.0
-        axes.barh(place + 0.08, sent, 0.14, color=COLOURS[ALL_SENT], zorder=2)
-        right = max(right, left, sent)
+        communication = number(times.get("communication")) or 0.0
+        axes.barh(row + 0.08, communication, 0.14, color=COLOURS[ALL_COMMUNICATION], zorder=2)
+        right = max(right, left, communication)
         if bounds := span(stage.get("predicted_ms")):
             low, high = bounds
-            height = place + 0.3
+            height = row + 0.3
             axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
             label = between([low, high], "ms")
             axes.annotate(label, (high, height), (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
@@ -116,7 +116,7 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     from matplotlib.patches import Patch
 
     handles: list[Any] = [Patch(color=COLOURS[colour], label=name) for name, colour in TIMES.items()]
-    handles.append(Patch(color=COLOURS[ALL_SENT], label="all communication"))
+    handles.append(Patch(color=COLOURS[ALL_COMMUNICATION], label="all communication"))
     handles.append(Line2D([], [], color=INK, linewidth=1.4, marker="|", markersize=6, label="predicted step"))
     _legend(axes, handles, 2)
 
@@ -131,13 +131,13 @@ def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
     axes.set_title(printable(title, 50), loc="left", fontsize=10, color=INK, parse_math=False)
     left = 0.0
     handles: list[Any] = []
-    for place, (kind, held) in enumerate(kinds.items()):
-        colour = COLOURS[place % len(COLOURS)]
-        axes.barh(0, held / 1e9, 0.6, left=left / 1e9, color=colour, zorder=2)
-        if held >= MIB:
+    for index, (kind, amount) in enumerate(kinds.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        axes.barh(0, amount / 1e9, 0.6, left=left / 1e9, color=colour, zorder=2)
+        if amount >= MIB:
             handles.append(Patch(color=colour, label="_"))
-            handles[-1].set_label(f" {printable(kind, 40)}, {size(held)}")
-        left += held
+            handles[-1].set_label(f" {printable(kind, 40)}, {size(amount)}")
+        left += amount
     marks = {"peak": peak, "device": device}
     for name, at in marks.items():
         if at is None:

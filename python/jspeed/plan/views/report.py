@@ -1,6 +1,7 @@
-"""A plan as one page: the tables of the terminal and the picture, in one file that opens from disk.
+"""A plan as one self-contained HTML page: the tables of the terminal and the picture.
 
-The page is a pure function of the dict that ``plan.py --json`` writes, and loads and runs nothing. All text is escaped.
+The page is a pure function of the dict that ``plan.py --json`` writes. It loads no other file and runs no script; all
+text is escaped.
 """
 
 import re
@@ -11,9 +12,8 @@ from typing import Any
 from jspeed import markup
 from jspeed.files import write_whole
 from jspeed.markup import section, table, text
-from jspeed.plan.views.picture import INK, PALE, drawing, fullest, memory_by_kind
-from jspeed.plan.views.picture import plan_svg as plan_svg
-from jspeed.plan.views.words import (
+from jspeed.plan.views import compare
+from jspeed.plan.views.format import (
     NONE,
     array,
     between,
@@ -21,7 +21,6 @@ from jspeed.plan.views.words import (
     figures,
     mapping,
     mappings,
-    mean,
     number,
     pairs,
     percent,
@@ -30,6 +29,8 @@ from jspeed.plan.views.words import (
     stage_name,
     whole,
 )
+from jspeed.plan.views.picture import INK, PALE, drawing, fullest, memory_by_kind
+from jspeed.plan.views.picture import plan_svg as plan_svg
 
 Plan = Mapping[str, Any]
 
@@ -94,7 +95,7 @@ def _figure(plan: Plan) -> str:
 
 def _stages(plan: Plan) -> str:
     head = ["stage", "steps", "tokens a step", "predicted step", "compute ms", "memory ms", "communication ms",
-            "of it exposed", "peak memory", "TFLOPs", "bytes moved", "tokens at once", "from"]  # fmt: skip
+            "exposed communication ms", "peak memory", "TFLOPs", "bytes moved", "tokens at once", "from"]  # fmt: skip
 
     def row(stage: Plan) -> list[str]:
         times = mapping(stage.get("time_ms"))
@@ -112,8 +113,8 @@ def _stages(plan: Plan) -> str:
         ]
 
     note = (
-        "One device, one step. Compute and memory: kernels that the multipliers or the memory hold up. They and the "
-        "exposed communication follow one another."
+        "One device, one step. Compute and memory are compute-bound and memory-bound kernels; with the exposed "
+        "communication they add up to the roofline of the step."
     )
     return section("stages", table(head, map(row, mappings(plan.get("stages")))), note)
 
@@ -131,9 +132,9 @@ def _memory(plan: Plan) -> str:
     kinds, peak = memory_by_kind(plan), number(mapping(stage.get("memory_bytes")).get("peak"))
     device = number(plan.get("device_memory_bytes"))
     limit = number(plan.get("memory_limit_bytes"))
-    held = {**kinds, "peak": peak, "JAX may take": limit, "a device has": device} if kinds else {}
+    listed = {**kinds, "peak": peak, "JAX may take": limit, "a device has": device} if kinds else {}
     share = device or peak or 0.0
-    rows = [[kind, size(value), percent(value, share)] for kind, value in held.items() if value]
+    rows = [[kind, size(value), percent(value, share)] for kind, value in listed.items() if value]
     head = ["kind", "size", "of the device" if device else "of the peak"]
     return section(f"memory of one device, {stage_name(stage)}", table(head, rows))
 
@@ -162,22 +163,22 @@ def _kernels(plan: Plan) -> str:
 
 
 def _collectives(plan: Plan) -> str:
-    head = ["stage", "kind", "axis", "times", "bytes", "dtype", "asynchronous", "ms", "compute behind it, ms",
+    head = ["stage", "kind", "axis", "times", "bytes", "dtype", "asynchronous", "ms", "overlapping compute ms",
             "exposed ms", "source"]  # fmt: skip
     rows, seen = [], []
     for stage in mappings(plan.get("stages")):
-        sent = mappings(stage.get("collectives"))
-        same = [[c.get(key) for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in sent]
+        found = mappings(stage.get("collectives"))
+        same = [[c.get(key) for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in found]
         if same in seen:
             continue
         seen.append(same)
-        for c in sent:
+        for c in found:
             rows.append([
                 stage_name(stage), str(c.get("kind", NONE)), str(c.get("axis", NONE)), whole(c.get("count")),
                 size(c.get("bytes")), str(c.get("dtype") or NONE), _yes(c.get("async")), figures(c.get("ms")),
                 figures(c.get("compute_ms_between")), figures(c.get("exposed_ms")), str(c.get("source") or NONE),
             ])  # fmt: skip
-    note = "A stage that is not listed exchanges the same as one that is."
+    note = "A stage that is not listed has the same collectives as one that is."
     return section("collectives", table(head, rows), note)
 
 
@@ -200,8 +201,8 @@ def _matmuls(plan: Plan) -> str:
          whole(m.get("count")), figures(m.get("flops"), 1e12), figures(m.get("redundancy"))]
         for m in mappings(plan.get("matmuls"))
     ]  # fmt: skip
-    note = "Redundancy: FLOPs of all devices over the FLOPs that the product needs."
-    return section("matrix multiplications", table(head, rows), note)
+    note = "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs."
+    return section("matmuls", table(head, rows), note)
 
 
 def _search(plan: Plan) -> str:
@@ -216,26 +217,15 @@ def _search(plan: Plan) -> str:
 
 
 def _against(plan: Plan) -> str:
-    """What another plan for the same target has, beside this one; means over the steps of all stages."""
+    """What changes from another plan for the same target to this one."""
     before = mapping(plan.get("against"))
     if not before:
         return ""
-    rows = []
-    for name, get, show in (
-        ("steps", lambda made: sum(number(stage.get("steps")) or 0 for stage in mappings(made.get("stages"))), whole),
-        ("parameters", lambda made: made.get("parameters"), whole),
-        ("TFLOPs", lambda made: mean(made, "flops"), lambda value: figures(value, 1e12)),
-        ("bytes moved", lambda made: mean(made, "bytes_moved"), size),
-        ("compute ms", lambda made: mean(made, "time_ms", "compute"), figures),
-        ("memory ms", lambda made: mean(made, "time_ms", "memory"), figures),
-        ("exposed communication ms", lambda made: mean(made, "time_ms", "exposed_communication"), figures),
-        ("peak memory", lambda made: mapping(fullest(made).get("memory_bytes")).get("peak"), size),
-        ("predicted step", lambda made: made.get("predicted_step_ms"), lambda value: between(value, "ms")),
-        ("time to target", lambda made: made.get("predicted_seconds"), duration),
-    ):
-        rows.append([name, show(get(before)), show(get(plan))])
-    head = ["", str(before.get("recipe", "before")), str(plan.get("recipe", "after"))]
-    return section("against another recipe", table(head, rows), "One device, means over all steps.")
+    return section(
+        "against another recipe",
+        table(compare.heading(before, plan), compare.rows(before, plan)),
+        "One device, means over all steps.",
+    )
 
 
 def _calibration(plan: Plan) -> str:
@@ -254,7 +244,7 @@ def _calibration(plan: Plan) -> str:
     reached = [[kind.replace("_", " "), *(percent(values.get(kind), 1) for _, values in ends)] for kind in kinds]
     columns = ["kind", *(name.removesuffix("_ms") for name, _ in ends)]
     return section("predictions against measured steps", table(head, rows)) + section(
-        "share of the peak that a step is taken to reach", table(columns, reached)
+        "assumed fraction of the peak", table(columns, reached)
     )
 
 

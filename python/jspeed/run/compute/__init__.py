@@ -1,1 +1,1 @@
-"""What the devices compute: the training step, its compiled programs, and what the kind of device decides."""
+"""The training step, its compiled programs, and the settings that depend on the device."""

@@ -1,4 +1,4 @@
-"""Make a CPU a quicker device: memory that a step frees stays in the process for the next step."""
+"""Speed up CPU steps: keep the memory that a step frees in the process for the next step."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""What the devices at hand decide: attention backend, FP8, tokens at once. A recipe never asks for hardware."""
+"""Settings that depend on the devices: attention backend, FP8, micro-batch. Recipes never ask for hardware."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ PACKED_CUDNN = (9, 0)  # cuDNN attends within documents from Hopper on
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` the most tokens to take at once."""
+    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest, in tokens."""
 
     platform: str
     attention: str
@@ -45,7 +45,7 @@ def device_of(mesh: Mesh, attention: str | None = None) -> Device:
 
 
 def memory_of(device) -> int | None:
-    """Bytes the allocator may take on ``device``; None where it does not say (CPU, a device that is not there)."""
+    """Bytes the allocator may take on ``device``; None where it is unknown (CPU, absent devices)."""
     try:
         stats = device.memory_stats()
     except (NotImplementedError, RuntimeError):

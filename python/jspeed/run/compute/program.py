@@ -1,4 +1,4 @@
-"""The executables of a run, compiled ahead for one mesh: initial state, one step per stage, evaluation."""
+"""The executables of a run, compiled ahead of time for one mesh: initial state, one step per stage, evaluation."""
 
 import math
 import os
@@ -16,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 from jspeed.parallel.layout import check_layout, partitions
-from jspeed.parallel.mesh import batch_rows, place, replicated, row_shards
+from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
-from jspeed.run.compute import held
+from jspeed.run.compute import carry
 from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
 from jspeed.run.compute.step import State, evaluate, init_state, train_step
 
@@ -188,17 +188,17 @@ def eval_parts(recipe: Recipe, rows: int, mesh: Mesh, micro_tokens: int) -> tupl
 
 
 def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, State]:
-    """Return (shapes with shardings, shardings) of the state; optimizer arrays lie as the parameter they belong to."""
+    """Return (shapes with shardings, shardings) of the state; optimizer arrays are sharded like their parameter."""
     shapes = jax.eval_shape(lambda: init_state(recipe, jnp.uint32(0), layout, mesh))
     cuts = partitions(recipe.parameters, layout, mesh)
 
     def absent(array: Any) -> bool:
         return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
 
-    def lie(cuts: Any) -> Any:
+    def shardings_of(cuts: Any) -> Any:
         return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
-    params = lie(cuts)
+    params = shardings_of(cuts)
     optimizer = optax.tree_utils.tree_map_params(
         recipe.optimizer(),
         lambda array, sharding: array if absent(array) else sharding,
@@ -207,18 +207,18 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
-    kept = lie(held.cuts(recipe, layout, mesh))
-    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "held": kept}
+    carried = shardings_of(carry.specs(recipe, layout, mesh))
+    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "held": carried}
     placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return placed, shardings
 
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
-    """Run every executable on dummy tokens and a state that is thrown away, so that nothing is first at the start."""
-    state = program.init(place(np.zeros((), np.uint32), replicated(mesh)))
+    """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls on the first step."""
+    state = program.init(put(np.zeros((), np.uint32), replicated(mesh)))
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
         for step in 2 * steps:
-            state, metrics = step(state, place(dummy, batch_rows(mesh)))
+            state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     jax.block_until_ready(program.evaluate(state["params"], rows))

@@ -1,4 +1,4 @@
-"""What a training step and an evaluation compute: gather, gradients of a device's rows, reduce, update."""
+"""A training step and an evaluation: all-gather, gradients of each device's rows, reduce-scatter, update."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -25,19 +25,19 @@ from jspeed.parallel.layout import (
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
-from jspeed.parallel.rows import fetch
+from jspeed.parallel.sharded_table import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
-from jspeed.run.compute import held
+from jspeed.run.compute import carry
 
 State = dict[str, Any]
 
 
 def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
-    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step holds for
-    the next (:mod:`jspeed.run.compute.held`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
+    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step carries
+    to the next (:mod:`jspeed.run.compute.carry`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
     params = init_parameters(recipe.parameters, jax.random.key(seed))
     optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
-    return {"params": params, "optimizer": optimizer, "step": step, "held": held.nothing(recipe, layout, mesh)}
+    return {"params": params, "optimizer": optimizer, "step": step, "held": carry.zeros(recipe, layout, mesh)}
 
 
 def train_step(
@@ -46,22 +46,24 @@ def train_step(
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
 
     The loss is the (weighted) mean over all tokens of the batch, formed row by row so that it does not depend on how
-    rows are spread over devices and micro-batches. Each device gathers the parameters in their compute dtype, works on
-    its own rows, and keeps its part of the summed gradient; the optimizer then runs where the parameters lie. In a
+    rows are spread over devices and micro-batches. Each device all-gathers the parameters in their compute dtype, works
+    on its own rows, and keeps its shard of the summed gradient; the optimizer then runs on sharded parameters. With a
     pipeline the micro-batches are the pipeline's.
     """
-    cuts, holds = partitions(recipe.parameters, layout, mesh), held.cuts(recipe, layout, mesh)
+    cuts, holds = partitions(recipe.parameters, layout, mesh), carry.specs(recipe, layout, mesh)
     later = at_use(recipe, layout)
     mean = mean_weight(recipe, tokens)
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), fetch=fetcher(recipe, cuts))
     parts = 1 if "pipe" in mesh.shape else parts
 
-    def on_device(params: Any, kept: held.Held, step: jax.Array, tokens: jax.Array) -> tuple[Any, held.Held, jax.Array]:
+    def on_device(
+        params: Any, kept: carry.Carry, step: jax.Array, tokens: jax.Array
+    ) -> tuple[Any, carry.Carry, jax.Array]:
         now = replace(ctx, step=step)
-        whole = held.recall(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
+        whole = carry.load(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
-        grads, kept = held.add(recipe, now, kept, whole, grads)
+        grads, kept = carry.accumulate(recipe, now, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce(mesh, grad, cut, done)
@@ -69,7 +71,7 @@ def train_step(
         return each(recipe, summed, grads, cuts, later), kept, row_losses
 
     rows, lie = rows_spec(mesh), rows_only(cuts)
-    grads, kept, row_losses = by_hand(mesh, on_device, (lie, holds, PartitionSpec(), rows), (lie, holds, rows))(
+    grads, kept, row_losses = manual(mesh, on_device, (lie, holds, PartitionSpec(), rows), (lie, holds, rows))(
         state["params"], state["held"], state["step"], tokens
     )
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
@@ -125,7 +127,7 @@ def evaluate(
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
         return jax.lax.map(losses, tokens).reshape(-1)
 
-    return by_hand(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
+    return manual(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
@@ -142,18 +144,18 @@ def mean_weight(recipe: Recipe, tokens: Any) -> Any:
 
 
 def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
-    """Return jitted ``function(whole params in their compute dtype, array, ctx)``; all devices do the same work."""
+    """Return jitted ``function(gathered params in their compute dtype, array, ctx)``; all devices do the same work."""
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
     ctx = replace(ctx, fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, array: jax.Array) -> Any:
         return function(assembled(recipe, gather_all, params, cuts), array, ctx)
 
-    return jax.jit(by_hand(mesh, on_device, (rows_only(cuts), whole), whole))
+    return jax.jit(manual(mesh, on_device, (rows_only(cuts), whole), whole))
 
 
-def by_hand(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """``shard_map`` along the axes that rows are spread over; along the others XLA divides the work."""
+def manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work."""
     axes = {axis for axis in ROW_AXES if axis in mesh.shape}
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
@@ -164,9 +166,9 @@ def computing(recipe: Recipe, params: Any) -> Any:
 
 
 def assembled(recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *trees: Any) -> Any:
-    """Inside ``shard_map``: the parameters to compute with, gathered but for tables whose rows are fetched.
+    """Inside ``shard_map``: the gathered parameters, except tables whose rows are fetched from their owners.
 
-    ``trees`` are the other arguments of ``gather``, first how parameters are cut.
+    ``trees`` are the other arguments of ``gather``, first the PartitionSpecs.
     """
 
     def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec, *rest: Any) -> jax.Array:
@@ -181,12 +183,12 @@ def each(recipe: Recipe, function: Any, *trees: Any) -> Any:
 
 
 def fetcher(recipe: Recipe, cuts: Any) -> Any:
-    """Return how rows of tables are looked up: of their owners if they lie in parts, which all must or none."""
+    """Return the lookup of table rows: from their owners if tables are sharded, which must be all of them or none."""
     tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
-    far = sum(jax.tree.leaves(each(recipe, owned, cuts)))
-    if far not in (0, len(tables)):
+    sharded = sum(jax.tree.leaves(each(recipe, owned, cuts)))
+    if sharded not in (0, len(tables)):
         raise BadInput(
-            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {far} can be cut over the devices; "
-            "give all a number of rows that the devices divide"
+            f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {sharded} can be sharded over the "
+            "devices; give all a number of rows that the devices divide"
         )
-    return partial(fetch, axis="data" if far else None)
+    return partial(fetch, axis="data" if sharded else None)

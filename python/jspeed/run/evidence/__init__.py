@@ -1,1 +1,1 @@
-"""What a record says beside its loss: where it comes from, the data it saw, probes that its loss is valid."""
+"""Evidence for a record besides its loss: provenance, the data it saw, probes that the loss is valid."""

@@ -1,4 +1,4 @@
-"""What a record says of its data, so that someone else can tell whether theirs is the same."""
+"""What a record states about its data, so that others can check that theirs is the same."""
 
 import hashlib
 import os
@@ -19,7 +19,7 @@ Reach = tuple[Path, int, int]
 
 
 def of_data(setup: Setup, hashed: bool) -> dict[str, Any]:
-    """Return the fields under ``data`` that say which tokens there were; hashes are null unless ``hashed``."""
+    """Return the fields under ``data`` that identify the tokens; hashes are null unless ``hashed``."""
     position = setup.loader.state_dict()
     reach = trained_on(setup.shards, position)
     hashes: list[str | None] = [None] * len(reach)
@@ -49,7 +49,7 @@ def overlap(setup: Setup) -> float:
 
 
 def trained_on(shards: Shards, position: dict[str, Any]) -> list[Reach]:
-    """Return (path, first, end) of the tokens that a stream which stands at ``position`` can have read.
+    """Return (path, first, end) of the tokens that a stream at ``position`` can have read.
 
     A stream in order has read every shard up to the present one and that one up to its offset. After a whole epoch,
     or in a shuffled order, any token may have been read.

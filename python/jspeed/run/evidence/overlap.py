@@ -1,4 +1,4 @@
-"""How much of the validation tokens the training tokens hold word for word, at any alignment."""
+"""The share of validation tokens that occur verbatim in the training tokens, at any alignment."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Validity probes after the final evaluation: what a loss must satisfy to count as a language-model loss."""
+"""Validity probes after the final evaluation: conditions that a loss must meet to count as a language-model loss."""
 
 import json
 from typing import Any
@@ -8,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.cluster.distributed import process_index, share
-from jspeed.parallel.mesh import place, replicated
+from jspeed.parallel.mesh import put, replicated
 from jspeed.recipe import Context
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.step import State, on_one_row
 from jspeed.run.evaluate import validation_loss
+from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import overlap
-from jspeed.run.evidence.witness import checksum
 from jspeed.run.prepare import Setup
 
 Verdict = dict[str, Any]
 
 
-# The share of validation blocks that training data may hold word for word. Text that was cleaned of near-duplicates has
-# 0.1 % of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
+# The share of validation blocks that may occur verbatim in the training data. Text without near-duplicates has 0.1 %
+# of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
 OVERLAP = 0.02
 
 
@@ -30,7 +30,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
 
     With several processes each must call this, and gets the same.
     """
-    params, witness = state["params"], setup.witness
+    params, start = state["params"], setup.witness
     row = setup.validation.first
     before = checksum(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
@@ -39,13 +39,13 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     return verdicts | {
         "evaluation_leaves_state": {"passed": after == before, "state": before},
         "evaluation_repeats": {"passed": again == loss, "again": again},
-        "warm_up_leaves_state": {"passed": witness.fresh == witness.after_warm_up, "state": witness.fresh},
+        "warm_up_leaves_state": {"passed": start.fresh == start.after_warm_up, "state": start.fresh},
         "no_overlap": no_overlap(setup),
     }
 
 
 def no_overlap(setup: Setup) -> Verdict:
-    """Compare what was trained on with what is evaluated; process 0 reads the files and tells the others."""
+    """Compare training and validation tokens; process 0 reads the files and shares the result."""
     share_of = json.dumps(overlap(setup)) if process_index() == 0 else ""
     found = json.loads(share("overlap", share_of))
     return {"passed": found <= OVERLAP, "share": found}
@@ -54,7 +54,7 @@ def no_overlap(setup: Setup) -> Verdict:
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     """Change the inputs of ``row`` (uint16 ``[eval_len + 1]``) from some position on: no loss before it may move.
 
-    The targets stay, because the first loss that a look ahead by one token helps is the one before the change. Eight
+    The targets stay, because looking ahead by one token first shows in the loss just before the change. Eight
     positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
     the host, through which an evaluation could keep or learn something.
     """
@@ -69,7 +69,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
-        return jax.device_get(probe(params, place(both, replicated(setup.mesh))))[0]
+        return jax.device_get(probe(params, put(both, replicated(setup.mesh))))[0]
 
     before, leak, moved = measured(tokens), 0.0, np.inf
     for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
@@ -77,7 +77,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         changed[0, cut:] = (changed[0, cut:] + 1) % recipe.data.vocab_size
         difference = np.abs(measured(changed) - before)
         leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
-    calls = callbacks(probe.trace(params, place(tokens, replicated(setup.mesh))).jaxpr)
+    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.mesh))).jaxpr)
     return {
         "causality": {"passed": leak <= 1e-6 and moved > 0, "leak": leak, "moved": moved},
         "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
@@ -113,7 +113,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         return jnp.mean(found), jnp.mean(expected)
 
     probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, both)
-    tokens = place(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
+    tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
     found, expected = jax.device_get(probe(params, tokens))
     error = abs(float(found - expected))
     return {"passed": error <= 1e-3, "error": error}

@@ -34,7 +34,7 @@ def git(folder: Path) -> dict[str, Any]:
 
 
 def _ask(*words: str, cwd: Path | None = None) -> str | None:
-    """What a program says, or None where it is missing, fails or takes longer than ten seconds."""
+    """The output of a program, or None where it is missing, fails or takes longer than ten seconds."""
     try:
         done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -80,7 +80,7 @@ def gpu_facts(before: list[dict[str, Any]] | None) -> dict[str, Any] | None:
 
 
 def _number(text: str) -> float | str | None:
-    """A number where nvidia-smi gives one, None where it has none to give, else its words."""
+    """A number where nvidia-smi gives one, None where it has none, else its text."""
     try:
         return float(text)
     except ValueError:
@@ -94,7 +94,7 @@ def environment() -> str:
 
 
 def machine() -> str | None:
-    """Twelve digits that are equal on one machine until it starts anew, and say nothing else; None off Linux."""
+    """Twelve hexadecimal digits, equal on one machine until it reboots, and anonymous; None off Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:

@@ -1,17 +1,17 @@
-"""Bytes go through a relay both ways, and its near end outlives its far end."""
+"""Bytes pass the proxy both ways, and its near end stays open when its far end closes."""
 
 import socket
 import threading
 
 import pytest
 
-from jspeed.cluster.relay import relay
 from jspeed.cluster.rendezvous import free_port
+from jspeed.cluster.tcp_proxy import start_proxy
 
 
 def test_bytes_both_ways_then_silence():
     port = free_port()
-    near = socket.create_connection(("127.0.0.1", relay("127.0.0.1", port)))
+    near = socket.create_connection(("127.0.0.1", start_proxy("127.0.0.1", port)))
     threading.Event().wait(0.5)  # the far end comes late
     with socket.create_server(("127.0.0.1", port)) as service, near:
         far = service.accept()[0]
@@ -31,7 +31,7 @@ def test_bytes_both_ways_then_silence():
 
 def test_the_far_end_hears_that_the_near_one_has_ended():
     with socket.create_server(("127.0.0.1", 0)) as service:
-        with socket.create_connection(("127.0.0.1", relay("127.0.0.1", service.getsockname()[1]))) as near:
+        with socket.create_connection(("127.0.0.1", start_proxy("127.0.0.1", service.getsockname()[1]))) as near:
             far = service.accept()[0]
             near.sendall(b"last words")
         far.settimeout(5)

@@ -1,4 +1,4 @@
-"""Who a process is among several, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
+"""The rank of this process, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
 
 import zlib
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID",
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process among ``count``; ``coordinator`` is HOST:PORT of process 0, or None where JAX detects it."""
+class Rank:
+    """Rank ``index`` of ``count`` processes; ``coordinator`` is HOST:PORT of process 0, or None if JAX detects it."""
 
     index: int
     count: int
@@ -24,28 +24,28 @@ class Place:
     local_count: int = 1
 
 
-def find_place(
+def find_rank(
     environment: Mapping[str, str],
     coordinator: str | None = None,
     processes: int | None = None,
     process_id: int | None = None,
-) -> Place | None:
-    """Return this process's place, or None for a process alone. Raises :class:`BadInput` for half of the facts."""
+) -> Rank | None:
+    """Return this process's rank, or None for a process alone. Raises :class:`BadInput` for incomplete variables."""
     given = [coordinator, processes, process_id]
     if any(value is not None for value in given):
         if coordinator is None or processes is None or process_id is None:
             raise BadInput("several processes need all of --coordinator HOST:PORT, --processes N and --process-id I")
-        return _checked(Place(process_id, processes, coordinator), "--process-id", "--processes")
-    told = [name for name in _TORCHRUN if name in environment]
-    if told[:2] == ["RANK", "WORLD_SIZE"] or len(told) > 2:
+        return _checked(Rank(process_id, processes, coordinator), "--process-id", "--processes")
+    found = [name for name in _TORCHRUN if name in environment]
+    if found[:2] == ["RANK", "WORLD_SIZE"] or len(found) > 2:
         return _of_torchrun(environment)
     if all(name in environment for name in _JAX):
-        place = Place(_whole(environment, _JAX[0]), _whole(environment, _JAX[1]), environment[_JAX[2]])
-        return _checked(place, *_JAX[:2])
+        rank = Rank(_whole(environment, _JAX[0]), _whole(environment, _JAX[1]), environment[_JAX[2]])
+        return _checked(rank, *_JAX[:2])
     if all(name in environment for name in _JAXJOB):
         address = f"{environment[_JAXJOB[2]]}:{environment[_JAXJOB[3]]}"
-        place = Place(_whole(environment, _JAXJOB[0]), _whole(environment, _JAXJOB[1]), address)
-        return _checked(place, *_JAXJOB[:2])
+        rank = Rank(_whole(environment, _JAXJOB[0]), _whole(environment, _JAXJOB[1]), address)
+        return _checked(rank, *_JAXJOB[:2])
     if all(name in environment for name in _SLURM):
         return _of_slurm(environment)
     if "OMPI_COMM_WORLD_SIZE" in environment:
@@ -53,7 +53,7 @@ def find_place(
     return None
 
 
-def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
+def _of_torchrun(environment: Mapping[str, str]) -> Rank | None:
     missing = [name for name in _TORCHRUN if name not in environment]
     if environment.get("WORLD_SIZE") == "1":
         return None
@@ -66,29 +66,29 @@ def _of_torchrun(environment: Mapping[str, str]) -> Place | None:
     if "TORCHELASTIC_RUN_ID" in environment:  # torchrun's own store listens there
         port += 1
     port = _whole(environment, "JAX_COORDINATOR_PORT", port)
-    place = Place(
+    rank = Rank(
         _whole(environment, "RANK"),
         _whole(environment, "WORLD_SIZE"),
         f"{environment['MASTER_ADDR']}:{port}",
         _whole(environment, "LOCAL_RANK", 0),
         _whole(environment, "LOCAL_WORLD_SIZE", 1),
     )
-    return _checked(place, "RANK", "WORLD_SIZE")
+    return _checked(rank, "RANK", "WORLD_SIZE")
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Place | None:
-    """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``: what matters here is how GPUs are divided, evenly."""
+def _of_slurm(environment: Mapping[str, str]) -> Rank | None:
+    """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``; the first number suffices to divide the GPUs evenly."""
     count, index, local = (_whole(environment, name) for name in _SLURM[2:])
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
     tasks_here = max(int(tasks) if tasks.isdigit() else 1, local + 1)
     return _checked(
-        Place(index, count, environment.get("JAX_COORDINATOR_ADDRESS"), local, tasks_here),
+        Rank(index, count, environment.get("JAX_COORDINATOR_ADDRESS"), local, tasks_here),
         "SLURM_PROCID",
         "SLURM_NTASKS",
     )
 
 
-def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
+def _of_open_mpi(environment: Mapping[str, str]) -> Rank | None:
     """Open MPI before 5 names its head node in a variable that JAX reads; from 5 on one node needs no name."""
     index, count, local_index, local_count = (
         _whole(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
@@ -102,7 +102,7 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Place | None:
             )
         job = environment.get("PMIX_NAMESPACE", "")
         coordinator = f"127.0.0.1:{61_440 + zlib.crc32(job.encode()) % 4_096}"
-    return _checked(Place(index, count, coordinator, local_index, local_count), "rank", "size")
+    return _checked(Rank(index, count, coordinator, local_index, local_count), "rank", "size")
 
 
 def _whole(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -113,36 +113,36 @@ def _whole(environment: Mapping[str, str], name: str, default: int | None = None
         raise BadInput(f"the environment variable {name} is {text!r}; expected a whole number") from None
 
 
-def _checked(place: Place, index: str, count: str) -> Place | None:
-    if not 0 <= place.index < place.count:
-        raise BadInput(f"{index} is {place.index} and {count} is {place.count}; expected 0 <= {index} < {count}")
-    host, _, port = (place.coordinator or "host:1").rpartition(":")
+def _checked(rank: Rank, index: str, count: str) -> Rank | None:
+    if not 0 <= rank.index < rank.count:
+        raise BadInput(f"{index} is {rank.index} and {count} is {rank.count}; expected 0 <= {index} < {count}")
+    host, _, port = (rank.coordinator or "host:1").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise BadInput(f"the coordinator {place.coordinator!r} is not HOST:PORT; write for example 10.0.0.1:29500")
-    return place if place.count > 1 else None
+        raise BadInput(f"the coordinator {rank.coordinator!r} is not HOST:PORT; write for example 10.0.0.1:29500")
+    return rank if rank.count > 1 else None
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
     """Number of NVIDIA GPUs in this machine or container that ``CUDA_VISIBLE_DEVICES`` lets a process see."""
-    told = environment.get("CUDA_VISIBLE_DEVICES")
-    if told is not None:
-        return len([device for device in told.split(",") if device])
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device])
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-def local_devices(place: Place, environment: Mapping[str, str]) -> list[int] | None:
+def local_devices(rank: Rank, environment: Mapping[str, str]) -> list[int] | None:
     """This process's equal share of the GPUs it can see; None leaves all to it (it is alone here, or no GPUs)."""
     if "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
     seen = visible_gpus(environment)
     if not seen:
         return None
-    if seen < place.local_count and "CUDA_VISIBLE_DEVICES" in environment:  # each process was given its own
+    if seen < rank.local_count and "CUDA_VISIBLE_DEVICES" in environment:  # each process was given its own
         return list(range(seen))
-    if seen % place.local_count:
+    if seen % rank.local_count:
         raise BadInput(
-            f"{seen} GPUs cannot be divided over {place.local_count} processes of this node; start a number of "
+            f"{seen} GPUs cannot be divided over {rank.local_count} processes of this node; start a number of "
             f"processes that divides {seen}"
         )
-    share = seen // place.local_count
-    return list(range(place.local_index * share, (place.local_index + 1) * share))
+    share = seen // rank.local_count
+    return list(range(rank.local_index * share, (rank.local_index + 1) * share))

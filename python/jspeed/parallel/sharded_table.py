@@ -1,4 +1,4 @@
-"""Rows of a table that lies in parts: each is asked of the device that owns it, and its gradient sent back there."""
+"""Lookup in a table sharded by rows: an all-to-all fetches each row from its owner and returns its gradient."""
 
 import math
 from functools import partial
@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 
 DEVIATIONS = 8
-"""Rows that one owner may be asked for beyond an equal share of all tokens, in standard deviations of a fair draw."""
+"""Capacity per owner beyond an equal share of all tokens, in standard deviations of uniformly hashed ids."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
     """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis ``axis`` (None: no mesh).
 
-    Device n of the axis holds ``part_VD``, the n-th of equal parts in order. A row that many tokens want travels
-    once, and so does its gradient, summed in fp32: little more than tokens x D elements a device each way, where
-    gathering would bring the whole table. Distinct ids must spread over the owners as hashes do: a device that wants
-    more rows of one owner than there is room for gets NaN, not other rows. The gradient of the part comes summed over
-    all devices, in the dtype of the part.
+    Device n of the axis holds ``part_VD``, the n-th of equal shards. A row that many tokens use is communicated once,
+    and so is its gradient, summed in fp32: little more than tokens x D elements a device each way, instead of an
+    all-gather of the table. Distinct ids must be spread over the owners like hashes: a device that needs more rows of
+    one owner than its capacity gets NaN, not other rows. The gradient of a shard is summed over all devices, in the
+    dtype of the shard.
     """
     return _forward(part_VD, ids_BT, axis)[0]
 
@@ -40,9 +40,9 @@ def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
     slots = jnp.arange(room)[None]
     asked = distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)] - part * jnp.arange(owners)[:, None]
     asked = jnp.where(slots < counts[:, None], asked, part)
-    wanted = _exchange(asked, axis)
+    wanted = _all_to_all(asked, axis)
     rows = part_VD.at[wanted].get(mode="fill", fill_value=0)
-    found = _exchange(rows, axis).reshape(owners * room, -1)
+    found = _all_to_all(rows, axis).reshape(owners * room, -1)
 
     owner_N = sorted_N // part
     slot_N = owner_N * room + number_N - starts[owner_N]
@@ -56,7 +56,7 @@ def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Arra
     part_VD, slot_N, wanted = saved
     grad_ND = grad_BTD.reshape(-1, part_VD.shape[1]).astype(jnp.float32)
     sums = jnp.zeros((wanted.size, part_VD.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
-    sums = _exchange(sums.astype(part_VD.dtype).reshape(*wanted.shape, -1), axis)
+    sums = _all_to_all(sums.astype(part_VD.dtype).reshape(*wanted.shape, -1), axis)
     whole = jnp.zeros(part_VD.shape, jnp.float32).at[wanted].add(sums.astype(jnp.float32), mode="drop")
     return whole.astype(part_VD.dtype), None
 
@@ -68,6 +68,6 @@ def _size(axis: str | None) -> int:
     return 1 if axis is None else jax.lax.axis_size(axis)
 
 
-def _exchange(x: jax.Array, axis: str | None) -> jax.Array:
+def _all_to_all(x: jax.Array, axis: str | None) -> jax.Array:
     """Send slice n of the first dimension to device n."""
     return x if axis is None else jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True)

@@ -1,4 +1,4 @@
-"""What is true before the clock starts, kept until the record is written: first states, GPUs, the plan."""
+"""Evidence taken before the clock starts, for the record: checksums of the initial state, GPUs, the announced plan."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +11,8 @@ ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xx
 
 
 @dataclass(frozen=True)
-class Witness:
-    """Checksums of the seed's initial state before and after the warm-up, the GPUs, and the run's place in a plan."""
+class StartEvidence:
+    """Checksums of the initial state before and after the warm-up, the GPUs, and the run's position in a plan."""
 
     fresh: str
     after_warm_up: str
@@ -40,8 +40,8 @@ def _sum(array: jax.Array, multiplier: int) -> jax.Array:
         bits = array.astype(jnp.uint32)
     else:
         bits = jax.lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
-    place = jnp.full(array.shape, 1, jnp.uint32)
+    index = jnp.full(array.shape, 1, jnp.uint32)
     for axis, size in enumerate(array.shape):
-        place = place * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
-    weight = (place * jnp.uint32(multiplier % 2**32)) | jnp.uint32(1)
+        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    weight = (index * jnp.uint32(multiplier % 2**32)) | jnp.uint32(1)
     return jnp.sum(bits * weight, dtype=jnp.uint32)

@@ -1,7 +1,7 @@
-"""JAX's way to its service on process 0, through a socket of ours that stays when process 0 does not.
+"""A local TCP proxy to JAX's coordination service, which stays open when process 0 dies.
 
-JAX ends a process with a stack trace in C++ at the moment when its connection to that service breaks, before anything
-can be said or done. Behind a relay the connection only falls silent, and :mod:`jspeed.cluster.failure` has its say.
+When its connection to that service breaks, JAX aborts the process at once with a C++ stack trace. Through the proxy the
+connection only stops answering, which leaves :mod:`jspeed.cluster.failure` time to report the error and exit.
 """
 
 import socket
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-def relay(host: str, port: int) -> int:
-    """Return a port of this machine that leads to ``host`` at ``port``, by daemon threads, until the program ends."""
+def start_proxy(host: str, port: int) -> int:
+    """Forward a local port to ``host``:``port`` with daemon threads until the program ends; return the local port."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -34,14 +34,14 @@ def _join(near: socket.socket, host: str, port: int) -> None:
     far.settimeout(None)
     for end in (near, far):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _start(_pump, far, near)  # when this one ends, the silence begins
+    _start(_pump, far, near)  # its end is not passed on to JAX
     _pump(near, far)
     with near, far, suppress(OSError):  # JAX has closed its end
         far.shutdown(socket.SHUT_RDWR)
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Until ``source`` ends; what ``sink`` takes no more is lost."""
+    """Copy until ``source`` ends; drop what ``sink`` no longer takes."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             with suppress(OSError):

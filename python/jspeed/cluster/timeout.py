@@ -1,4 +1,4 @@
-"""Waits that end."""
+"""Calls with a time limit."""
 
 import threading
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def within(seconds: float, function: Callable[[], Result]) -> Result:
+def with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
     """Return what ``function`` returns or raise what it raises; :class:`TimeoutError` after ``seconds``.
 
-    It runs in a thread, so that Ctrl-C and SIGTERM are heard even while it waits inside a library; after a time-out
-    that thread stays behind.
+    It runs in a thread, so that Ctrl-C and SIGTERM are handled even while it waits inside a library; after a timeout
+    that thread is left running.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jspeed.parallel.mesh import make_mesh
-from jspeed.parallel.rows import fetch
+from jspeed.parallel.sharded_table import fetch
 
 ROWS, WIDTH = 64, 3
 

@@ -1,14 +1,17 @@
 """A plan as tables for the terminal; a comparison of two plans; the table of a search."""
 
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from jspeed.plan import predict
+from jspeed.plan.views import compare
+
 Plan = Mapping[str, Any]
+BOUND = {predict.COMPUTE_BOUND: "compute-bound", predict.MEMORY_BOUND: "memory-bound"}
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
@@ -34,15 +37,15 @@ def plan(made: Plan, console: Console | None = None) -> None:
         f"(fitted {made['fitted_seconds']:.0f}), "
         f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} a GPU and hour"
     )
-    most = (
-        f"{row['source']}, held up by {row['held_up_by']}: {row['seconds']:.1f} s ({row['share']:.0%})"
+    largest = (
+        f"{row['source']}, {BOUND[row['held_up_by']]}: {row['seconds']:.1f} s ({row['share']:.0%})"
         for row in made["hindrances"][:3]
     )
-    console.print("most of it: " + "; ".join(most))
+    console.print("bottlenecks: " + "; ".join(largest))
     last = made["stages"][-1]
     _print(console, parts_table(last))
     if last["collectives"]:
-        _print(console, sends_table(last))
+        _print(console, collectives_table(last))
     _print(console, buffers_table(last))
     _print(console, calibration_table(made))
     if "search" in made:
@@ -58,7 +61,7 @@ def plan(made: Plan, console: Console | None = None) -> None:
 
 def stage_table(made: Plan) -> Table:
     """Stage by stage: FLOPs, bytes, memory, milliseconds."""
-    table = _table("stage", "steps", "tokens", "TFLOPs", "GB moved", "GB peak", "compute", "memory", "send")
+    table = _table("stage", "steps", "tokens", "TFLOPs", "GB moved", "GB peak", "compute", "memory", "communication")
     table.add_column("exposed ms", justify="right")
     table.add_column("predicted ms", justify="right")
     for stage in made["stages"]:
@@ -73,7 +76,10 @@ def stage_table(made: Plan) -> Table:
             *(f"{time[kind]:.1f}" for kind in ("compute", "memory", "communication", "exposed_communication")),
             "{:.1f} - {:.1f}".format(*stage["predicted_ms"]),
         )
-    table.caption = "a device and a step; compute, memory, sends: ms of the roofline; *: shares another stage's program"
+    table.caption = (
+        "one device, one step; compute-bound kernels, memory-bound kernels, communication: ms of the roofline; "
+        "*: shares another stage's program"
+    )
     return table
 
 
@@ -88,20 +94,20 @@ def parts_table(stage: Plan) -> Table:
     return table
 
 
-def sends_table(stage: Plan) -> Table:
-    """Every exchange between devices."""
-    table = _table("exchange", "MB", "axis", "devices", "times", "async", "ms", "beside it", "exposed ms")
-    for send in stage["collectives"]:
+def collectives_table(stage: Plan) -> Table:
+    """Every collective of a stage."""
+    table = _table("collective", "MB", "axis", "devices", "times", "async", "ms", "overlapping ms", "exposed ms")
+    for one in stage["collectives"]:
         table.add_row(
-            f"{send['kind']} {send['dtype']}",
-            f"{send['bytes'] / 1e6:.3f}" if send["bytes"] < 1e6 else f"{send['bytes'] / 1e6:.1f}",
-            send["axis"],
-            str(send["group"]),
-            str(send["count"]),
-            "yes" if send["async"] else "no",
-            f"{send['ms']:.2f}",
-            f"{send['compute_ms_between']:.2f}",
-            f"{send['exposed_ms']:.2f}",
+            f"{one['kind']} {one['dtype']}",
+            f"{one['bytes'] / 1e6:.3f}" if one["bytes"] < 1e6 else f"{one['bytes'] / 1e6:.1f}",
+            one["axis"],
+            str(one["group"]),
+            str(one["count"]),
+            "yes" if one["async"] else "no",
+            f"{one['ms']:.2f}",
+            f"{one['compute_ms_between']:.2f}",
+            f"{one['exposed_ms']:.2f}",
         )
     return table
 
@@ -147,50 +153,13 @@ def search_table(made: Plan) -> Table:
     return table
 
 
-def changes(before: Plan, after: Plan) -> list[tuple[str, float, float]]:
-    """What differs between two plans, means over their steps: (what, before, after)."""
-    rows: list[tuple[str, float, float]] = []
-
-    def row(name: str, get: Callable[[Plan], float]) -> None:
-        rows.append((name, float(get(before)), float(get(after))))
-
-    def means(name: str, get: Callable[[Plan], float]) -> None:
-        row(name, lambda made: mean(made, get))
-
-    row("parameters", lambda made: made["parameters"])
-    row("steps", lambda made: sum(stage["steps"] for stage in made["stages"]))
-    means("tokens a step", lambda stage: stage["tokens_per_step"])
-    means("TFLOPs", lambda stage: stage["flops"] / 1e12)
-    for part in dict.fromkeys(part for made in (before, after) for part in made["stages"][-1]["flops_by_part"]):
-        means(f"TFLOPs of {part}", lambda stage, part=part: stage["flops_by_part"].get(part, 0.0) / 1e12)  # type: ignore[misc]
-    means("GB moved", lambda stage: stage["bytes_moved"] / 1e9)
-    means("GB sent", lambda stage: sum(send["bytes"] * send["count"] for send in stage["collectives"]) / 1e9)
-    for kind in after["stages"][-1]["kernels"]:
-        means(f"{kind} kernels", lambda stage, kind=kind: stage["kernels"][kind])  # type: ignore[misc]
-    row("GB peak", lambda made: max(stage["memory_bytes"]["peak"] for stage in made["stages"]) / 1e9)
-    for kind in ("compute", "memory", "exposed_communication"):
-        name = f"{kind.replace('_', ' ')} ms"
-        means(name, lambda stage, kind=kind: stage["time_ms"][kind])  # type: ignore[misc]
-    for edge, name in enumerate(("low", "high")):
-        row(f"predicted ms, {name}", lambda made, edge=edge: made["predicted_step_ms"][edge])  # type: ignore[misc]
-        row(f"seconds to target, {name}", lambda made, edge=edge: made["predicted_seconds"][edge])  # type: ignore[misc]
-    return rows
-
-
 def comparison(before: Plan, after: Plan, console: Console | None = None) -> None:
     """Print what changed from one plan to another."""
-    table = _table("a device", before["recipe"], after["recipe"], "change", "%")
-    for name, old, new in changes(before, after):
-        same = math.isclose(old, new, rel_tol=1e-4, abs_tol=1e-6)
-        ratio = "" if same else f"{new / old - 1:+.1%}" if old else "new"
-        table.add_row(name, _number(old), _number(new), "" if same else _number(new - old, "+"), ratio)
+    table = _table(*compare.heading(before, after))
+    for row in compare.rows(before, after):
+        table.add_row(*row)
     table.caption = f"{after['recipe']} against {before['recipe']} on {after['target']}; means over all steps"
     _print(console or make_console(), table)
-
-
-def mean(made: Plan, get: Callable[[Plan], float]) -> float:
-    """Mean of something over the steps of all stages."""
-    return sum(s["steps"] * get(s) for s in made["stages"]) / sum(s["steps"] for s in made["stages"])
 
 
 def _print(console: Console, table: Table) -> None:
@@ -200,10 +169,6 @@ def _print(console: Console, table: Table) -> None:
     if caption:
         console.print(caption, style="dim")
     console.print()
-
-
-def _number(value: float, sign: str = "") -> str:
-    return f"{value:{sign},.0f}" if value == round(value) or abs(value) >= 1e4 else f"{value:{sign},.3f}"
 
 
 def _table(first: str, *columns: str) -> Table:

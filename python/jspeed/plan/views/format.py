@@ -1,7 +1,7 @@
-"""Numbers and parts of a plan, which may lack any of them, as text for tables and pictures."""
+"""Values of a plan, any of which may be missing, as text for tables and pictures."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspeed.markup import NONE as NONE
@@ -40,14 +40,11 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
 
 
-def mean(plan: Mapping[str, Any], *keys: str) -> float | None:
-    """Return the mean over a plan's steps of what its stages have under ``keys``; None where one has nothing."""
+def mean(plan: Mapping[str, Any], get: Callable[[Mapping[str, Any]], Any]) -> float | None:
+    """Return the mean over a plan's steps of ``get(stage)``; None where a stage has no such number."""
     total, steps = 0.0, 0.0
     for stage in mappings(plan.get("stages")):
-        value: Any = stage
-        for key in keys:
-            value = mapping(value).get(key)
-        found, times = number(value), number(stage.get("steps"))
+        found, times = number(get(stage)), number(stage.get("steps"))
         if found is None or times is None:
             return None
         total, steps = total + times * found, steps + times
@@ -90,8 +87,14 @@ def size(value: Any) -> str:
     if found is None:
         return NONE
     if found >= 1e8:
-        return f"{found / 1e9:.2f} GB"
+        return f"{found / 1e9:,.2f} GB"
     return f"{found / 1e6:.3g} MB" if found >= 1e5 else f"{found / 1e3:.3g} kB"
+
+
+def short(value: float) -> str:
+    """``7.27e8`` as ``727 M``: four figures and an SI prefix."""
+    power = max(0, min(8, math.floor(math.log10(max(value, 1)) / 3)))
+    return f"{value / 1000**power:.4g} {' kMGTPEZY'[power]}".rstrip()
 
 
 def percent(value: Any, whole: float) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jspeed.cluster.place import Place, find_place, local_devices
+from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.errors import BadInput
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
@@ -20,32 +20,32 @@ JAXJOB = {"PROCESS_ID": "1", "NUM_PROCESSES": "2", "COORDINATOR_ADDRESS": "job-w
 
 
 @pytest.mark.parametrize(
-    ("environment", "place"),
+    ("environment", "rank"),
     [
         ({}, None),
-        (TORCHRUN, Place(3, 4, "node0:29500", 1, 2)),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}, Place(3, 4, "node0:29501", 1, 2)),
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "JAX_COORDINATOR_PORT": "5"}, Place(3, 4, "node0:5", 1, 2)),
+        (TORCHRUN, Rank(3, 4, "node0:29500", 1, 2)),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}, Rank(3, 4, "node0:29501", 1, 2)),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "x", "JAX_COORDINATOR_PORT": "5"}, Rank(3, 4, "node0:5", 1, 2)),
         ({"RANK": "0", "WORLD_SIZE": "1"}, None),
-        (SLURM, Place(2, 4, None, 0, 2)),
+        (SLURM, Rank(2, 4, None, 0, 2)),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, None),  # no srun
-        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:9"}, Place(1, 3, None, 1, 3)),
-        (OPEN_MPI | {"PMIX_NAMESPACE": "@"}, Place(1, 3, "127.0.0.1:65053", 1, 3)),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "JAX_COORDINATOR_ADDRESS": "a:1"}, Place(2, 4, "a:1", 0, 8)),
-        (TRAINER, Place(1, 2, "job-node-0-0.job:29500")),
-        (JAXJOB, Place(1, 2, "job-worker-0:6666")),
+        (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:9"}, Rank(1, 3, None, 1, 3)),
+        (OPEN_MPI | {"PMIX_NAMESPACE": "@"}, Rank(1, 3, "127.0.0.1:65053", 1, 3)),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8,4", "JAX_COORDINATOR_ADDRESS": "a:1"}, Rank(2, 4, "a:1", 0, 8)),
+        (TRAINER, Rank(1, 2, "job-node-0-0.job:29500")),
+        (JAXJOB, Rank(1, 2, "job-worker-0:6666")),
         ({"RANK": "3"}, None),  # left by something else
         ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, None),
-        (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Place(1, 3, "a:1", 1, 3)),
+        (OPEN_MPI | {"JAX_COORDINATOR_ADDRESS": "a:1"}, Rank(1, 3, "a:1", 1, 3)),
     ],
 )
-def test_variables(environment, place):
-    assert find_place(environment) == place
+def test_variables(environment, rank):
+    assert find_rank(environment) == rank
 
 
 def test_flags_come_before_variables():
-    assert find_place(TORCHRUN, "b:9", 8, 5) == Place(5, 8, "b:9")
+    assert find_rank(TORCHRUN, "b:9", 8, 5) == Rank(5, 8, "b:9")
 
 
 @pytest.mark.parametrize(
@@ -64,17 +64,17 @@ def test_flags_come_before_variables():
 )
 def test_half_of_the_facts_is_a_sentence(word, environment, flags):
     with pytest.raises(BadInput, match=word):
-        find_place(environment, *flags)
+        find_rank(environment, *flags)
 
 
 def test_gpus_are_divided_over_the_processes_of_a_node():
     eight = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    assert local_devices(Place(0, 2, None, 0, 1), eight) == list(range(8))
-    assert local_devices(Place(9, 16, None, 1, 8), eight) == [1]
-    assert local_devices(Place(1, 2, None, 1, 2), eight) == [4, 5, 6, 7]
+    assert local_devices(Rank(0, 2, None, 0, 1), eight) == list(range(8))
+    assert local_devices(Rank(9, 16, None, 1, 8), eight) == [1]
+    assert local_devices(Rank(1, 2, None, 1, 2), eight) == [4, 5, 6, 7]
     # srun --gpus-per-task=1 shows each process its own GPU only, as number 0.
-    assert local_devices(Place(1, 2, None, 1, 8), {"CUDA_VISIBLE_DEVICES": "5"}) == [0]
-    assert local_devices(Place(1, 2, None, 1, 2), {"CUDA_VISIBLE_DEVICES": ""}) is None
-    assert local_devices(Place(1, 2, None, 1, 2), eight | {"JAX_LOCAL_DEVICE_IDS": "3"}) is None
+    assert local_devices(Rank(1, 2, None, 1, 8), {"CUDA_VISIBLE_DEVICES": "5"}) == [0]
+    assert local_devices(Rank(1, 2, None, 1, 2), {"CUDA_VISIBLE_DEVICES": ""}) is None
+    assert local_devices(Rank(1, 2, None, 1, 2), eight | {"JAX_LOCAL_DEVICE_IDS": "3"}) is None
     with pytest.raises(BadInput, match="8 GPUs cannot be divided over 3"):
-        local_devices(Place(1, 3, None, 1, 3), eight)
+        local_devices(Rank(1, 3, None, 1, 3), eight)

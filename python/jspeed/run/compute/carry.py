@@ -1,7 +1,7 @@
-"""What a step leaves for the next where some parameters are updated every few steps: whole copies and gradients.
+"""Gathered copies and accumulated gradients of parameters that are updated every few steps, carried between steps.
 
-Their gradients travel once between two updates and so do they: each device keeps the copies it gathered and the sum
-of the gradients it computed, both in the compute dtype, until the step that updates them.
+Such parameters are all-gathered once, and their gradients reduce-scattered once, between two updates. Until then each
+device carries the gathered copies and its accumulated gradients, both in the compute dtype.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jspeed.parallel.layout import owned, partitions
 from jspeed.recipe import Context, ParamSpec, Recipe, leaves
 
-Held = dict[str, dict[str, Any]]
+Carry = dict[str, dict[str, Any]]
 
 
-def nothing(recipe: Recipe, layout: str, mesh: Mesh | None) -> Held:
-    """Return zeros: ``whole`` copies, and ``sums`` with a leading axis of devices. Empty if nothing is slow."""
+def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
+    """Return zeros: gathered copies (``whole``), and gradients (``sums``) with a leading axis of devices.
+
+    Empty if every parameter is updated at every step.
+    """
 
     def whole(spec: ParamSpec, cut: PartitionSpec) -> jax.Array:
         return jnp.zeros(spec.shape, spec.compute or spec.dtype)
@@ -32,8 +35,8 @@ def nothing(recipe: Recipe, layout: str, mesh: Mesh | None) -> Held:
     return _both(recipe, layout, mesh, whole, sums)
 
 
-def cuts(recipe: Recipe, layout: str, mesh: Mesh) -> Held:
-    """Return how each array of :func:`nothing` lies on ``mesh``."""
+def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
+    """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
 
     def whole(spec: ParamSpec, cut: PartitionSpec) -> PartitionSpec:
         return cut if owned(spec, cut) else PartitionSpec()
@@ -42,35 +45,35 @@ def cuts(recipe: Recipe, layout: str, mesh: Mesh) -> Held:
 
 
 def without(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state without what is held: all there is to keep where the next step is the first of a period."""
+    """Return the state without the carry, which the first step of a period does not read: what a checkpoint keeps."""
     return {name: part for name, part in state.items() if name != "held"}
 
 
-def recall(recipe: Recipe, ctx: Context, held: Held, whole: Any) -> Any:
-    """Inside ``shard_map``: take the slow parameters from where they are held, but in the first step after an update.
+def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
+    """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first step after an update.
 
-    What was gathered for them is then read by nobody, and so is not gathered.
+    Nothing then reads their all-gather, so XLA removes it.
     """
     if ctx.phase == 0:
         return whole
-    return _merge(recipe, whole, held["whole"], lambda new, old: old)
+    return _merge(recipe, whole, carried["whole"], lambda new, old: old)
 
 
-def add(recipe: Recipe, ctx: Context, held: Held, whole: Any, grads: Any) -> tuple[Any, Held]:
-    """Inside ``shard_map``: return (gradients, those of slow parameters of all steps since their update; what to hold).
+def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any) -> tuple[Any, Carry]:
+    """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update; the next carry).
 
-    A step that updates them hands on what it was given, for nobody to read.
+    A step that updates them returns the carry that it was given; the next step does not read it.
     """
     if ctx.phase > 0:
-        grads = _merge(recipe, grads, held["sums"], lambda new, old: old[0] + new)
+        grads = _merge(recipe, grads, carried["sums"], lambda new, old: old[0] + new)
     if ctx.phase == recipe.period - 1:
-        return grads, held
+        return grads, carried
     slow = [path for path, spec in leaves(recipe.parameters) if spec.every > 1]
     found = [dict(zip(_paths(recipe), jax.tree.leaves(tree), strict=True)) for tree in (whole, grads)]
     return grads, {"whole": {p: found[0][p] for p in slow}, "sums": {p: found[1][p][None] for p in slow}}
 
 
-def _both(recipe: Recipe, layout: str, mesh: Mesh | None, whole: Callable, sums: Callable) -> Held:
+def _both(recipe: Recipe, layout: str, mesh: Mesh | None, whole: Callable, sums: Callable) -> Carry:
     every = leaves(recipe.parameters)
     lies = [PartitionSpec()] * len(every)
     if mesh:

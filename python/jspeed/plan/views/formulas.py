@@ -1,6 +1,5 @@
-"""What needs no compiler, as tables: a recipe's parameters, memory, FLOPs and compute-optimal tokens, with formulas."""
+"""Tables that need no compiler: parameters, memory, FLOPs and compute-optimal tokens of a recipe, with formulas."""
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ from rich.text import Text
 
 from jspeed.parallel.layout import DEFAULT_LAYOUT, cut_dim, partition
 from jspeed.plan import calculate, chinchilla
+from jspeed.plan.views.format import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.output.console import opening
 from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count
@@ -33,8 +33,8 @@ def tables(
 ) -> list[Table]:
     """Return the numbers of :mod:`jspeed.plan.calculate` for ``recipe`` on ``devices``, with their formulas.
 
-    ``micro_batch`` are tokens a device takes at once (None: as training would choose on a GPU); ``memory`` is what a
-    device has, in bytes (None: not judged). Raises :class:`BadInput` as
+    ``micro_batch`` are tokens a device takes at once (None: as training would choose on a GPU); ``memory`` are the
+    bytes of a device that JAX may take (None: not judged). Raises :class:`BadInput` as
     :func:`jspeed.plan.calculate.memory` does.
     """
     return [
@@ -43,7 +43,10 @@ def tables(
             f"memory of one device of {devices:,}, layout {layout}",
             _memory_rows(recipe, layout, devices, micro_batch, memory),
         ),
-        Table("the same state if it were cut evenly, whatever the recipe does", _even_rows(recipe, devices, memory)),
+        Table(
+            "the same state if it were sharded evenly (ZeRO-3), whatever the layout",
+            _even_rows(recipe, devices, memory),
+        ),
         Table("FLOPs, forward and backward", _flops_rows(recipe)),
         Table("compute-optimal tokens (Chinchilla's text, not FineWeb)", _token_rows(recipe)),
     ]
@@ -78,99 +81,88 @@ def _parameter_rows(recipe: Recipe) -> list[Row]:
 
 
 def _memory_rows(recipe: Recipe, layout: str, devices: int, micro_batch: int | None, limit: int | None) -> list[Row]:
-    stage = max(recipe.stages, key=lambda s: s.lane_len)
+    stage = calculate.widest(recipe)
     found = calculate.memory(recipe, stage, layout, devices, micro_batch)
     parts, at_once = calculate.micro_batching(recipe, stage, devices, micro_batch)
     mesh = calculate.absent_mesh(devices)
     specs = leaves(recipe.parameters)
     cut = [path for path, spec in specs if cut_dim(partition(spec, layout, mesh)) is not None]
-    where = f"1/{devices} of {', '.join(cut)}; the rest whole" if cut and devices > 1 else "all of them whole"
+    where = f"1/{devices} of {', '.join(cut)}; the rest replicated" if cut and devices > 1 else "all replicated"
     a_token = found.activations // at_once
     computing = sorted({jnp.dtype(spec.compute or spec.dtype).name for _, spec in specs if is_matrix(spec)})
     total = sum(found)
     rows = [
-        ("parameters", _gb(found.parameters), f"exact: stored, the master copy; {where}"),
-        ("optimizer state", _gb(found.optimizer), "exact: lies as the parameters it belongs to"),
-        ("batch", _gb(found.batch), f"exact: {recipe.lanes // devices} lanes x {stage.lane_len + 1} tokens x 2 B"),
-        ("copy to compute with", _gb(found.gathered), "bound: every parameter cast or gathered, whole"),
+        ("parameters", size(found.parameters), f"exact: stored, the master copy; {where}"),
+        ("optimizer state", size(found.optimizer), "exact: sharded as its parameters"),
+        ("batch", size(found.batch), f"exact: {recipe.lanes // devices} lanes x {stage.lane_len + 1} tokens x 2 B"),
+        ("gathered parameters", size(found.gathered), "bound: every parameter that is cast or gathered, unsharded"),
         (
             "gradients",
-            _gb(found.gradients),
-            "bound: whole as computed, own part as stored" + ", fp32 sum" * (parts > 1),
+            size(found.gradients),
+            "bound: unsharded in the compute dtype, sharded as stored" + ", fp32 sum" * (parts > 1),
         ),
         (
             "activations",
-            _gb(found.activations),
+            size(found.activations),
             f"estimate: {at_once:,} tokens x {a_token:,} B in {', '.join(computing)}: "
-            "in and out of every matrix, a row of every table, logits twice",
+            "input and output of every matrix, a row of every table, logits twice",
         ),
     ]
     if at_once > stage.lane_len:
-        rows.append(("  of one lane", _gb(stage.lane_len * a_token), f"the least at once: {stage.lane_len:,} tokens"))
-    rows.append(("all", _gb(total), "estimate: not all of it exists at once, and the compiler adds workspace"))
-    return rows + _verdict(total, found.kept + found.gathered, limit)
-
-
-def _verdict(total: float, certain: float, limit: int | None) -> list[Row]:
+        rows.append(
+            ("  of one lane", size(stage.lane_len * a_token), f"the smallest micro-batch: {stage.lane_len:,} tokens")
+        )
+    rows.append(("all", size(total), "estimate: not all of it exists at once, and the compiler adds workspace"))
     if limit is None:
-        return []
-    share = f"{_gb(total)} of {_gb(limit)}"
-    if certain > limit:
-        return [("fits", "no", f"state and the copy to compute with need {_gb(certain)} of {_gb(limit)}")]
-    return [("fits", "likely" if total <= limit else "perhaps not", f"{share}; compile to be sure")]
+        return rows
+    fits = calculate.verdict(found, limit)
+    why = f"{size(total)} of {size(limit)}; compile to be sure"
+    if fits == "no":
+        why = f"state and gathered parameters need {size(found.kept + found.gathered)} of {size(limit)}"
+    return [*rows, ("fits", fits, why)]
 
 
 def _even_rows(recipe: Recipe, devices: int, limit: int | None) -> list[Row]:
     count = parameter_count(recipe.parameters)
     sizes = calculate.evenly_cut(count, devices)
     rows = [
-        (name, _gb(size), f"{size * devices / count:.0f} B x {count:,} / {devices}") for name, size in sizes.items()
+        (name, size(each), f"{each * devices / count:.0f} B x {count:,} / {devices}") for name, each in sizes.items()
     ]
     total = sum(sizes.values())
-    rows.append(("all", _gb(total), f"16 B x {count:,} / {devices}, without activations"))
+    rows.append(("all", size(total), f"16 B x {count:,} / {devices}, without activations"))
     if limit is None:
         return rows
-    return [*rows, ("fits", "yes" if total <= limit else "no", f"{_gb(total)} of {_gb(limit)}, without activations")]
+    return [*rows, ("fits", "yes" if total <= limit else "no", f"{size(total)} of {size(limit)}, without activations")]
 
 
 def _flops_rows(recipe: Recipe) -> list[Row]:
     dense = 6 * matmul_parameters(recipe.parameters)
-    rows = [("matmuls per token", _short(dense), "6 x N: 2 forward, 4 backward")]
+    rows = [("matmuls per token", short(dense), "6 x N: 2 forward, 4 backward")]
     whole = 0.0
     for number, stage in enumerate(recipe.stages, 1):
         each, tokens = flops_per_token(recipe, stage), recipe.tokens_per_step(stage)
         whole += stage.steps * tokens * each
         name = f"stage {number}: " if len(recipe.stages) > 1 else ""
-        rows.append((f"{name}attention per token", _short(each - dense), "12 x width x keys a query sees, each layer"))
-        rows.append((f"{name}a step", _short(tokens * each), f"{tokens:,} tokens x {_short(each)}"))
+        rows.append((f"{name}attention per token", short(each - dense), "12 x width x keys a query sees, each layer"))
+        rows.append((f"{name}a step", short(tokens * each), f"{tokens:,} tokens x {short(each)}"))
     full = calculate.flops_without_mask(recipe, recipe.stages[-1])
-    rows.append(("per token, mask ignored", _short(full), "6 x N + 12 x layers x width x lane, as PaLM's MFU counts"))
-    return [*rows, ("the run", _short(whole), "sum of steps x a step; the optimizer's own are not counted")]
+    rows.append(("per token, mask ignored", short(full), "6 x N + 12 x layers x width x lane, as PaLM's MFU counts"))
+    return [*rows, ("the run", short(whole), "sum of steps x a step; the optimizer's own are not counted")]
 
 
 def _token_rows(recipe: Recipe) -> list[Row]:
     n, d = matmul_parameters(recipe.parameters), recipe.tokens
-    size, tokens = chinchilla.best_for_flops(6 * n * d)
+    parameters, tokens = chinchilla.best_for_flops(6 * n * d)
     slope, _ = chinchilla.line()
     fit = f"least L = {chinchilla.E} + {chinchilla.A} / N^{chinchilla.ALPHA} + {chinchilla.B} / D^{chinchilla.BETA}"
     return [
-        ("tokens of the recipe", _short(d), f"{d / n:.1f} per matmul parameter N"),
-        ("rule of thumb", _short(chinchilla.TOKENS_PER_PARAMETER * n), f"{chinchilla.TOKENS_PER_PARAMETER} x N"),
-        ("approach 2", _short(chinchilla.tokens_on_line(n)), f"line through table A3: D ~ N^{slope:.3f}"),
-        ("approach 3", _short(chinchilla.best_tokens(n)), fit),
+        ("tokens of the recipe", short(d), f"{d / n:.1f} per matmul parameter N"),
+        ("rule of thumb", short(chinchilla.TOKENS_PER_PARAMETER * n), f"{chinchilla.TOKENS_PER_PARAMETER} x N"),
+        ("approach 2", short(chinchilla.tokens_on_line(n)), f"line through table A3: D ~ N^{slope:.3f}"),
+        ("approach 3", short(chinchilla.best_tokens(n)), fit),
         (
             "best for this compute",
-            f"N {_short(size)}, D {_short(tokens)}",
-            f"the same, with 6 N D = {_short(6 * n * d)}",
+            f"N {short(parameters)}, D {short(tokens)}",
+            f"the same, with 6 N D = {short(6 * n * d)}",
         ),
     ]
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB"
-
-
-def _short(number: float) -> str:
-    """``7.27e8`` as ``727.3 M``: four figures and an SI prefix."""
-    power = max(0, min(8, math.floor(math.log10(max(number, 1)) / 3)))
-    return f"{number / 1000**power:.4g} {' kMGTPEZY'[power]}".rstrip()
