@@ -1,5 +1,9 @@
 """Measure a trained model on text that it has not seen, and on HellaSwag."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import json
 import sys
 from pathlib import Path

@@ -1,5 +1,9 @@
 """Say what a recipe will do on GPUs that are not here: memory, kernels, sends, milliseconds, and what is wrong."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import json
 import os
 from pathlib import Path

@@ -1,5 +1,9 @@
 """Let a trained model go on with a text."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,5 +1,9 @@
 """Train a recipe to its target loss under the clock; the run directory holds the record, the curve, the picture."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 from pathlib import Path
 from typing import Annotated
 
