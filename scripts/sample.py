@@ -15,7 +15,8 @@ from jspeed.errors import BadInput, run_script
 from jspeed.inference.generate import Sampling, joined, write
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.compute.program import use_compile_cache
+from jspeed.run.compute.cache import use_compile_cache
+from jspeed.terminal import escaped, has_reader
 
 
 def sample(
@@ -33,7 +34,8 @@ def sample(
 ) -> None:
     """Let a trained model go on with a text, to the end of a document or for so many tokens.
 
-    The first text appears as it is written; the others, written at the same time, follow.
+    The first text appears as it is written; the others, written at the same time, follow. Control characters, which
+    models of bytes write too, appear as \\x1b.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
@@ -65,11 +67,13 @@ def sample(
     prompts = [asked.prompt if text is None else text] * count
     texts, begun = list(prompts), False
     for new in write(loaded, prompts, length, sampling, stop):
-        print(("" if begun else prompts[0]) + new[0], end="", flush=True)
+        print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
+        if not has_reader():
+            return
         begun, texts = True, [text + more for text, more in zip(texts, new, strict=True)]
     print()
     if count > 1:
-        alone = joined(texts[1:])
+        alone = escaped(joined(texts[1:]))
         print(alone if "\n" not in texts[0].strip("\n") else f"{'-' * 15}\n{alone}")
     sys.stdout.flush()
 

@@ -18,6 +18,7 @@ from jspeed.run.output.console import layout_table
 from jspeed.run.prepare import Options, find_and_place
 from jspeed.run.train import train
 from jspeed.series.announced import run_series
+from jspeed.terminal import escaped
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
@@ -43,7 +44,7 @@ def speak(run_dir: Path) -> None:
         print(f"no sample: {error}")
         return
     write_whole(run_dir / "samples.txt", joined(texts) + "\n")
-    print(f"{run_dir}/samples.txt:\n{joined(texts)}")
+    print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
 
 
 def speedrun(
