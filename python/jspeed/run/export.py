@@ -17,8 +17,8 @@ from jspeed.recipe import Recipe, leaves
 
 FILE = "model.safetensors"
 OWN = {"format": "jspeed"}  # what our files say of themselves; Hugging Face's say "pt"
-SEAL = "sha256"  # in the metadata of every file of ours: its hash, taken while UNSEALED stood there
-UNSEALED = b"0" * 64
+SEAL = "sha256"  # in the metadata of every file of ours: its hash, taken with UNSEALED there
+SEALED, UNSEALED = b'"sha256":"%s"', b"0" * 64
 Tensors = dict[str, np.ndarray]
 
 # Parameters of a recipe that is a GPT-2 (gpt2, llmc) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
@@ -84,13 +84,13 @@ def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
         with open(temporary, "r+b") as file:
             header, digest = _digest(file)
             file.seek(8)
-            file.write(header.replace(UNSEALED, digest))
+            file.write(header.replace(SEALED % UNSEALED, SEALED % digest, 1))
 
 
 def _digest(file: BinaryIO) -> tuple[bytes, bytes]:
     """Return the header of a safetensors file, its hash blanked, and the SHA-256 of that and of all that follows."""
     size = int.from_bytes(file.read(8), "little")
-    header = re.sub(rb'("sha256":")[0-9a-f]{64}"', rb"\g<1>" + UNSEALED + b'"', file.read(size), count=1)
+    header = re.sub(SEALED % b"[0-9a-f]{64}", SEALED % UNSEALED, file.read(size), count=1)
     digest = hashlib.sha256(header)
     while part := file.read(1 << 20):
         digest.update(part)
