@@ -4,6 +4,7 @@ from jspeed.terminal import starts
 
 starts(__name__)
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -66,7 +67,7 @@ def sample(
     sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed)
     prompts = [asked.prompt if text is None else text] * count
     texts, begun = list(prompts), False
-    for new in write(loaded, prompts, length, sampling, stop):
+    for new in write(loaded, prompts, length, sampling, as_given("--stop", stop)):
         print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
         if not has_reader():
             return
@@ -82,14 +83,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     """Return the prompt, or None when none is given. Raises BadInput for both, or a file that is not text."""
     if file is not None and prompt is not None:
         raise BadInput("found both --prompt and --prompt-file; give one of them")
+    if file is None:
+        return as_given("--prompt", prompt)
     try:
-        if file is None:
-            return prompt and prompt.encode().decode()  # half a character, as a shell can give
         return file.read_text(encoding="utf-8")
-    except UnicodeEncodeError:
-        raise BadInput("--prompt is not UTF-8; give whole characters") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
+
+
+def as_given(flag: str, text: str | None) -> str | None:
+    """Return the UTF-8 that was typed, whatever the locale. Raises BadInput for half a character."""
+    try:
+        return text and os.fsencode(text).decode()
+    except UnicodeError:
+        raise BadInput(f"{flag} is not UTF-8; give whole characters") from None
 
 
 if __name__ == "__main__":

@@ -109,6 +109,14 @@ def test_a_disk_without_room_for_the_model(tmp_path, variables, folder, small):
     assert not any(path.name.startswith(".") for path in small.iterdir())
 
 
+def test_a_disk_without_room_for_a_trace(tmp_path, variables, folder, small):
+    done = run(tmp_path, variables, folder, "--target-loss", "9", "--profile", 20)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stderr.startswith("error: the run has ended but the trace could not be written")
+    assert done.stderr.count("\n") == 1 and not (small / "profile").exists()
+    assert read_run(small)["reached"] and (small / "loss.svg").exists()
+
+
 @pytest.mark.parametrize("script", ["speedrun.py", "sample.py", "plan.py"])
 def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder, script):
     """From the moment that its first import is done: before that it is Python's own start that is interrupted."""

@@ -126,7 +126,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         parts.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about))
     unit = unit_of(setup.manifest)
     parts.append(lambda: draw(setup, progress, unit))
-    failed = []
+    failed = list(progress.failed)
     for write in parts:
         try:
             write()
