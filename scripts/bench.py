@@ -1,5 +1,9 @@
 """Measure what jspeed promises, on the machine at hand."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import tyro
 
 from benches.cpu import cpu

@@ -1,5 +1,9 @@
 """Measure a trained model on text that it has not seen, and on HellaSwag."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import json
 import sys
 from pathlib import Path
@@ -11,12 +15,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tyro.conf import Positional, arg
 
 from jspeed.corpus.tokenise import prepare_stdlib
+from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput, run_script
 from jspeed.files import cache_folder, write_whole
 from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.compute.program import use_compile_cache
+from jspeed.run.compute.cache import use_compile_cache
 
 
 def evaluate(
@@ -64,7 +69,8 @@ def evaluate(
         result = validate(loaded, folder, tokens)
         found = dict(vars(result))
         print(
-            f"{result.loss:.4f} nats/token, {result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
+            f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
+            f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
             f"({result.bytes:,} bytes) of {folder}"
         )
     if json_file:

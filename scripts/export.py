@@ -1,5 +1,9 @@
 """Write a trained model for others to read."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import json
 from pathlib import Path
 from typing import Annotated

@@ -1,5 +1,9 @@
 """Start this node's processes of one run and watch them, with torchrun's flags: launch.py [FLAGS] SCRIPT ARGS."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import sys
 
 from jspeed.cluster.launch import read_arguments, run, shown

@@ -1,5 +1,9 @@
 """The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import ast
 import shlex
 from datetime import UTC, datetime

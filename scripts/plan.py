@@ -1,5 +1,9 @@
 """Plan a recipe for absent GPUs: memory, kernels, communication, predicted time, bottlenecks, and findings."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import json
 import os
 from collections.abc import Sequence

@@ -1,5 +1,9 @@
 """Turn documents into token shards, ready to train on, or download them ready-made."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,10 @@
 """Let a trained model go on with a text."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +16,8 @@ from jspeed.errors import BadInput, run_script
 from jspeed.inference.generate import Sampling, joined, write
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.compute.program import use_compile_cache
+from jspeed.run.compute.cache import use_compile_cache
+from jspeed.terminal import escaped, has_reader
 
 
 def sample(
@@ -29,7 +35,8 @@ def sample(
 ) -> None:
     """Let a trained model go on with a text, to the end of a document or for so many tokens.
 
-    The first text appears as it is written; the others, written at the same time, follow.
+    The first text appears as it is written; the others, written at the same time, follow. Control characters, which
+    models of bytes write too, appear as \\x1b.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
@@ -60,12 +67,14 @@ def sample(
     sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed)
     prompts = [asked.prompt if text is None else text] * count
     texts, begun = list(prompts), False
-    for new in write(loaded, prompts, length, sampling, stop):
-        print(("" if begun else prompts[0]) + new[0], end="", flush=True)
+    for new in write(loaded, prompts, length, sampling, as_given("--stop", stop)):
+        print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
+        if not has_reader():
+            return
         begun, texts = True, [text + more for text, more in zip(texts, new, strict=True)]
     print()
     if count > 1:
-        alone = joined(texts[1:])
+        alone = escaped(joined(texts[1:]))
         print(alone if "\n" not in texts[0].strip("\n") else f"{'-' * 15}\n{alone}")
     sys.stdout.flush()
 
@@ -74,14 +83,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     """Return the prompt, or None when none is given. Raises BadInput for both, or a file that is not text."""
     if file is not None and prompt is not None:
         raise BadInput("found both --prompt and --prompt-file; give one of them")
+    if file is None:
+        return as_given("--prompt", prompt)
     try:
-        if file is None:
-            return prompt and prompt.encode().decode()  # half a character, as a shell can give
         return file.read_text(encoding="utf-8")
-    except UnicodeEncodeError:
-        raise BadInput("--prompt is not UTF-8; give whole characters") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
+
+
+def as_given(flag: str, text: str | None) -> str | None:
+    """Return the UTF-8 that was typed, whatever the locale. Raises BadInput for half a character."""
+    try:
+        return text and os.fsencode(text).decode()
+    except UnicodeError:
+        raise BadInput(f"{flag} is not UTF-8; give whole characters") from None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Train a recipe to its target loss under the clock; the run directory holds the record, the curve, the picture."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +18,7 @@ from jspeed.run.output.console import layout_table
 from jspeed.run.prepare import Options, find_and_place
 from jspeed.run.train import train
 from jspeed.series.announced import run_series
+from jspeed.terminal import escaped
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
@@ -39,7 +44,7 @@ def speak(run_dir: Path) -> None:
         print(f"no sample: {error}")
         return
     write_whole(run_dir / "samples.txt", joined(texts) + "\n")
-    print(f"{run_dir}/samples.txt:\n{joined(texts)}")
+    print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
 
 
 def speedrun(

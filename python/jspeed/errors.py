@@ -1,11 +1,14 @@
-"""Bad input is one sentence on stderr and exit code 2; this file is where that promise is kept."""
+"""How a script ends: bad input is one sentence on stderr and exit code 2; Ctrl-C, full disks, what nobody foresaw."""
 
 import difflib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+
+from jspeed import terminal
 
 FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
 
@@ -37,6 +40,7 @@ def as_sentences() -> Iterator[None]:
         say(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, terminal.leave)  # a second one need not wait for what is cleaned up
         sys.exit(130)
     except Exception:
         traceback.print_exc()
@@ -44,9 +48,23 @@ def as_sentences() -> Iterator[None]:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Call a script's ``main`` under :func:`as_sentences` and exit with what it returns."""
-    with as_sentences():
-        sys.exit(main() or 0)
+    """Call a script's ``main`` under :func:`as_sentences` and exit with what it returns.
+
+    A reader of its output that goes away ends printing and nothing else. Output that a full disk has not taken ends
+    printing too; it is said at the end, and 0 becomes exit code 2.
+    """
+    terminal.guard()
+    terminal.started()
+    try:
+        with as_sentences():
+            sys.exit(main() or 0)
+    except SystemExit as end:
+        if lost := terminal.lost_output():
+            say(
+                f"error: standard output could not be written ({lost.strerror}); make room there, and look at the files"
+            )
+            end.code = end.code or 2
+        raise
 
 
 def writable_folder(path: str | os.PathLike[str], what: str) -> None:

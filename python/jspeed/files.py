@@ -4,6 +4,8 @@ import errno
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -21,18 +23,24 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Raises :class:`BadInput` when there is no room, or another reason why it cannot be written.
     """
-    data = content.encode() if isinstance(content, str) else content
+    with whole(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does."""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-                file.flush()
+            yield Path(name)
+            with open(name, "rb") as file:
                 os.fsync(file.fileno())
                 os.fchmod(file.fileno(), 0o644)
-            os.replace(temporary, path)
+            os.replace(name, path)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
         raise _unwritable(path, error) from None
@@ -71,7 +79,7 @@ class Lines:
 
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
-    return BadInput(f"{path} cannot be written ({error.strerror}); make room there, or choose another folder")
+    return BadInput(f"{path} cannot be written ({error.strerror or error}); make room there, or choose another folder")
 
 
 def sha256_of(path: Path) -> str:

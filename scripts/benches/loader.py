@@ -135,7 +135,7 @@ def waiting(shards: Shards, steps: int, seconds: float) -> Iterator[Row]:
     against = f"{steps} steps of {1e3 * seconds:.0f} ms, depth 2"
     yield Row("wait per step, p50", float(p50), "ms", 0.05, against)
     yield Row("wait per step, p99", float(p99), "ms", 0.5, against)
-    yield Row("wait, sum", sum(waits), "ms", 50, f"longest {max(waits):.2f} ms, queue empty {empty} times")
+    yield Row("wait, sum", sum(waits), "ms", 50, f"longest {max(waits):.2f} ms, queue found empty {empty} times")
 
 
 def resuming(shards: Shards, steps: int) -> Iterator[Row]:

@@ -27,11 +27,15 @@ NAMES = [
 ]
 
 
-def script(name):
+def load_script(name):
     spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, name)
+    return module
+
+
+def script(name):
+    return getattr(load_script(name), name)
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +130,28 @@ def test_sample_script(run, capsys, tmp_path):
             write(run.run_dir, **arguments)
     with pytest.raises(BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"):
         write(tmp_path)
+
+
+def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):
+    raw = "\x1b]0;title\x07\tb\n"
+    speaks, writes = load_script("speedrun"), load_script("sample")
+    monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 20]))
+    speaks.speak(run.run_dir)
+    assert raw.strip("\n") in (run.run_dir / "samples.txt").read_text()
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
+    monkeypatch.setattr(writes, "write", lambda *_: iter([[raw] * 2, [raw] * 2]))
+    writes.sample(run.run_dir, number=2)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 4
+
+
+def test_sampling_ends_when_nobody_reads_on(run, capsys, monkeypatch):
+    module, taken = load_script("sample"), []
+    monkeypatch.setattr(module, "write", lambda *_: (taken.append(n) or ["x"] for n in range(100)))
+    monkeypatch.setattr(module, "has_reader", lambda: len(taken) < 3)
+    module.sample(run.run_dir, prompt="a")
+    assert len(taken) == 3
 
 
 def test_a_run_ends_by_speaking(run, capsys):

@@ -1,6 +1,7 @@
 """GPT-2 in and out, against an independent forward pass in NumPy on Hugging Face's names and layout."""
 
 import json
+import resource
 import struct
 
 import jax
@@ -224,3 +225,40 @@ def test_own_recipes_come_back(tmp_path, name):
     other = find("track3", TOYS["track3"]).recipe
     with pytest.raises(BadInput, match="(lacks|holds) .* recipe track3"):
         export.read_parameters(tmp_path, other)
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(tmp_path):
+    """A bit flipped, or 100 bytes lost, in header or tensors. Files of others have no hash."""
+    path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)
+    bf16 = np.asarray(jax.numpy.arange(300, dtype="bfloat16"))
+    tensors = {"a": rng.normal(size=(30, 40)).astype("f4"), "b": bf16}
+    export.save(path, tensors, export.OWN | {"recipe_hash": "0" * 64})
+    whole = path.read_bytes()
+    found, about = export.load(path)
+    np.testing.assert_array_equal(found["a"], tensors["a"])
+    assert about["sha256"] != export.UNSEALED.decode() and about["recipe_hash"] == "0" * 64
+    start = 8 + int.from_bytes(whole[:8], "little")
+    for place in (8, start // 2, start - 1, start, (start + len(whole)) // 2, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(BadInput, match=r"model\.safetensors (is damaged|cannot be read)"):
+            export.load(path)
+    damaged = bytearray(whole)
+    damaged[start + 500 : start + 600] = rng.bytes(100)
+    path.write_bytes(damaged)
+    with pytest.raises(BadInput, match=r"model\.safetensors is damaged: it is not what was written"):
+        export.load(path)
+    safetensors.numpy.save_file({"a": tensors["a"]}, path, {"format": "jspeed"})
+    np.testing.assert_array_equal(export.load(path)[0]["a"], tensors["a"])
+
+
+def test_parameters_that_do_not_fit(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(BadInput, match=r"model\.safetensors cannot be written .*too large"):
+            export.save(tmp_path / "model.safetensors", {"a": np.zeros(1000, "f4")}, export.OWN)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())

@@ -45,6 +45,11 @@ def tokenizer_of(facts: Mapping[str, Any]) -> Tokenizer:
     return named_tokenizer(facts["tokenizer"])
 
 
+def unit_of(facts: Mapping[str, Any]) -> str:
+    """Return what a token of a manifest stands for: ``byte``, ``character`` or, for pieces of words, ``token``."""
+    return "byte" if facts.get("tokenizer") == "bytes" else "character" if facts.get("symbols") else "token"
+
+
 def named_tokenizer(name: str) -> Tokenizer:
     """Return ``gpt2``, ``bytes`` or another encoding of tiktoken.
 

@@ -1,5 +1,9 @@
 """Say what a folder of token shards holds."""
 
+from jspeed.terminal import starts
+
+starts(__name__)
+
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal

@@ -55,9 +55,9 @@ def find_side(
     if found:
         track, entry = found[0]
         source = sources[entry["recipe_sha256"]][1] if entry["recipe_sha256"] in sources else ""
-        return Side(text, track, entry, source or (file.read_text() if file.is_file() else ""))
+        return Side(text, track, entry, source or (file.read_text(encoding="utf-8") if file.is_file() else ""))
     if not digest and file.is_file():
-        return Side(text, None, None, file.read_text())
+        return Side(text, None, None, file.read_text(encoding="utf-8"))
     known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
     raise BadInput(
         f"no recipe '{text}' is on the board or in {recipes}{nearest(name, known)}; known: {', '.join(known)}"

@@ -25,14 +25,14 @@ DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 TRAIN_POINTS = 400  # more than this many cannot be told apart at the width of the picture
 
 
-def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, title: str) -> None:
+def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, title: str, unit: str = "token") -> None:
     """Draw one run to ``path``: training loss (thin), validation loss (points) and the target (dashed).
 
-    ``train`` and ``val`` are (timed seconds, nats per token) in order of time and may be empty; None or NaN,
+    ``train`` and ``val`` are (timed seconds, nats per ``unit``) in order of time and may be empty; None or NaN,
     as a diverged run leaves them, breaks the line. Long training curves are averaged over neighbouring steps,
     and the legend says over how many. The first steps may leave through the top: see :func:`_loss_limits`.
 
-    Raises OSError when ``path`` cannot be written.
+    Raises BadInput when ``path`` cannot be written.
     """
     lines: list[Line] = []
     if len(train):
@@ -43,7 +43,7 @@ def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, ti
         seconds, losses = _arrays(val)
         style = {"color": COLOURS[0], "linewidth": 1.6, "marker": "o", "markersize": 4.0}
         lines.append((f"validation, {_last(losses)}", seconds, losses, style))
-    _draw(path, lines, target, title)
+    _draw(path, lines, target, title, unit=unit)
 
 
 def curves_svg(
@@ -68,7 +68,9 @@ def curves_svg(
     _draw(path, lines, target, title, across)
 
 
-def _draw(path: Path, lines: list[Line], target: float | None, title: str, across: str = "timed seconds") -> None:
+def _draw(
+    path: Path, lines: list[Line], target: float | None, title: str, across: str = "timed seconds", unit: str = "token"
+) -> None:
     # Imported here because it takes a second, which a run without a picture should not pay. A bare Figure
     # needs neither a display nor pyplot's global state.
     import matplotlib
@@ -97,7 +99,7 @@ def _draw(path: Path, lines: list[Line], target: float | None, title: str, acros
             )
         axes.set_title(printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
         axes.set_xlabel(across, color=INK)
-        axes.set_ylabel("loss (nats per token)", color=INK)
+        axes.set_ylabel(f"loss (nats per {unit})", color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.spines[["left", "bottom"]].set_color("#999999")
         axes.tick_params(color="#999999", labelcolor=INK)

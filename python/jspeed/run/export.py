@@ -2,23 +2,23 @@
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import safetensors
 import safetensors.numpy
 
 from jspeed.errors import BadInput, nearest
-from jspeed.files import sha256_of
+from jspeed.files import sha256_of, whole
 from jspeed.recipe import Recipe, leaves
 
 FILE = "model.safetensors"
 OWN = {"format": "jspeed"}  # what our files say of themselves; Hugging Face's say "pt"
+SEAL = "sha256"  # in the metadata of every file of ours: its hash, taken with UNSEALED there
+SEALED, UNSEALED = b'"sha256":"%s"', b"0" * 64
 Tensors = dict[str, np.ndarray]
 
 # Parameters of a recipe that is a GPT-2 (gpt2, llmc) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
@@ -71,31 +71,52 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that appears whole or not at all. Raises OSError."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    try:
-        contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-        safetensors.numpy.save_file(contiguous, temporary, dict(metadata))
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except safetensors.SafetensorError as error:
-        raise OSError(str(error)) from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    """Write a safetensors file that appears whole or not at all, with its own hash in its metadata.
+
+    Raises BadInput when there is no room for it, or another reason why it cannot be written.
+    """
+    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    with whole(path) as temporary:
+        try:
+            safetensors.numpy.save_file(contiguous, temporary, {**metadata, SEAL: UNSEALED.decode()})
+        except safetensors.SafetensorError as error:
+            raise OSError(str(error)) from None
+        with open(temporary, "r+b") as file:
+            header, digest = _digest(file)
+            file.seek(8)
+            file.write(header.replace(SEALED % UNSEALED, SEALED % digest, 1))
+
+
+def _digest(file: BinaryIO) -> tuple[bytes, bytes]:
+    """Return the header of a safetensors file, its hash blanked, and the SHA-256 of that and of all that follows."""
+    size = int.from_bytes(file.read(8), "little")
+    header = re.sub(SEALED % b"[0-9a-f]{64}", SEALED % UNSEALED, file.read(size), count=1)
+    digest = hashlib.sha256(header)
+    while part := file.read(1 << 20):
+        digest.update(part)
+    return header, digest.hexdigest().encode()
+
+
+def _check_seal(path: Path, expected: str) -> None:
+    with open(path, "rb") as file:
+        if _digest(file)[1].decode() != expected:
+            raise BadInput(f"{path} is damaged: it is not what was written (its sha256 differs); copy it again")
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or several.
 
-    bf16 becomes fp32. Raises BadInput for what is not there or not safetensors.
+    bf16 becomes fp32. Raises BadInput for what is not there, not safetensors, or no longer what we wrote.
     """
     tensors: Tensors = {}
     metadata: dict[str, str] = {}
     for file in _files(path):
         try:
             with safetensors.safe_open(file, "np") as opened:
-                metadata |= opened.metadata() or {}
+                about = opened.metadata() or {}
+                if SEAL in about:
+                    _check_seal(file, about[SEAL])
+                metadata |= about
                 for name in opened.keys():
                     if opened.get_slice(name).get_dtype() == "BF16":
                         tensors[name] = _widened(file, name)

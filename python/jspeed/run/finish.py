@@ -1,7 +1,9 @@
-"""After the clock has stopped: the final evaluation, the probes, run.json, the picture and the last line."""
+"""After the clock has stopped: the final evaluation, the probes, run.json, the model, the picture, the last line."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +11,8 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jspeed.cluster.distributed import process_index
+from jspeed.corpus.tokenizers import unit_of
+from jspeed.errors import BadInput
 from jspeed.recipe import as_json
 from jspeed.record import picture
 from jspeed.record.runfile import write_run
@@ -26,21 +30,25 @@ from jspeed.sizes import flops_per_token, parameter_count
 
 
 def finish(setup: Setup, progress: Progress, state: State | None, console: Console) -> int:
-    """Write the record of a run that has ended in whatever way, and return the exit code."""
+    """Write the record of a run that has ended in whatever way, its model and its picture; return the exit code.
+
+    Each is tried though another failed; raises :class:`BadInput` with all that could not be written.
+    """
     recipe, clock = setup.recipe, progress.clock
     verdicts: dict[str, probes.Verdict] = {}
     if state and progress.status in ("finished", "stopped"):
         try:
-            with clock.section("final evaluation"):
+            with clock.section("final evaluation"), say.waiting(console, "final evaluation"):
                 loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
             progress.validated(loss)
-            with clock.section("probes"):
+            with clock.section("probes"), say.waiting(console, "validity probes"):
                 verdicts = probes.run_all(setup, state, loss)
         except KeyboardInterrupt:
             progress.status, verdicts = "interrupted", {}
+    tensors: export.Tensors | None = None
     if state and progress.status != "diverged" and progress.interrupted_by != 143:
         with clock.section("parameters"):
-            keep_parameters(setup, state, console)
+            tensors = gathered(state["params"])
     val_loss = None
     if progress.status in ("finished", "stopped"):
         val_loss = progress.curve[-1]["val_loss"]
@@ -48,17 +56,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     reached = val_loss is not None and val_loss <= recipe.target_loss and valid
     if process_index():
         return exit_code(setup, progress, reached)
-    with clock.section("picture"):
-        points = [(point["timed_seconds"], point["val_loss"]) for point in progress.curve]
-        title = f"{recipe.name}, seed {setup.options.seed}, {provenance.devices()['kind']}"
-        picture.loss_svg(
-            setup.run_dir / "loss.svg",
-            train=progress.train,
-            val=points,
-            target=recipe.target_loss,
-            title=title,
-        )
-    with clock.section("evidence"):
+    with clock.section("evidence"), say.waiting(console, "evidence for run.json"):
         data = of_data(setup, hashed=progress.status != "interrupted")
         surroundings = {
             "git": provenance.git(Path(__file__).parent),
@@ -122,25 +120,44 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "xla_flags": provenance.xla_flags(),
         **surroundings,
     }
-    write_run(setup.run_dir, run)
-    for line in say.closing(run, setup.run_dir):
+    parts: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # by what their loss would cost
+    if tensors:
+        about = export.OWN | {"recipe": recipe.name, "recipe_hash": setup.found.hash}
+        parts.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about))
+    unit = unit_of(setup.manifest)
+    parts.append(lambda: draw(setup, progress, unit))
+    failed = list(progress.failed)
+    for write in parts:
+        try:
+            write()
+        except BadInput as error:
+            failed.append(str(error))
+    for line in say.closing(run, setup.run_dir, unit):
         console.print(line, soft_wrap=True)
+    if failed:
+        raise BadInput(f"the run has ended but {'; and '.join(failed)}")
     return exit_code(setup, progress, reached)
 
 
-def keep_parameters(setup: Setup, state: State, console: Console) -> None:
-    """Write the final parameters to the run directory, for ``scripts/sample.py`` and ``--init-from``."""
+def gathered(params: Any) -> export.Tensors:
+    """Return the parameters by name, whole and on the host; every process calls this."""
     tensors = {}
-    for name, array in export.named(state["params"]).items():
+    for name, array in export.named(params).items():
         whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
         tensors[name] = np.asarray(jax.device_get(whole))
-    if process_index():
-        return
-    path = setup.run_dir / export.FILE
-    try:
-        export.save(path, tensors, export.OWN | {"recipe": setup.recipe.name, "recipe_hash": setup.found.hash})
-    except OSError as error:
-        console.print(f"the parameters could not be written to {path} ({error})", markup=False, soft_wrap=True)
+    return tensors
+
+
+def draw(setup: Setup, progress: Progress, unit: str) -> None:
+    """Draw the losses of the run."""
+    picture.loss_svg(
+        setup.run_dir / "loss.svg",
+        train=progress.train,
+        val=[(point["timed_seconds"], point["val_loss"]) for point in progress.curve],
+        target=setup.recipe.target_loss,
+        title=f"{setup.recipe.name}, seed {setup.options.seed}, {provenance.devices()['kind']}",
+        unit=unit,
+    )
 
 
 def exit_code(setup: Setup, progress: Progress, reached: bool) -> int:

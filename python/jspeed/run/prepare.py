@@ -32,14 +32,14 @@ from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
 from jspeed.run.compute import carry as held
+from jspeed.run.compute.cache import use_compile_cache
 from jspeed.run.compute.cpu import keep_freed_memory
-from jspeed.run.compute.device import Device, device_of, micro_batches
+from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.program import (
     Program,
     compile_program,
     eval_context,
     state_shardings,
-    use_compile_cache,
     warm_up,
 )
 from jspeed.run.compute.step import State
@@ -144,6 +144,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         path = min(str(found.path), os.path.relpath(found.path), key=len)
+        kernels, explanation = kernels_of(device, found.fields.get("FP8"))
         facts = [
             ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
             *describe(recipe),
@@ -152,16 +153,20 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
                 str(devices["count"]),
             ),
-            ("accumulation", "lanes / devices / lanes at once", accumulation + idle(mesh, parts[-1])),
-            ("kernels", "attention backend, FP8 matrix multiplication", f"{device.attention}, FP8 {device.fp8}"),
+            (
+                "micro-batches",
+                "lanes (rows of a batch) / devices / lanes a device computes at once; gradients accumulate over them",
+                accumulation + idle(mesh, parts[-1]),
+            ),
+            ("kernels", explanation, kernels),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
         say.opening(console, facts)
-        with clock.section("compile"):
+        with clock.section("compile"), say.waiting(console, "compiling"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
             barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
         seed = place(np.asarray(options.seed, np.uint32), replicated(mesh))
-        with clock.section("warm-up"):
+        with clock.section("warm-up"), say.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)

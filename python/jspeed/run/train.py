@@ -94,7 +94,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
             progress.trained(step, tokens, float(jax.device_get(loss)))
             unread = None
 
-    profile = Profile(setup.run_dir / "profile", setup.options.profile, clock, progress.steps, asked)
+    profile = Profile(setup.run_dir / "profile", setup.options.profile, clock, progress.steps, asked, progress.failed)
     saved = progress.steps
     every = setup.options.checkpoint_every
 

@@ -109,3 +109,19 @@ def test_refuses_a_layout_and_says_why():
         check_layout("zero2", mesh_of(2), find("stdlib", TOYS["stdlib"]).recipe)
     with pytest.raises(BadInput, match="mesh axis 'model' of size 2 would repeat the same work; give --mesh data=8"):
         check_layout("zero1", make_mesh(parse_mesh("data=-1,model=2")), find("stdlib", TOYS["stdlib"]).recipe)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "asked", "names", "words"),
+    [
+        ("emulated", None, "xla", "attention backend"),
+        ("emulated", "auto", "xla, FP8 off", "this device has no FP8 matmuls"),
+        ("missing", "auto", "xla, FP8 off", "this device has no FP8 matmuls"),
+        ("native", "off", "xla, FP8 off", "FP8=off"),
+        ("native", "auto", "xla, FP8 native", "on tensor cores"),
+        ("emulated", "on", "xla, FP8 emulated", "no faster"),
+    ],
+)
+def test_kernels_in_words(fp8, asked, names, words):
+    found = device.kernels_of(device.Device("cpu", "xla", fp8, 512), asked)
+    assert found[0] == names and words in found[1]

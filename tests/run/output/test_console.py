@@ -1,11 +1,14 @@
 """What a run prints, on a terminal and elsewhere."""
 
 import io
+import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from jspeed.run.output.console import Display, closing, opening
+from jspeed.corpus.tokenizers import unit_of
+from jspeed.run.output.console import Display, closing, opening, waiting
 
 RUN = {
     "val_loss": 2.1034,
@@ -15,7 +18,6 @@ RUN = {
     "status": "finished",
     "steps": 100,
     "planned_steps": 100,
-    "data": {"tokenizer": "bytes"},
     "host": {"data_wait_seconds": 0.1, "dispatch_seconds": 0.2},
     "loader": {
         "batches": 1002,
@@ -39,7 +41,7 @@ def printed(lines: list[str]) -> list[str]:
 
 
 def test_last_line():
-    last = printed(closing(RUN, Path("runs/x")))[-1]
+    last = printed(closing(RUN, Path("runs/x"), "byte"))[-1]
     assert last == "2.1034 nats/byte (3.035 bits) <= 2.11 in 71.3 s timed; compile 9.1 s; n=1"
 
 
@@ -47,13 +49,18 @@ def test_the_loader_accounts_for_itself():
     line = next(line for line in printed(closing(RUN, Path("r"))) if line.startswith("loader: "))
     assert line == (
         "loader: 1,002 batches, 5.2 MB read; waits p50 0.020, p99 0.400, longest 3.00 ms; "
-        "queue empty 2 times, 1 shard switches, 1,234 tokens dropped"
+        "prefetch queue found empty 2 times, 1 shard switches, 1,234 tokens dropped"
     )
 
 
 def test_last_line_of_other_endings():
-    gpt2 = RUN | {"val_loss": 5.6, "target_loss": 5.5, "data": {"tokenizer": "gpt2"}}
-    assert printed(closing(gpt2, Path("r")))[-1].startswith("5.6000 nats/token > 5.5 in")
+    missed = RUN | {"val_loss": 5.6, "target_loss": 5.5}
+    for facts, unit in (
+        ({"tokenizer": "gpt2"}, "nats/token"),
+        ({"tokenizer": "symbols", "symbols": ["a"]}, "nats/character"),
+        ({"tokenizer": "bytes"}, "nats/byte (8.079 bits)"),
+    ):
+        assert printed(closing(missed, Path("r"), unit_of(facts)))[-1].startswith(f"5.6000 {unit} > 5.5 in")
     stopped = RUN | {"status": "stopped", "steps": 20}
     assert printed(closing(stopped, Path("r")))[-1].endswith("n=1; stopped after 20 of 100 steps")
     interrupted = RUN | {"status": "interrupted", "val_loss": None, "steps": 3}
@@ -85,3 +92,25 @@ def test_opening_shows_value_and_formula():
     console = Console(file=io.StringIO(), width=100)
     opening(console, [("tokens", "steps x tokens/step", "409,600"), ("name", "[red]x", "v")])
     assert "409,600" in console.file.getvalue() and "[red]x" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_narrow_terminal_cuts_nothing():
+    rows = [("data", "/a/folder/with/quite/a/long/path/to/the/shards", "1,003,854 tokens"), ("name", "[red]x", "v")]
+    for width in (20, 40, 71, 72, 200):
+        console = Console(file=io.StringIO(), width=width)
+        opening(console, rows)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert rows[0][2] in text and "[red]x" in text and "\N{HORIZONTAL ELLIPSIS}" not in text
+        if width < 72:
+            assert f"  {rows[0][1]}\n" in text  # in one piece, to be copied
+
+
+def test_waiting_says_what_for_and_how_long():
+    console = Console(file=io.StringIO(), width=100)
+    with waiting(console, "compiling"):
+        assert console.file.getvalue() == "compiling ..."  # type: ignore[attr-defined]
+    assert re.fullmatch(r"compiling \.\.\. \d+\.\d s\n", console.file.getvalue())  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(KeyError), waiting(console, "compiling"):
+        raise KeyError
+    assert console.file.getvalue() == "compiling ...\n"  # type: ignore[attr-defined]

@@ -44,6 +44,17 @@ def device_of(mesh: Mesh, attention: str | None = None) -> Device:
     )
 
 
+def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
+    """Return (names, explanation) of what computes attention and, with a recipe's FP8 field ``fp8``, FP8 matmuls."""
+    if fp8 is None:
+        return device.attention, "attention backend"
+    if fp8 == "off" or (fp8 == "auto" and device.fp8 != "native"):
+        why = "FP8=off" if fp8 == "off" else "FP8=auto, and this device has no FP8 matmuls"
+        return f"{device.attention}, FP8 off", f"attention backend; matmuls in the compute dtype ({why})"
+    how = "on tensor cores" if device.fp8 == "native" else "rounded to FP8, multiplied in the compute dtype: no faster"
+    return f"{device.attention}, FP8 {device.fp8}", f"attention backend; FP8 matmuls, {how}"
+
+
 def memory_of(device) -> int | None:
     """Bytes the allocator may take on ``device``; None where it is unknown (CPU, absent devices)."""
     try:

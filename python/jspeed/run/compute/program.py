@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder
 from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
@@ -51,13 +50,6 @@ class Program:
     evaluate: Callable[[Any, jax.Array], jax.Array]
     micro_tokens: int
     eval_rows: int
-
-
-def use_compile_cache() -> None:
-    """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where."""
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def compile_program(

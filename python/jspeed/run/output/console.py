@@ -1,7 +1,8 @@
 """What a run says: derived numbers at the start, a progress bar or plain lines, one sentence at the end."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,16 +18,35 @@ from jspeed.parallel.layout import describe_layout
 from jspeed.recipe import Recipe
 from jspeed.run.clock import now
 
+NARROW = 72  # columns
+
 
 def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
-    """Print every derived number as name, value and formula."""
+    """Print every derived number as name, value and formula: a table, or on a narrow terminal lines."""
+    if console.width < NARROW:
+        for name, formula, value in rows:
+            console.print(Text.assemble(f"{name}  ", (value, "bold"), (f"\n  {formula}", "dim")), soft_wrap=True)
+        return
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
-    table.add_column(justify="right", style="bold")
-    table.add_column(style="dim")
+    table.add_column(justify="right", style="bold", overflow="fold")
+    table.add_column(style="dim", overflow="fold")
     for name, formula, value in rows:
         table.add_row(Text(name), Text(value), Text(formula))
     console.print(table)
+
+
+@contextmanager
+def waiting(console: Console, what: str) -> Iterator[None]:
+    """Print ``what ...`` before, and the seconds it took after, work that prints nothing itself."""
+    began = now()
+    console.print(f"{what} ...", end="", style="dim")
+    try:
+        yield
+    except BaseException:
+        console.print()
+        raise
+    console.print(f" {now() - began:.1f} s", style="dim")
 
 
 def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
@@ -39,6 +59,9 @@ def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> N
         table.add_row(*map(Text, row))
     console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False)
     console.print(table)
+
+
+FILES = ("run.json", "metrics.jsonl", "loss.svg", "model.safetensors")  # that a run may leave
 
 
 class Display:
@@ -100,8 +123,11 @@ class Display:
         self._last = now(), self._tokens
 
 
-def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
-    """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds and n."""
+def closing(run: dict[str, Any], run_dir: Path, unit: str = "token") -> list[str]:
+    """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds and n.
+
+    ``unit`` is what a token of its data stands for.
+    """
     lines = []
     timed = run["timed_seconds"] or math.inf
     wait, dispatch = (run["host"][f"{name}_seconds"] / timed for name in ("data_wait", "dispatch"))
@@ -110,16 +136,16 @@ def closing(run: dict[str, Any], run_dir: Path) -> list[str]:
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
             lines.append(f"[bold red]probe {name} failed: {escape(str(verdict))}; this run does not count[/]")
-    lines.append(f"[dim]{escape(str(run_dir))}: run.json, metrics.jsonl, loss.svg[/]")
+    written = [name for name in FILES if (run_dir / name).exists()]
+    lines.append(f"[dim]{escape(str(run_dir))}: {', '.join(written)}[/]")
     ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"
     loss, target = run["val_loss"], run["target_loss"]
     if loss is None:
         return [*lines, f"[bold]no final validation loss: {ended}, {run['timed_seconds']:.1f} s timed[/]"]
-    byte_tokens = run["data"]["tokenizer"] == "bytes"
-    unit = f"nats/byte ({loss / math.log(2):.3f} bits)" if byte_tokens else "nats/token"
+    bits = f" ({loss / math.log(2):.3f} bits)" if unit == "byte" else ""
     line = (
-        f"{loss:.4f} {unit} {'<=' if loss <= target else '>'} {target} in {run['timed_seconds']:.1f} s timed; "
-        f"compile {run['compile_seconds']:.1f} s; n=1"
+        f"{loss:.4f} nats/{unit}{bits} {'<=' if loss <= target else '>'} {target} "
+        f"in {run['timed_seconds']:.1f} s timed; compile {run['compile_seconds']:.1f} s; n=1"
     )
     return [*lines, f"[bold]{line}{'' if run['status'] == 'finished' else '; ' + ended}[/]"]
 
@@ -129,6 +155,6 @@ def loader_line(stats: dict[str, float]) -> str:
     p50, p99, longest = (1e3 * stats[f"wait_{name}"] for name in ("p50", "p99", "max"))
     return (
         f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read; waits p50 {p50:.3f}, p99 "
-        f"{p99:.3f}, longest {longest:.2f} ms; queue empty {stats['queue_empty']:,} times, {stats['shard_switches']:,} "
-        f"shard switches, {stats['dropped_tokens']:,} tokens dropped"
+        f"{p99:.3f}, longest {longest:.2f} ms; prefetch queue found empty {stats['queue_empty']:,} times, "
+        f"{stats['shard_switches']:,} shard switches, {stats['dropped_tokens']:,} tokens dropped"
     )

@@ -1,8 +1,10 @@
 """A profiler trace of a few steps, for TensorBoard or Perfetto."""
 
+import shutil
 from pathlib import Path
 
 import jax
+from jax.errors import JaxRuntimeError
 
 from jspeed.run.clock import Clock
 from jspeed.run.compute.step import State
@@ -13,11 +15,12 @@ SETTLED = 5  # steps before the trace begins
 class Profile:
     """Traces ``steps`` steps into ``folder`` after the first ``SETTLED``, or the first ones of a run that is shorter.
 
-    Starting and stopping pause the clock; what tracing itself costs is in the steps' time.
+    Starting and stopping pause the clock; what tracing itself costs is in the steps' time. A trace that cannot be
+    written goes to ``failed`` as a sentence, and the run goes on.
     """
 
-    def __init__(self, folder: Path, steps: int, clock: Clock, first: int, asked: int) -> None:
-        self._folder, self._clock = folder, clock
+    def __init__(self, folder: Path, steps: int, clock: Clock, first: int, asked: int, failed: list[str]) -> None:
+        self._folder, self._clock, self._failed = folder, clock, failed
         self._begin = max(first, min(first + SETTLED, asked - steps)) if steps else None
         self._end = (self._begin or 0) + steps
         self._running = False
@@ -34,6 +37,12 @@ class Profile:
     def close(self, state: State) -> None:
         """Write the trace if one is running."""
         if self._running:
-            with self._clock.section("profile", wait_for=state), jax.transfer_guard("allow"):
-                jax.profiler.stop_trace()
             self._running = False
+            with self._clock.section("profile", wait_for=state), jax.transfer_guard("allow"):
+                try:
+                    jax.profiler.stop_trace()
+                except (OSError, JaxRuntimeError) as error:
+                    shutil.rmtree(self._folder, ignore_errors=True)  # what there is of it has no use and takes room
+                    self._failed.append(
+                        f"the trace could not be written ({str(error).splitlines()[0]}); make room there"
+                    )

@@ -15,7 +15,7 @@ from jspeed.run.output.sinks import Sink
 class Progress:
     """What has happened since the clock started. ``status`` is a word of run.json's table; ``sinks`` get each line.
 
-    Process 0 has metrics.
+    ``failed`` says what could not be written so far and did not end the run. Process 0 has metrics.
     """
 
     clock: Clock
@@ -32,6 +32,7 @@ class Progress:
     lines: list[dict[str, Any]] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     sinks: list[Sink] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""

@@ -1,0 +1,71 @@
+"""Compiled programs kept on disk from run to run; an entry that is damaged makes way for a new one."""
+
+import os
+import re
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import jax
+
+from jspeed.errors import say
+from jspeed.files import cache_folder
+
+# What JAX warns of and then leaves as it is: it would find the same entry damaged in every run.
+WARNED = r"Error (reading|writing) persistent compilation cache entry for '(.*?)': (.*)"
+SUFFIX = "-cache"
+
+
+def use_compile_cache() -> None:
+    """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where.
+
+    An entry that cannot be read, or not be written whole, is removed, and one line on stderr says so; JAX then
+    compiles and writes a new one.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    warnings.filterwarnings("always", message=WARNED.partition(" ")[0])
+    usual = warnings.showwarning
+    if getattr(usual, "__module__", None) == __name__:
+        return
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        found = re.match(WARNED, str(message), re.DOTALL)
+        if not found:
+            usual(message, category, filename, lineno, file, line)
+            return
+        what, name, why = found.groups()
+        remove(name)
+        ending = (
+            "is damaged and was replaced" if what == "reading" else "could not be written and will be compiled again"
+        )
+        say(f"the compiled program '{name}' in {folder()} {ending} ({why.splitlines()[0][:100]})")
+
+    warnings.showwarning = show
+
+
+def folder() -> Path:
+    """Where the compiled programs are."""
+    config: Any = jax.config
+    return Path(config.jax_compilation_cache_dir or ".")
+
+
+def remove(name: str) -> None:
+    """Remove the entry that JAX has just warned of: by its key, which the exception's first frame knows, else all of
+    programs called ``name``."""
+    error = sys.exception()
+    trace = error.__traceback__ if error else None
+    key = trace.tb_frame.f_locals.get("cache_key") if trace else None
+    for path in folder().glob(f"{key}{SUFFIX}" if key else f"{name}-*{SUFFIX}"):
+        with suppress(OSError):
+            path.unlink()

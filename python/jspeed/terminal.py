@@ -1,0 +1,91 @@
+"""What a script prints and hears: streams that never stop its work, text that is only text, Ctrl-C while it starts."""
+
+import errno
+import io
+import os
+import signal
+import sys
+
+
+class Stream(io.FileIO):
+    """Standard output or error. What cannot be written goes nowhere from then on; ``failure`` says why."""
+
+    failure: OSError | None = None
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
+        """Write to the descriptor, or to nowhere when its reader has gone or its disk is full."""
+        try:
+            return super().write(data)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self.failure = error
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+_streams: dict[str, Stream] = {}
+
+
+def guard() -> None:
+    """Let ``sys.stdout`` and ``sys.stderr`` take any character and outlive whoever reads them; once, in a script."""
+    for name in ("stdout", "stderr"):
+        old: io.TextIOWrapper | None = getattr(sys, name)
+        if old is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))
+        elif old is getattr(sys, f"__{name}__"):
+            old.flush()
+            raw = _streams[name] = Stream(old.fileno(), "w", closefd=False)
+            new = io.TextIOWrapper(
+                raw if old.write_through else io.BufferedWriter(raw),  # type: ignore[type-var]
+                encoding=old.encoding,
+                errors="backslashreplace",
+                newline="\n",
+                line_buffering=old.line_buffering,
+                write_through=old.write_through,
+            )
+            setattr(sys, name, new)
+
+
+def has_reader() -> bool:
+    """Whether somebody still takes what is printed on standard output."""
+    return "stdout" not in _streams or _streams["stdout"].failure is None
+
+
+def lost_output() -> OSError | None:
+    """Flush both streams; return why standard output is not complete, unless its reader has just gone away."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    failure = _streams["stdout"].failure if "stdout" in _streams else None
+    return None if failure and failure.errno == errno.EPIPE else failure
+
+
+def escaped(text: str) -> str:
+    r"""Return ``text`` with its control characters, which terminals obey, as ``\x1b``; newlines and tabs stay."""
+    return "".join(f"\\x{ord(c):02x}" if _controls(c) else c for c in text)
+
+
+def _controls(character: str) -> bool:
+    return (character < " " and character not in "\n\t") or "\x7f" <= character <= "\x9f"
+
+
+def starts(name: str) -> None:
+    """Let Ctrl-C end a script (module ``name`` is ``__main__``) at once while it imports: first call of the file.
+
+    In the middle of an import an exception is a traceback, and an exit that cleans up can be a segmentation fault.
+    """
+    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave)
+
+
+def started() -> None:
+    """From here on Ctrl-C is KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def leave(*_: object) -> None:
+    """End with Ctrl-C's exit code and without cleaning up; a handler of SIGINT."""
+    os._exit(130)

@@ -1,0 +1,59 @@
+"""Compiled programs on disk: an entry that is damaged, or that there is no room for, is said once and replaced."""
+
+import os
+import subprocess
+import sys
+
+TWICE = """
+import resource, sys
+from pathlib import Path
+import jax
+from jspeed.run.compute.cache import use_compile_cache
+
+use_compile_cache()
+use_compile_cache()
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+def programs(number):
+    def same_name(x):
+        return x * number
+    return jax.jit(same_name)
+
+def compile_all():
+    jax.clear_caches()
+    return [int(programs(number)(7)) for number in (2, 3, 4)]
+
+def entries():
+    return {path.name: path.read_bytes() for path in Path(sys.argv[1]).glob("*same_name*")}
+
+assert compile_all() == [14, 21, 28]
+whole = entries()
+assert len(whole) == 3
+for name, how in zip(list(whole)[:2], (lambda b: b[: len(b) // 2], lambda b: b[:99] + bytes(99) + b[198:])):
+    Path(sys.argv[1], name).write_bytes(how(whole[name]))
+times = [Path(sys.argv[1], name).stat().st_mtime_ns for name in list(whole)[2:]]
+print("damaged", file=sys.stderr)
+assert compile_all() == [14, 21, 28]
+print("mended", file=sys.stderr)
+assert compile_all() == [14, 21, 28]
+assert entries().keys() == whole.keys()
+assert times == [Path(sys.argv[1], name).stat().st_mtime_ns for name in list(whole)[2:]]  # the whole one stayed
+for name in whole:
+    Path(sys.argv[1], name).unlink()
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+print("full", file=sys.stderr)
+assert compile_all() == [14, 21, 28]
+assert not entries()
+"""
+
+
+def test_damaged_entries_are_replaced_and_nothing_is_half_written(tmp_path):
+    variables = {"JSPEED_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", TWICE, str(tmp_path / "xla")]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    damaged, mended, full = (done.stderr.splitlines().index(word) for word in ("damaged", "mended", "full"))
+    said = done.stderr.splitlines()
+    assert len(said[damaged + 1 : mended]) == 2 and full == mended + 1, done.stderr
+    assert all("compiled program 'jit_same_name'" in line and "replaced" in line for line in said[damaged + 1 : mended])
+    assert said[full + 1 :] and all("could not be written" in line for line in said[full + 1 :]), done.stderr

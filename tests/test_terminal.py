@@ -1,0 +1,120 @@
+"""What scripts print when nobody reads, nothing fits or nothing can be encoded; Ctrl-C while they import."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jspeed.terminal import escaped
+
+PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
+SCRIPTS = [*sorted((PACKAGE.parents[1] / "scripts").glob("*.py")), PACKAGE / "data" / "__main__.py"]
+WORKS = """
+import sys
+from pathlib import Path
+from jspeed.errors import run_script
+
+def main():
+    for _ in range(2000):
+        print("Ü" * 50)
+        print("Ü" * 50, file=sys.stderr)
+    Path("done").touch()
+    return {code}
+
+run_script(main)
+"""
+
+
+def run(folder: Path, code: int = 0, **options) -> subprocess.CompletedProcess:
+    (folder / "works.py").write_text(WORKS.format(code=code), encoding="utf-8")
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONIOENCODING", "PYTHONUTF8")}
+    environment = variables | options.pop("variables", {})
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, "works.py"], cwd=folder, env=environment, timeout=60, **streams)
+
+
+@pytest.fixture
+def unread():
+    """The end to write to of a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+
+
+@pytest.mark.parametrize("variables", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path, variables):
+    done = run(tmp_path, variables=variables)
+    assert (done.returncode, (tmp_path / "done").exists()) == (0, True), done.stderr[-300:]
+    assert done.stdout.count(rb"\xdc") == 2000 * 50 and done.stderr.count(rb"\xdc") == 2000 * 50
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_reader_that_goes_away_ends_printing_and_not_the_work(tmp_path, unread, code, unbuffered):
+    done = run(tmp_path, code, stdout=unread, stderr=unread, variables={"PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == code and (tmp_path / "done").exists()
+    done = run(tmp_path, code, stdout=unread)
+    assert done.returncode == code and b"Traceback" not in done.stderr and b"rror" not in done.stderr
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 2), (1, 1)])
+def test_output_that_does_not_fit_is_said_at_the_end(tmp_path, code, expected):
+    with open("/dev/full", "wb") as full:
+        done = run(tmp_path, code, stdout=full)
+    assert done.returncode == expected and (tmp_path / "done").exists()
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: standard output could not be written (No space left on device)")
+    assert b"Traceback" not in done.stderr
+
+
+def test_streams_that_are_closed(tmp_path):
+    run(tmp_path)
+    (tmp_path / "done").unlink()
+    words = ["sh", "-c", f"{sys.executable} works.py >&- 2>&-"]
+    assert subprocess.run(words, cwd=tmp_path, timeout=60).returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_control_characters_are_text():
+    assert escaped("a\tb\nÜ \N{SNOWMAN}") == "a\tb\nÜ \N{SNOWMAN}"
+    assert escaped("\x1b[31m\x00\r\x7f\x9b2J") == r"\x1b[31m\x00\x0d\x7f\x9b2J"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_ctrl_c_is_settled_before_the_imports_that_take_seconds(path: Path):
+    _, first, second, *_ = ast.parse(path.read_text(encoding="utf-8")).body
+    assert ast.unparse(first) == "from jspeed.terminal import starts" and ast.unparse(second) == "starts(__name__)"
+
+
+def test_ctrl_c_while_a_script_imports(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "script.py").write_text("from jspeed.terminal import starts\n\nstarts(__name__)\n\nimport slow\n")
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from jspeed.terminal import starts\n\nstarts(__name__)\n\nimport time\nfrom jspeed.errors import run_script\n"
+        "def main():\n    try:\n        print('working', flush=True)\n        time.sleep(60)\n"
+        "    finally:\n        print('clean')\n\nrun_script(main)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "working\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "clean\n", "")
