@@ -1,5 +1,6 @@
 """Turn documents into token shards, ready to train on, or download them ready-made."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,7 @@ def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) ->
         try:
             folder = work(progress)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
             print("interrupted; the same command goes on with what is done", file=sys.stderr)
             raise
         seconds = bar.tasks[task].elapsed
