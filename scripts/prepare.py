@@ -13,7 +13,7 @@ from rich.progress import TransferSpeedColumn as Speed
 from tyro.conf import Positional, arg
 
 from jspeed.corpus import classics, fineweb, tokenise
-from jspeed.data.folder import complete_manifest
+from jspeed.data.manifest import complete_manifest
 from jspeed.errors import run_script
 from jspeed.files import cache_folder
 

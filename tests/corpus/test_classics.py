@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import classics, tokenizers
+from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -140,3 +141,16 @@ def test_symbols_refuse_what_they_lack():
     assert tokenizer.encode(b"ab").tolist() == [1, 0] and tokenizer.decode([1, 2, 0]) == b"ab"
     with pytest.raises(BadInput, match="character 'c' is not among the 2 symbols"):
         tokenizer.encode(b"abc")
+
+
+def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
+    made = {
+        "names": classics.prepare_names(tmp_path / "names", tmp_path / "a.txt"),
+        "shakespeare-char": classics.prepare_shakespeare(tmp_path / "char", True, tmp_path / "a.txt"),
+        "stdlib": prepare_stdlib(tmp_path / "stdlib"),
+    }
+    for name, folder in made.items():
+        assert manifest(folder)["tokenizer"] == tokenizers.TOKENIZERS[name]
+    others = {name for name, its in tokenizers.TOKENIZERS.items() if its == "gpt2"}
+    assert set(made) | others == set(tokenizers.TOKENIZERS)

@@ -10,10 +10,11 @@ from numpy.typing import NDArray
 from jspeed.corpus import download, split
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenise import Progress, counted, facts, prepare_text
-from jspeed.corpus.tokenizers import named_tokenizer, symbols_tokenizer
-from jspeed.data.folder import Batch, holds, write_folder
+from jspeed.corpus.tokenizers import SYMBOLS, named_tokenizer, symbols_tokenizer
+from jspeed.data.folder import Batch, write_folder
+from jspeed.data.manifest import holds
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, sha256_of
+from jspeed.files import cache_folder, read_regular, sha256_of
 
 GITHUB = "https://raw.githubusercontent.com/karpathy"
 NAMES = (
@@ -44,7 +45,7 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
     names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     symbols = sorted(set("".join(names)))
     bos, pad = len(symbols), len(symbols) + 1
-    tokenizer = symbols_tokenizer("symbols", symbols, len(symbols) + 2, bos)
+    tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols) + 2, bos)
     source = {"kind": "names", "sha256": sha256_of(path), "row": row}
     head = facts(tokenizer, "both", source) | {"pad_id": pad, "truncated": sum(len(name) > row - 1 for name in names)}
     if holds(out, head):
@@ -80,7 +81,7 @@ def prepare_shakespeare(
     path = given or _fetched(SHAKESPEARE, "tinyshakespeare.txt", progress)
     text = read_text(path)
     symbols = sorted(set(text))
-    tokenizer = symbols_tokenizer("symbols", symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
+    tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
     head = facts(tokenizer, "none", {"kind": "text", "sha256": sha256_of(path), "train": SHAKESPEARE_TRAIN})
     if holds(out, head):
         return out
@@ -116,7 +117,7 @@ def prepare_openwebtext(out: Path, inputs: Sequence[Path], progress: Progress | 
 def read_text(path: Path) -> str:
     """Read a whole file. Raises BadInput when it is missing, empty or not UTF-8."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise BadInput(f"input {path} cannot be read ({error.strerror}); give a text file") from None
     try:

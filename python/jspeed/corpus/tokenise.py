@@ -15,7 +15,8 @@ from jspeed.corpus import sources, split, work
 from jspeed.corpus.pieces import PIECE_BYTES, pieces
 from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
 from jspeed.corpus.workers import MOST as MOST_PROCESSES
-from jspeed.data.folder import FORMAT_VERSION, SHARD_TOKENS, Batch, check_vacant, holds, write_folder
+from jspeed.data.folder import SHARD_TOKENS, Batch, check_vacant, write_folder
+from jspeed.data.manifest import FORMAT_VERSION, holds
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 
