@@ -1,6 +1,7 @@
 """Data sets that everybody knows, each cut and marked as in its field: from the network, or from a file of yours."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def prepare_tinystories(
 def prepare_openwebtext(out: Path, inputs: Sequence[Path], progress: Progress | None, **options: Any) -> Path:
     """Prepare OpenWebText with GPT-2's tokens, an end-of-text after each document, split by rows as nanoGPT does."""
     if not inputs:
-        revision, names = download.list_hub(OPENWEBTEXT, ".parquet")
+        with _input_instead():
+            revision, names = download.list_hub(OPENWEBTEXT, ".parquet")
         inputs = _from_hub(OPENWEBTEXT, names, progress, revision)
     return prepare_text(inputs, out, progress=progress, **{"mark": "after"} | OPENWEBTEXT_SPLIT | options)
 
@@ -136,9 +138,19 @@ def downloads() -> Path:
 
 def _fetched(source: tuple[str, str], name: str, progress: Progress | None) -> Path:
     url, sha256 = source
-    return download.fetch(url, downloads() / name, sha256, download.summed(progress))
+    instead = "fetch it yourself, or take a text of yours, and give it with --input FILE"
+    return download.fetch(url, downloads() / name, sha256, download.summed(progress), instead=instead)
 
 
 def _from_hub(repository: str, names: Sequence[str], progress: Progress | None, revision: str = "main") -> list[Path]:
     folder = downloads() / repository.replace("/", "--")
-    return download.fetch_set(repository, names, folder, download.summed(progress), revision)
+    with _input_instead():
+        return download.fetch_set(repository, names, folder, download.summed(progress), revision)
+
+
+@contextmanager
+def _input_instead() -> Iterator[None]:
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{error}; or give files that you have with --input") from None

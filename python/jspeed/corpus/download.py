@@ -39,10 +39,11 @@ def fetch(
     expected: str,
     progress: Progress = lambda count: None,
     digest: Callable[[Path], str] = sha256_of,
+    instead: str = "fetch it yourself and give the file",
 ) -> Path:
     """Fetch ``url`` to ``path`` unless a file with the ``expected`` ``digest`` is there, and return ``path``.
 
-    Raises BadInput when it cannot be fetched, or twice is not what was expected.
+    Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or twice is not what was expected.
     """
     writable_folder(path.parent, "the folder for downloads")
     part = path.with_name(f"{path.name}.part")
@@ -58,10 +59,10 @@ def fetch(
                 return path
             part.unlink()
         except OSError as error:
-            raise BadInput(f"{url} cannot be fetched ({reason(error)}); fetch it yourself and give the file") from None
+            raise BadInput(f"{url} cannot be fetched ({reason(error)}); {instead}") from None
     raise BadInput(
         f"{url} should have hash {expected} but has {found}; it has changed, or something on the way changes it: "
-        "fetch it yourself and give the file"
+        f"{instead}"
     )
 
 
@@ -146,7 +147,7 @@ def list_hub(
         found = sorted(name for name in names if name.endswith(ending))
         if found and not any("partial" in name for name in found):
             return revision, found
-    raise BadInput(f"{where(repository)} holds no complete set of {ending} files; fetch it yourself and give --input")
+    raise BadInput(f"{where(repository)} holds no complete set of {ending} files")
 
 
 def fetch_set(
