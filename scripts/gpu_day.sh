@@ -12,7 +12,11 @@ set -u
 
 tokens=
 if [ $# -gt 0 ]; then
-  tokens=$(cd "$1" && pwd) || exit 2
+  if ! tokens=$(cd -- "$1" 2>/dev/null && pwd) || ! ls "$tokens"/*.bin >/dev/null 2>&1; then
+    echo "error: TOKEN_FOLDER $1 should be a folder of .bin token shards but is not; make one with" \
+      '`python scripts/prepare.py fineweb --out DIR`, or give none for synthetic tokens' >&2
+    exit 2
+  fi
 fi
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-.venv/bin/python}
@@ -92,6 +96,13 @@ finish() {
   [ ${#failed[@]} -eq 0 ]
 }
 
-mkdir -p "$out" || exit 2
+if ! command -v "$python" >/dev/null; then
+  echo "error: there is no Python at $python; run \`make speedrun\`, which makes one, or set PYTHON" >&2
+  exit 2
+fi
+if ! mkdir -p "$out" 2>/dev/null; then
+  echo "error: the folder of results $out cannot be made; set OUT to one that can" >&2
+  exit 2
+fi
 { main; finish; } 2>&1 | tee "$out/log.txt"
 exit "${PIPESTATUS[0]}"

@@ -4,6 +4,7 @@ from jspeed.terminal import starts
 
 starts(__name__)
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,9 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.progress import TransferSpeedColumn as Speed
 from tyro.conf import Positional, arg
 
-from jspeed.corpus import classics, fineweb, tokenise
-from jspeed.data.folder import complete_manifest
+from jspeed.corpus import classics, fineweb, split, tokenise
+from jspeed.corpus.tokenizers import TOKENIZERS
+from jspeed.data.manifest import complete_manifest
 from jspeed.errors import run_script
 from jspeed.files import cache_folder
 
@@ -47,31 +49,48 @@ def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) ->
         try:
             folder = work(progress)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
             print("interrupted; the same command goes on with what is done", file=sys.stderr)
             raise
         seconds = bar.tasks[task].elapsed
     _report(folder, seconds if started else None)
     if recipe:
-        print(f"train on it: python scripts/speedrun.py {recipe} --data {folder}{_sets(folder)}")
+        data = "" if folder in map(_default, TOKENIZERS) else f" --data {folder}"
+        print(f"train on it: python scripts/speedrun.py {recipe}{data}{_sets(folder, recipe)}")
 
 
-def _sets(folder: Path) -> str:
-    """The fields of a recipe that depend on which symbols a text has."""
+def _sets(folder: Path, recipe: str) -> str:
+    """The fields of ``recipe`` that are other ids than those of the symbols of a text."""
     manifest: dict[str, Any] = complete_manifest(folder) or {}
+    if "symbols" not in manifest:
+        return ""
+    from jspeed.run.find import find  # imports jax, which takes a second
+
+    fields = find(recipe).fields
     ids = {"VOCAB": "vocab_size", "BOS": "bos_id", "PAD": "pad_id"}
-    sets = [f"{field}={manifest[name]}" for field, name in ids.items() if manifest.get(name) is not None]
-    return f" --set {' '.join(sets)}" if "symbols" in manifest else ""
+    sets = [
+        f"{field}={manifest[name]}"
+        for field, name in ids.items()
+        if field in fields and manifest.get(name) not in (None, fields[field])
+    ]
+    return f" --set {' '.join(sets)}" if sets else ""
 
 
 def _report(folder: Path, seconds: float | None) -> None:
     manifest: dict[str, Any] = complete_manifest(folder) or {}
     print(f"{folder} {'is ready' if seconds else 'is already there'} (tokenizer {manifest['tokenizer']})")
-    for split, total in manifest["splits"].items():
-        print(f"{split:>6} {total['tokens']:>14,} tokens {total['documents']:>11,} documents")
+    splits, source = manifest["splits"], manifest["source"]
+    for name, total in splits.items():
+        print(f"{name:>6} {total['tokens']:>14,} tokens {total['documents']:>11,} documents")
+    documents = sum(total["documents"] for total in splits.values())
+    chosen = source.get("kind") == "text" and source.get("val_fraction", 0) is None and "val" not in source
+    if chosen and documents > 2:
+        share = splits["val"]["documents"] / documents
+        print(f"{share:.1%} of the documents validate: {split.DEFAULT}; --val-fraction takes another part")
     if manifest.get("truncated"):
         print(f"{manifest['truncated']:,} names are longer than a row and were cut")
     if seconds:
-        tokens = sum(total["tokens"] for total in manifest["splits"].values())
+        tokens = sum(total["tokens"] for total in splits.values())
         print(f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s in all")
 
 
@@ -102,8 +121,8 @@ def text(
         inputs: Files, and folders whose text files are taken in order of their paths.
         out: Folder to make; it must be absent or empty.
         tokenizer: gpt2 (GPT-2's byte pairs), bytes, or another encoding of tiktoken with at most 65,535 ids.
-        val_fraction: Part of the documents that validates; without it 1 %, or up to 32 of few documents. Of a single
-            document its last part validates, without this a tenth.
+        val_fraction: Part of the documents that validates; without it 1 %, but not fewer than 32 documents, or a tenth
+            where that is less. Of a single document its last part validates, without this a tenth.
         seed: Another one takes other documents to validate.
         val_input: Files and folders whose documents validate; then all others train.
         end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
 from jspeed.errors import BadInput
+from jspeed.parallel.mesh import make_mesh
 from jspeed.run.find import find
 
 from .data.on_disk import shard_bytes
@@ -215,3 +217,32 @@ def test_a_gpu_day_goes_on_after_a_part_that_fails(tmp_path):
     assert f"passed: devices tests {passed}\n" in done.stdout.replace("nvidia-smi ", "")
     assert "gpu-track3 (4)" in done.stdout and "training: no TOKEN_FOLDER given, skipped" in done.stdout
     assert (tmp_path / "day" / "log.txt").read_text() == done.stdout
+
+
+@pytest.mark.parametrize("what", ["missing", "a file", "empty", "no python", "no results"])
+def test_a_gpu_day_says_what_is_wrong_with_its_input(tmp_path, what):
+    folder, environment = tmp_path / "tokens", os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "day")}
+    if what == "a file":
+        folder.touch()
+    elif what != "missing":
+        folder.mkdir()
+    if what.startswith("no "):
+        (folder / "x_train_000001.bin").touch()
+        environment |= {"PYTHON": "/nowhere/python"} if what == "no python" else {"OUT": "/proc/day"}
+    done = subprocess.run([SCRIPTS / "gpu_day.sh", folder], capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and not (tmp_path / "day").exists()
+    named = {"no python": "/nowhere/python", "no results": "/proc/day"}.get(what, str(folder))
+    assert named in done.stderr
+
+
+def test_a_step_that_does_not_fit_is_a_sentence(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches import gpu
+
+    mesh, recipe = make_mesh({"data": 1}, jax.local_devices()[:1]), find("stdlib").recipe
+    said = gpu.why(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70823337560 bytes.\nmore"), recipe, mesh)
+    assert said.startswith(
+        "recipe stdlib does not fit into the memory of 1 x cpu: 70.8 GB were asked for at once; give"
+    )
+    assert gpu.why(RuntimeError("INTERNAL: no\nmore"), recipe, mesh) == "recipe stdlib failed: INTERNAL: no"

@@ -32,6 +32,7 @@ def test_three_ways_to_shard(tmp_path):
 def test_notebook_from_top_to_bottom(tmp_path):
     notebook = json.loads((EXAMPLES / "names.ipynb").read_text())
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
+    assert "pip install notebook" in "".join(notebook["cells"][0]["source"])  # nothing else installs it
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     (tmp_path / "notebook.py").write_text("\n".join(cells))
     middles = ("n", "l", "r", "st", "nd", "v", "th")

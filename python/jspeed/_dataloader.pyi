@@ -4,12 +4,18 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, final
+from typing import Any, Final, Literal, Protocol, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Batch", "Shards", "Shuffle", "TokenLoader"]
+__all__ = ["HEADER_BYTES", "Batch", "Shards", "Shuffle", "TokenLoader", "header"]
+
+HEADER_BYTES: Final[int]
+"""Size of a shard's header: its tokens begin there."""
+
+def header(tokens: int) -> bytes:
+    """Return the header of a shard with so many uint16 tokens."""
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -93,7 +95,7 @@ def gpu(
                 raise
             failed[each.recipe.name] = str(error)
         except jax.errors.JaxRuntimeError as error:  # out of memory, or a kernel that XLA could not build
-            failed[each.recipe.name] = f"recipe {each.recipe.name} failed: {str(error).splitlines()[0]}"
+            failed[each.recipe.name] = why(error, each.recipe, mesh)
         show(console, each.recipe, own, setting, failed.get(each.recipe.name))
         rows += own
     if json_file:
@@ -111,6 +113,21 @@ def gpu(
         }
         write_whole(json_file, json.dumps(content, indent=1) + "\n")
     return int(bool(failed))
+
+
+def why(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
+    """Say in one sentence why XLA could not run a step."""
+    reason = str(error).splitlines()[0]
+    if "RESOURCE_EXHAUSTED" not in reason:
+        return f"recipe {recipe.name} failed: {reason}"
+    asked = re.search(r"allocating (\d+) bytes", reason)
+    how_much = f": {int(asked[1]) / 1e9:.1f} GB were asked for at once" if asked else ""
+    memory = f"the memory of {mesh.size} x {mesh.devices.flat[0].device_kind}"
+    return (
+        f"recipe {recipe.name} does not fit into {memory}{how_much}; "
+        f"give a smaller --micro-batch or --set LANES=1, or measure it on GPUs (`python scripts/plan.py {recipe.name}` "
+        "says how much it needs)"
+    )
 
 
 def opening(setting: Setting) -> Iterator[str]:

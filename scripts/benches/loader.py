@@ -18,6 +18,7 @@ from rich.table import Table
 from tyro.conf import arg
 
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
+from jspeed.data.shards import HEADER_BYTES, header, map_tokens
 
 BOS = 50_256
 # The record's three stages; the tables of documents are larger because these shards have more short documents.
@@ -42,27 +43,23 @@ class Row:
 def write_shards(folder: Path, count: int, tokens: int) -> None:
     """Write shards whose document lengths are log-normal with FineWeb's median 403 and mean 690, at least 32."""
     rng = np.random.default_rng(0)
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, tokens
     for index in range(count):
         lengths = np.maximum(32, rng.lognormal(np.log(403), np.sqrt(2 * np.log(690 / 403)), tokens // 400)).astype(int)
         body = rng.integers(0, BOS, tokens, dtype=np.uint16)
         starts = np.cumsum(lengths) - lengths[0] // 2
         body[starts[starts < tokens]] = BOS
         with open(folder / f"synthetic_train_{index + 1:06}.bin", "wb") as file:
-            file.write(header.tobytes() + body.tobytes())
+            file.write(header(tokens) + body.tobytes())
             os.fsync(file.fileno())
 
 
 def write_sparse(folder: Path, count: int) -> None:
     """Write shards of 100M tokens that take no space: a header and a hole."""
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, 100_000_000
     folder.mkdir()
     for index in range(count):
         path = folder / f"sparse_train_{index + 1:06}.bin"
-        path.write_bytes(header.tobytes())
-        os.truncate(path, 1024 + 200_000_000)
+        path.write_bytes(header(100_000_000))
+        os.truncate(path, HEADER_BYTES + 200_000_000)
 
 
 def parity(shards: Shards, steps: int, **more) -> TokenLoader:
@@ -183,7 +180,7 @@ def memmap(shards: Shards, steps: int) -> Iterator[np.ndarray]:
     todo = [shape for shape in SHAPES for _ in range(steps)]
     while True:
         for path in shards.paths:
-            tokens = np.memmap(path, np.uint16, "r", 1024)
+            tokens = map_tokens(path)
             starts = np.append(np.flatnonzero(tokens == BOS), len(tokens)).tolist()
             at = 0
             while todo:

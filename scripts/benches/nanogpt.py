@@ -14,10 +14,9 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import our_run
-from jspeed.data.shards import find_split
+from jspeed.data.shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.run.evidence.overlap import HEADER
 from jspeed.run.find import find
 from jspeed.run.prepare import data_folder
 
@@ -73,7 +72,7 @@ def nanogpt(folder: Path, data: Path, copy: Path) -> Path:
     characters = copy / "data" / "shakespeare_char"
     characters.mkdir(parents=True)
     for split in ("train", "val"):
-        parts = [np.fromfile(path, "<u2", offset=HEADER) for path in find_split(data, split).paths]
+        parts = [np.fromfile(path, "<u2", offset=HEADER_BYTES) for path in find_split(data, split).paths]
         np.concatenate(parts).tofile(characters / f"{split}.bin")
     (characters / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 65}))
     return copy

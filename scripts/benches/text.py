@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from jspeed.corpus import pieces, work
+from jspeed.corpus import pieces, work, workers
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
@@ -57,7 +57,7 @@ def tokenise(inputs: tyro.conf.Positional[tuple[Path, ...]], processes: int = 2,
 
     def ours(folder: Path, repeats: int) -> int:
         """The files again and again through one pool; the first time is not measured."""
-        encoded = work.in_order(partial(work.encode, "gpt2", "before"), again(repeats), processes)
+        encoded = workers.in_order(partial(work.encode, "gpt2", "before"), again(repeats), processes)
         with open(folder / "ours.bin", "wb") as file:
             return sum(len(part.tokens) + 0 * file.write(part.tokens.tobytes()) for part in encoded)
 

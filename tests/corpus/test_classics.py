@@ -1,13 +1,18 @@
 """Names, Shakespeare, TinyStories, OpenWebText: the counts their fields know, and the way each is cut and marked."""
 
 import json
+from functools import partial
 from pathlib import Path
+from runpy import run_path
 
 import numpy as np
 import pytest
 
-from jspeed.corpus import classics, tokenizers
+from jspeed.corpus import classics, download, tokenizers
+from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
+
+from .prepared import SCRIPT
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 NAMES, SHAKESPEARE = (SHARED / "classics" / name for name in ("names.txt", "tinyshakespeare_input.txt"))
@@ -140,3 +145,51 @@ def test_symbols_refuse_what_they_lack():
     assert tokenizer.encode(b"ab").tolist() == [1, 0] and tokenizer.decode([1, 2, 0]) == b"ab"
     with pytest.raises(BadInput, match="character 'c' is not among the 2 symbols"):
         tokenizer.encode(b"abc")
+
+
+def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
+    made = {
+        "names": classics.prepare_names(tmp_path / "names", tmp_path / "a.txt"),
+        "shakespeare-char": classics.prepare_shakespeare(tmp_path / "char", True, tmp_path / "a.txt"),
+        "stdlib": prepare_stdlib(tmp_path / "stdlib"),
+    }
+    for name, folder in made.items():
+        assert manifest(folder)["tokenizer"] == tokenizers.TOKENIZERS[name]
+    others = {name for name, its in tokenizers.TOKENIZERS.items() if its == "gpt2"}
+    assert set(made) | others == set(tokenizers.TOKENIZERS)
+
+
+@needs_classics
+def test_advice_sets_only_what_differs_from_the_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
+    names = run_path(str(SCRIPT))["names"]
+    names(NAMES)
+    assert capsys.readouterr().out.endswith(
+        "\ntrain on it: python scripts/speedrun.py microgpt-names\n"
+    )  # README's line
+    (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
+    names(tmp_path / "names.txt", out=tmp_path / "o")
+    line = f"speedrun.py microgpt-names --data {tmp_path}/o --set VOCAB=9 BOS=7 PAD=8\n"
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_without_a_network_it_says_input(tmp_path, monkeypatch):
+    def cut(*_):
+        raise OSError("no network")
+
+    def no_hub(*_):
+        raise BadInput("it cannot be asked; run again")
+
+    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    monkeypatch.setattr(download, "_append", cut)
+    for name in ("describe_hub", "list_hub"):
+        monkeypatch.setattr(download, name, no_hub)
+    for prepared in (
+        classics.prepare_names,
+        partial(classics.prepare_shakespeare, characters=True),
+        partial(classics.prepare_tinystories, inputs=[], val_inputs=[], progress=None),
+        partial(classics.prepare_openwebtext, inputs=[], progress=None),
+    ):
+        with pytest.raises(BadInput, match="--input"):
+            prepared(tmp_path / "out")

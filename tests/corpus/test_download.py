@@ -127,9 +127,8 @@ def test_a_killed_download_is_gone_on_with(hub, tmp_path, signal_number):
     while not val.exists():
         assert process.poll() is None
     process.send_signal(signal_number)
-    if signal_number == signal.SIGINT:
-        hub.released.set()
-    process.communicate(timeout=60)
+    process.communicate(timeout=5)  # a server that says nothing is not waited for
+    hub.released.set()
     assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130}[signal_number]
     assert not (tmp_path / "set").exists()
     code, out, err = fineweb(hub, tmp_path, 2)

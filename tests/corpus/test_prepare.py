@@ -178,6 +178,20 @@ def test_command_takes_several_inputs(tmp_path):
     assert check_manifest(out)["source"]["names"] == ["a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("count", "flags", "said"),
+    [
+        (100, [], "10.0% of the documents validate: 1%, but not fewer than 32, or a tenth where that is less"),
+        (4000, [], "1.0% of the documents validate: "),
+        (100, ["--val-fraction", "0.2"], None),
+    ],
+)
+def test_the_command_says_which_part_validates(tmp_path, count, flags, said):
+    source = jsonl(tmp_path / "a.jsonl", map(str, range(count)))
+    code, stdout, _ = script("text", source, "--out", tmp_path / "out", "--tokenizer", "bytes", *flags)
+    assert code == 0 and (said in stdout if said else "validate" not in stdout)
+
+
 def test_a_single_document_is_cut(tmp_path):
     (tmp_path / "novel.txt").write_bytes(text := bytes(range(97, 123)) * 40)
     out = prepare_bytes(tmp_path / "novel.txt", out=tmp_path / "out")

@@ -2,10 +2,11 @@
 
 import lzma
 import os
+from functools import partial
 
 import pytest
 
-from jspeed.corpus import tokenise
+from jspeed.corpus import classics, tokenise
 from jspeed.errors import BadInput
 
 from .prepared import byte_documents, jsonl, prepare_bytes, script
@@ -61,9 +62,23 @@ def test_missing_input_and_empty_folder(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(BadInput, match="neither a file nor a folder"):
         prepare_bytes(tmp_path / "pipe.txt", out=tmp_path / "out")
+    (tmp_path / "with").mkdir()
+    jsonl(tmp_path / "with" / "a.jsonl", "ab")
+    os.mkfifo(tmp_path / "with" / "pipe.txt")
+    with pytest.raises(BadInput, match=r"with/pipe.txt cannot be read \(not a regular file\)"):
+        prepare_bytes(tmp_path / "with", out=tmp_path / "out")
+    for made in (classics.prepare_names, partial(classics.prepare_shakespeare, characters=True)):
+        with pytest.raises(BadInput, match=r"input .*pipe.txt cannot be read \(not a regular file\)"):
+            made(tmp_path / "out", given=tmp_path / "pipe.txt")
     with pytest.raises(BadInput, match="no input was given"):
         prepare_bytes(out=tmp_path / "out")
-    assert sorted(os.listdir(tmp_path)) == ["in", "pipe.txt"]
+    assert sorted(os.listdir(tmp_path)) == ["in", "pipe.txt", "with"]
+
+
+@pytest.mark.parametrize("processes", [0, -1, 1025])
+def test_bad_processes(tmp_path, processes):
+    with pytest.raises(BadInput, match=f"--processes {processes}: must be from 1 to 1,024"):
+        prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out", processes=processes)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0, float("nan")])

@@ -75,6 +75,9 @@ def test_files_that_are_not_there(tmp_path):
         open_shards(tmp_path / "gone.bin")
     with pytest.raises(ShardError, match="not a regular file"):
         open_shards(tmp_path)
+    os.mkfifo(tmp_path / "pipe.bin")
+    with pytest.raises(ShardError, match="not a regular file"):
+        open_shards(tmp_path / "pipe.bin")
     with pytest.raises(BadInput, match="no shard was given"):
         open_shards([])
 
@@ -174,3 +177,17 @@ def test_shards_may_outlive_their_files_until_they_are_mapped(tmp_path):
     path.write_bytes(shard_bytes(range(90)))
     with pytest.raises(ShardTruncatedError, match="had 1224 bytes when it was opened and has 1204 now"):
         next(TokenLoader(shards, lanes=1, lane_len=5, align=None))
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path, second):
+    """Neither when it is read, nor while the shard before it is."""
+    for number in (1, 2):
+        (tmp_path / f"x_{number}.bin").write_bytes(shard_bytes(range(100)))
+    loader = TokenLoader(open_shards(f"{tmp_path}/*.bin"), lanes=1, lane_len=30, align=None)
+    path = tmp_path / f"x_{2 if second else 1}.bin"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ShardError, match=f"shard {path} cannot be read at byte 0 .not a regular file."):
+        for _ in range(6):
+            next(loader)

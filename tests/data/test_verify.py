@@ -66,6 +66,6 @@ def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_pa
     assert code == 2 and "no manifest.json with the hashes to verify against" in err
     assert "documents   3" in out and "not known without manifest.json" in out
     (tmp_path / "manifest.json").write_text("[]")
-    with pytest.raises(BadInput, match="should be the manifest of a data folder but is not"):
+    with pytest.raises(BadInput, match=r"is no manifest: it should be an object but is \[\]"):
         verify(tmp_path)
     assert command(tmp_path / "none")[0] == 2

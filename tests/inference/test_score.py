@@ -9,6 +9,7 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed.corpus import tokenizers
+from jspeed.data.manifest import manifest_of
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.trained import Model
@@ -130,7 +131,9 @@ def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
         assert found.bits_per_byte == pytest.approx(math.log2(272), abs=1e-5)
     with pytest.raises(BadInput, match="--tokens 8: .* rows of 16"):
         score.validate(model(), tmp_path, 8)
-    manifest = {"files": [], "tokenizer": "gpt2"}
+    record = {"name": "t_val_000000.bin", "split": "val", "bytes": 5024, "sha256": "0" * 64}
+    facts = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256, "source": {}}
+    manifest = manifest_of([record | {"tokens": 2000, "documents": 0}], facts)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BadInput, match="holds tokens of gpt2 but the model reads bytes"):
         score.validate(model(), tmp_path)

@@ -1,6 +1,7 @@
 """Data sets that everybody knows, each cut and marked as in its field: from the network, or from a file of yours."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 from jspeed.corpus import download, split
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenise import Progress, counted, facts, prepare_text
-from jspeed.corpus.tokenizers import named_tokenizer, symbols_tokenizer
-from jspeed.data.folder import Batch, holds, write_folder
+from jspeed.corpus.tokenizers import SYMBOLS, named_tokenizer, symbols_tokenizer
+from jspeed.data.folder import Batch, write_folder
+from jspeed.data.manifest import holds
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, sha256_of
+from jspeed.files import cache_folder, read_regular, sha256_of
 
 GITHUB = "https://raw.githubusercontent.com/karpathy"
 NAMES = (
@@ -44,7 +46,7 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
     names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     symbols = sorted(set("".join(names)))
     bos, pad = len(symbols), len(symbols) + 1
-    tokenizer = symbols_tokenizer("symbols", symbols, len(symbols) + 2, bos)
+    tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols) + 2, bos)
     source = {"kind": "names", "sha256": sha256_of(path), "row": row}
     head = facts(tokenizer, "both", source) | {"pad_id": pad, "truncated": sum(len(name) > row - 1 for name in names)}
     if holds(out, head):
@@ -80,7 +82,7 @@ def prepare_shakespeare(
     path = given or _fetched(SHAKESPEARE, "tinyshakespeare.txt", progress)
     text = read_text(path)
     symbols = sorted(set(text))
-    tokenizer = symbols_tokenizer("symbols", symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
+    tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
     head = facts(tokenizer, "none", {"kind": "text", "sha256": sha256_of(path), "train": SHAKESPEARE_TRAIN})
     if holds(out, head):
         return out
@@ -108,7 +110,8 @@ def prepare_tinystories(
 def prepare_openwebtext(out: Path, inputs: Sequence[Path], progress: Progress | None, **options: Any) -> Path:
     """Prepare OpenWebText with GPT-2's tokens, an end-of-text after each document, split by rows as nanoGPT does."""
     if not inputs:
-        revision, names = download.list_hub(OPENWEBTEXT, ".parquet")
+        with _input_instead():
+            revision, names = download.list_hub(OPENWEBTEXT, ".parquet")
         inputs = _from_hub(OPENWEBTEXT, names, progress, revision)
     return prepare_text(inputs, out, progress=progress, **{"mark": "after"} | OPENWEBTEXT_SPLIT | options)
 
@@ -116,7 +119,7 @@ def prepare_openwebtext(out: Path, inputs: Sequence[Path], progress: Progress | 
 def read_text(path: Path) -> str:
     """Read a whole file. Raises BadInput when it is missing, empty or not UTF-8."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise BadInput(f"input {path} cannot be read ({error.strerror}); give a text file") from None
     try:
@@ -135,9 +138,19 @@ def downloads() -> Path:
 
 def _fetched(source: tuple[str, str], name: str, progress: Progress | None) -> Path:
     url, sha256 = source
-    return download.fetch(url, downloads() / name, sha256, download.summed(progress))
+    instead = "fetch it yourself, or take a text of yours, and give it with --input FILE"
+    return download.fetch(url, downloads() / name, sha256, download.summed(progress), instead=instead)
 
 
 def _from_hub(repository: str, names: Sequence[str], progress: Progress | None, revision: str = "main") -> list[Path]:
     folder = downloads() / repository.replace("/", "--")
-    return download.fetch_set(repository, names, folder, download.summed(progress), revision)
+    with _input_instead():
+        return download.fetch_set(repository, names, folder, download.summed(progress), revision)
+
+
+@contextmanager
+def _input_instead() -> Iterator[None]:
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{error}; or give files that you have with --input") from None

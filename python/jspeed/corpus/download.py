@@ -7,9 +7,11 @@ import shutil
 import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from jspeed.data.folder import lock_folder
@@ -39,10 +41,11 @@ def fetch(
     expected: str,
     progress: Progress = lambda count: None,
     digest: Callable[[Path], str] = sha256_of,
+    instead: str = "fetch it yourself and give the file",
 ) -> Path:
     """Fetch ``url`` to ``path`` unless a file with the ``expected`` ``digest`` is there, and return ``path``.
 
-    Raises BadInput when it cannot be fetched, or twice is not what was expected.
+    Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or twice is not what was expected.
     """
     writable_folder(path.parent, "the folder for downloads")
     part = path.with_name(f"{path.name}.part")
@@ -58,10 +61,10 @@ def fetch(
                 return path
             part.unlink()
         except OSError as error:
-            raise BadInput(f"{url} cannot be fetched ({reason(error)}); fetch it yourself and give the file") from None
+            raise BadInput(f"{url} cannot be fetched ({reason(error)}); {instead}") from None
     raise BadInput(
         f"{url} should have hash {expected} but has {found}; it has changed, or something on the way changes it: "
-        "fetch it yourself and give the file"
+        f"{instead}"
     )
 
 
@@ -146,7 +149,7 @@ def list_hub(
         found = sorted(name for name in names if name.endswith(ending))
         if found and not any("partial" in name for name in found):
             return revision, found
-    raise BadInput(f"{where(repository)} holds no complete set of {ending} files; fetch it yourself and give --input")
+    raise BadInput(f"{where(repository)} holds no complete set of {ending} files")
 
 
 def fetch_set(
@@ -178,18 +181,39 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
     if need > free:
         raise BadInput(f"{folder} has room for {free / 1e9:.1f} GB but {need / 1e9:.1f} GB are to come; make room")
     stop = threading.Event()
+    waiting = deque(missing)
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def one(file: Remote) -> None:
-        if not stop.is_set():
-            try:
-                _fetch_checked(repository, commit, file, folder, progress)
-            except BaseException:
-                stop.set()
-                raise
+    def arrived(count: int) -> None:
+        if stop.is_set():
+            raise SystemExit  # of this thread, whatever is caught on the way
+        progress(count)
 
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for done in [pool.submit(one, file) for file in missing]:
-            done.result()
+    def work() -> None:
+        while waiting and not stop.is_set():
+            with suppress(IndexError):
+                file = waiting.popleft()
+                try:
+                    _fetch_checked(repository, commit, file, folder, arrived)
+                    ended.put(None)
+                except BaseException as error:
+                    ended.put(error)
+
+    # Daemons: who is interrupted does not wait for a network that says nothing.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(WORKERS, len(missing)))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in missing:
+            if trouble := ended.get():
+                raise trouble
+    except Exception:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        raise
+    finally:
+        stop.set()
 
 
 def is_right(path: Path, file: Remote) -> bool:

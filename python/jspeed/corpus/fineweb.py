@@ -10,8 +10,9 @@ import numpy as np
 
 from jspeed.corpus import download
 from jspeed.corpus.tokenise import Progress
-from jspeed.data.folder import HEADER_BYTES, complete_manifest, lock_folder, manifest_of
-from jspeed.data.shards import open_shards
+from jspeed.data.folder import lock_folder
+from jspeed.data.manifest import complete_manifest, manifest_of
+from jspeed.data.shards import map_tokens, open_shards
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import sha256_of, write_whole
 
@@ -89,7 +90,7 @@ def _record(folder: Path, file: download.Remote) -> dict[str, Any]:
     """Return what the manifest says of a shard that was checked; raises BadInput for one that is not a shard."""
     path = folder / file.name
     tokens = open_shards([path]).num_tokens
-    documents = int(np.count_nonzero(np.memmap(path, "<u2", "r", HEADER_BYTES) == BOS))
+    documents = int(np.count_nonzero(map_tokens(path) == BOS))
     split = "val" if "_val_" in path.name else "train"
     record: dict[str, Any] = {"name": path.name, "split": split, "bytes": path.stat().st_size}
     return record | {"sha256": file.sha256 or sha256_of(path), "tokens": tokens, "documents": documents}

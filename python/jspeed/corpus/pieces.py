@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from jspeed.errors import BadInput
+from jspeed.files import open_regular
 
 SEPARATOR = b"<|endoftext|>"
 BLOCK_BYTES = 1 << 20  # read at once
@@ -59,7 +60,7 @@ def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> It
         return
     cut = _cut_lines if path.name.removesuffix(".xz").endswith(".jsonl") else _cut_texts
     try:
-        with open(path, "rb") as raw, lzma.open(raw) if path.suffix == ".xz" else raw as file:
+        with open_regular(path) as raw, lzma.open(raw) if path.suffix == ".xz" else raw as file:
             done = 0
             for segment in cut(path, file):
                 yield segment

@@ -7,6 +7,7 @@ from jspeed.errors import BadInput
 
 VAL_FRACTION = 0.01
 VAL_DOCUMENTS = 32
+DEFAULT = f"{VAL_FRACTION:.0%}, but not fewer than {VAL_DOCUMENTS}, or a tenth where that is less"
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step between SplitMix64's streams
 
 

@@ -14,7 +14,9 @@ import numpy as np
 from jspeed.corpus import sources, split, work
 from jspeed.corpus.pieces import PIECE_BYTES, pieces
 from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
-from jspeed.data.folder import FORMAT_VERSION, SHARD_TOKENS, Batch, check_vacant, holds, write_folder
+from jspeed.corpus.workers import MOST as MOST_PROCESSES
+from jspeed.data.folder import SHARD_TOKENS, Batch, check_vacant, write_folder
+from jspeed.data.manifest import FORMAT_VERSION, holds
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 
@@ -79,8 +81,8 @@ def prepare_text(
     whatever cannot work, and then leaves nothing behind, except when there is no room.
     """
     split.check_fraction(val_fraction)
-    if processes is not None and processes < 1:
-        raise BadInput(f"--processes {processes}: must be at least 1")
+    if processes is not None and not 1 <= processes <= MOST_PROCESSES:
+        raise BadInput(f"--processes {processes}: must be from 1 to {MOST_PROCESSES:,}")
     files = [sources.text_files(inputs), sources.text_files(val_inputs) if val_inputs else []]
     chosen = named_tokenizer(tokenizer)
     stamps = [sources.text_stamps(its) for its in files]

@@ -6,19 +6,14 @@ does not count.
 """
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +21,13 @@ from numpy.typing import NDArray
 from jspeed.corpus.pieces import Piece, documents
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenizers import named_tokenizer
+from jspeed.corpus.workers import NoRoom, in_order
 from jspeed.data.folder import Batch, lock_folder, remove_leftovers
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import write_whole
 
 RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
-WAITING = 2  # pieces that wait for each process
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 tokenizer_of_process = cache(named_tokenizer)
 
 
@@ -72,26 +65,23 @@ def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, p
             tokens.truncate(2 * total["tokens"])
             records.truncate(RECORD.itemsize * total["documents"])
             work = in_order(partial(encode, tokenizer, mark), islice(pieces, len(done), None), processes)
-            for encoded in work:
-                try:
-                    for file, array in ((tokens, encoded.tokens), (records, encoded.records)):
-                        file.write(array.tobytes())
-                        file.flush()
-                        os.fsync(file.fileno())
-                    total["documents"] += len(encoded.records)
-                    total["tokens"] += len(encoded.tokens)
-                    lines.write(json.dumps(total) + "\n")
-                    lines.flush()
-                except OSError as error:
-                    raise NoRoom(
-                        f"{folder} cannot be written ({error.strerror}); make room and run the same command again, "
-                        f"which goes on after the {total['documents']:,} documents done"
-                    ) from None
+            with closing(work):
+                for encoded in work:
+                    try:
+                        for file, array in ((tokens, encoded.tokens), (records, encoded.records)):
+                            file.write(array.tobytes())
+                            file.flush()
+                            os.fsync(file.fileno())
+                        total["documents"] += len(encoded.records)
+                        total["tokens"] += len(encoded.tokens)
+                        lines.write(json.dumps(total) + "\n")
+                        lines.flush()
+                    except OSError as error:
+                        raise NoRoom(
+                            f"{folder} cannot be written ({error.strerror}); make room and run the same command again, "
+                            f"which goes on after the {total['documents']:,} documents done"
+                        ) from None
     return len(done)
-
-
-class NoRoom(BadInput):
-    """What was done before it is kept."""
 
 
 def journal(folder: Path) -> list[dict[str, int]]:
@@ -124,43 +114,6 @@ def batches(folder: Path, validates: NDArray[np.bool_]) -> Iterator[Batch]:
                 if chosen.any():
                     yield Batch(split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen])
         first = line
-
-
-def in_order(function: Callable[[Item], Result], items: Iterable[Item], processes: int) -> Iterator[Result]:
-    """Yield ``function(item)`` of each item in order; what raises first in that order is raised, on any number."""
-    if processes == 1:
-        yield from map(function, items)
-        return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["jspeed.corpus.work", "tiktoken"])
-    waiting: deque[Any] = deque()
-    trouble: BaseException | None = None
-    iterator = iter(items)
-    with ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c) as pool:
-        try:
-            while trouble is None or waiting:
-                while trouble is None and len(waiting) < (1 + WAITING) * processes:
-                    try:
-                        waiting.append(pool.submit(function, next(iterator)))
-                    except (StopIteration, BadInput) as error:
-                        trouble = error
-                if waiting:
-                    yield waiting.popleft().result()
-        except BrokenProcessPool:
-            raise NoRoom(
-                "a tokenising process was killed, most likely for want of memory; run the same command again with "
-                "fewer --processes, which goes on where this ended"
-            ) from None
-        finally:
-            for future in waiting:
-                future.cancel()
-    if isinstance(trouble, BadInput):
-        raise trouble
-
-
-def _leave_ctrl_c() -> None:
-    """Let Ctrl-C end the process that waits for this one, which then ends this one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

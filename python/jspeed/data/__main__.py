@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jspeed.corpus.tokenizers import tokenizer_of
-from jspeed.data.shards import find_split
-from jspeed.data.verify import read_manifest, verify
+from jspeed.data.manifest import read_manifest
+from jspeed.data.shards import find_split, map_tokens
+from jspeed.data.verify import verify
 from jspeed.errors import BadInput, run_script
 
 SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
@@ -25,7 +26,7 @@ BOS = 50256  # where no manifest says otherwise, shards are FineWeb's
 
 def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
     """Return the start of the first whole document of a shard as text, or why that cannot be had, in brackets."""
-    tokens = np.memmap(path, dtype, "r", 1024)
+    tokens = map_tokens(path, dtype)
     facts = manifest or {"tokenizer": "gpt2", "bos_id": BOS}
     bos_id, first = facts["bos_id"], 0
     if bos_id is not None:
@@ -45,7 +46,7 @@ def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
 
 def count_documents(paths: list[Path], dtype: Any, bos_id: int) -> int:
     """Count document starts, reading every token."""
-    counts = [np.count_nonzero(np.memmap(path, dtype, "r", 1024) == bos_id) for path in paths]
+    counts = [np.count_nonzero(map_tokens(path, dtype) == bos_id) for path in paths]
     return int(sum(counts))
 
 
@@ -57,7 +58,7 @@ def describe(folder: Path) -> None:
     for split in present or SPLITS[:1]:  # without any, find_split says what is wrong
         shards = find_split(folder, split)
         if manifest:
-            documents = sum(file["documents"] for file in manifest["files"] if file.get("split") == split)
+            documents = sum(file["documents"] for file in manifest["files"] if file["split"] == split)
         else:
             documents = count_documents(shards.paths, shards.dtype, BOS)
         words = first_words(shards.paths[0], shards.dtype, manifest)

@@ -1,7 +1,7 @@
 """A folder of token shards and their manifest, that appears at once and whole, or not at all.
 
-A shard is 256 little-endian int32 (20240520, 1, number of tokens, zeros) and then the tokens as little-endian
-uint16, as in llm.c and modded-nanogpt. A document may go on in the next shard. The same tokens give the same bytes.
+Shards (:func:`jspeed.data.open_shards`) hold uint16, as in llm.c and modded-nanogpt. A document may go on in the next
+shard. The same tokens give the same bytes.
 """
 
 import errno
@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.data.manifest import SPLITS, complete_manifest, manifest_of
+from jspeed.data.shards import HEADER_BYTES, header
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import sha256_of, write_whole
 
-FORMAT_VERSION = 1
-MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024
 SHARD_TOKENS = 100_000_000  # as FineWeb's shards
-SUMMED = ("bytes", "tokens", "documents")  # what the manifest adds up for each split
-SPLITS = ("train", "val")
 
 
 class Batch(NamedTuple):
@@ -35,22 +33,6 @@ class Batch(NamedTuple):
     split: str
     tokens: NDArray[np.uint16]
     lengths: NDArray[np.int64]
-
-
-def complete_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of ``folder`` if every shard it lists is there with its size, else None."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        whole = all((folder / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    return manifest if whole else None
-
-
-def holds(folder: Path, facts: dict[str, Any]) -> bool:
-    """Whether ``folder`` is whole and its manifest says all of ``facts``."""
-    manifest = complete_manifest(folder)
-    return manifest is not None and manifest | json.loads(json.dumps(facts)) == manifest
 
 
 def check_vacant(out: Path) -> None:
@@ -92,16 +74,6 @@ def write_folder(
     return manifest
 
 
-def manifest_of(files: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest: ``facts`` (tokenizer, bos_id, source, ...), the sums of each split, and ``files``."""
-    sums = {
-        split: {"files": len(its)} | {what: sum(file[what] for file in its) for what in SUMMED}
-        for split in SPLITS
-        if (its := [file for file in files if file["split"] == split])
-    }
-    return {"format_version": FORMAT_VERSION} | facts | {"splits": sums, "files": files}
-
-
 def _extend(
     prefix: Path, shards: list[dict[str, Any]], tokens: NDArray[np.uint16], lengths: NDArray[np.int64], limit: int
 ) -> None:
@@ -127,7 +99,7 @@ def _sealed(folder: Path, split: str, shard: dict[str, Any]) -> dict[str, Any]:
     """Write the header of a shard now that its length is known, and return its record in the manifest."""
     path = folder / shard["name"]
     with open(path, "r+b") as file:
-        file.write(np.array([MAGIC, SHARD_VERSION, shard["tokens"]], dtype="<i4").tobytes())
+        file.write(header(shard["tokens"]))
         file.flush()
         os.fsync(file.fileno())
     record = {"name": path.name, "split": split, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -189,7 +161,7 @@ def remove_leftovers(out: Path, ending: str, keep: str = "") -> None:
 
 def lock_folder(folder: Path, wait: bool = False) -> int | None:
     """Return an open, locked handle of ``folder``, or None if it is locked already or cannot be."""
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:

@@ -4,11 +4,16 @@ import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from jspeed._dataloader import Shards
+import numpy as np
+from numpy.typing import NDArray
+
+from jspeed._dataloader import HEADER_BYTES, Shards, header
 from jspeed.data.errors import ShardError
 from jspeed.errors import BadInput
+
+__all__ = ["HEADER_BYTES", "find_split", "header", "map_tokens", "open_shards"]
 
 _MAKE = "make some with `python scripts/prepare.py text FILES --out DIR`"
 _NAMES = {"train": "training", "val": "validation"}
@@ -63,3 +68,8 @@ def find_split(folder: str | os.PathLike[str], split: Literal["train", "val"]) -
             f"are named NAME_{split}_000000.bin; {_MAKE}"
         )
     return open_shards(paths)
+
+
+def map_tokens(path: str | os.PathLike[str], dtype: Any = "<u2") -> NDArray[Any]:
+    """Return the tokens of a shard, mapped read-only. Open it with :func:`open_shards` first, which checks it."""
+    return np.memmap(path, dtype, "r", HEADER_BYTES)

@@ -1,7 +1,6 @@
 """Checking a data folder against its manifest: every shard there, of its size, every byte as it was written."""
 
 import hashlib
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,29 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.data.errors import ShardFormatError
+from jspeed.data.manifest import MAKE, read_manifest
 from jspeed.errors import BadInput
+from jspeed.files import open_regular
 
-MAKE = "make the folder again with `python scripts/prepare.py`"
 CHUNK = 4 << 20
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return ``manifest.json`` of ``folder``, or None if it has none.
-
-    Raises BadInput for one that is not a manifest.
-    """
-    path = folder / "manifest.json"
-    try:
-        manifest = json.loads(path.read_bytes())
-        for file in manifest["files"]:
-            _ = file["name"], file["bytes"], file["sha256"], file["documents"]
-        _ = manifest["tokenizer"], manifest["bos_id"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        trouble = f"{type(error).__name__}: {error}"
-        raise BadInput(f"{path} should be the manifest of a data folder but is not ({trouble}); {MAKE}") from None
-    return manifest
 
 
 def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
@@ -53,7 +34,7 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
         path = folder / file["name"]
         sha = hashlib.sha256()
         try:
-            with open(path, "rb") as opened:
+            with open_regular(path) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 if size != file["bytes"]:
                     return f"shard {path} should have {file['bytes']} bytes but has {size}"

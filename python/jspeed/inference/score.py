@@ -15,7 +15,7 @@ import numpy as np
 from jspeed.corpus.download import Progress, fetch
 from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
-from jspeed.data.folder import complete_manifest
+from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 from jspeed.inference.generate import context_length
@@ -52,7 +52,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None) -> Validatio
 
     Raises BadInput when the folder's tokens are not the model's.
     """
-    manifest = complete_manifest(folder) or {}
+    manifest = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
     if theirs and theirs != ours:

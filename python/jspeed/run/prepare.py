@@ -17,8 +17,10 @@ from rich.console import Console
 from jspeed.cluster.distributed import barrier, process_index, same_everywhere
 from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
+from jspeed.corpus.tokenizers import TOKENIZERS
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.folder import complete_manifest
+from jspeed.data.fits import check_fits
+from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
@@ -122,6 +124,10 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
+        manifest = read_manifest(folder)
+        needs, aligned = recipe.data, recipe.data.align is not None
+        fits = (recipe.name, needs.vocab_size, needs.bos_id, aligned, TOKENIZERS.get(needs.name))
+        check_fits(folder, manifest, (shards, val_shards), *fits)
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         loader = open_loader(recipe, shards, options.seed)
@@ -134,9 +140,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     run_dir, step = claimed.run_dir, claimed.step
     forget = at_failure(claimed.abandon)
     try:
-        manifest = complete_manifest(folder) or {}
         config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
-        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest)}
+        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
@@ -198,7 +203,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         shards=shards,
         val_shards=val_shards,
         loader=loader,
-        manifest=manifest,
+        manifest=manifest or {},
         run_dir=run_dir,
         started=claimed.started,
         claim=claimed,

@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use jspeed_dataloader_core as core;
+use jspeed_dataloader_core::header::Width;
 use jspeed_dataloader_core::scan::Tokens;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -30,19 +31,14 @@ pub enum Part {
 /// A read-only buffer that owns a share of its batch.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct Array {
-    _batch: Arc<core::Batch>,
-    start: *const c_void,
+    batch: Arc<core::Batch>,
+    part: Part,
     format: &'static CStr,
     item: isize,
     dimensions: c_int,
     shape: [isize; 2],
     strides: [isize; 2],
 }
-
-// SAFETY: `start` points into the memory of the batch, which is kept alive and never written again.
-unsafe impl Send for Array {}
-// SAFETY: as above; every access is a read.
-unsafe impl Sync for Array {}
 
 impl Array {
     /// The `NumPy` array of a part of a batch.
@@ -55,21 +51,34 @@ impl Array {
         let shape = batch.shape();
         let (rows, lane_len) = (signed(shape.rows), signed(shape.lane_len));
         let docs = signed(shape.max_docs.unwrap_or_default());
-        let (tokens, second, letter, item): (*const c_void, *const c_void, _, _) = match batch.tokens() {
-            Tokens::U16(tokens) => (tokens.as_ptr().cast(), tokens[1..].as_ptr().cast(), c"H", 2),
-            Tokens::U32(tokens) => (tokens.as_ptr().cast(), tokens[1..].as_ptr().cast(), c"I", 4),
+        let (letter, item) = match shape.width {
+            Width::Two => (c"H", 2),
+            Width::Four => (c"I", 4),
         };
-        let (start, format, item, row, columns): (*const c_void, _, _, _, _) = match part {
-            Part::Tokens => (tokens, letter, item, lane_len + 1, lane_len + 1),
-            Part::Inputs => (tokens, letter, item, lane_len + 1, lane_len),
-            Part::Targets => (second, letter, item, lane_len + 1, lane_len),
-            Part::DocOffsets => (batch.doc_offsets().as_ptr().cast(), c"i", 4, docs + 1, docs + 1),
-            Part::NumDocs => (batch.num_docs().as_ptr().cast(), c"i", 4, 1, 1),
-            Part::LossMask => (batch.loss_mask().as_ptr().cast(), c"?", 1, lane_len, lane_len),
+        let (format, item, row, columns) = match part {
+            Part::Tokens => (letter, item, lane_len + 1, lane_len + 1),
+            Part::Inputs | Part::Targets => (letter, item, lane_len + 1, lane_len),
+            Part::DocOffsets => (c"i", 4, docs + 1, docs + 1),
+            Part::NumDocs => (c"i", 4, 1, 1),
+            Part::LossMask => (c"?", 1, lane_len, lane_len),
         };
         let dimensions = if matches!(part, Part::NumDocs) { 1 } else { 2 };
         let (shape, strides) = ([rows, columns], [row * item, item]);
-        Self { _batch: batch, start, format, item, dimensions, shape, strides }
+        Self { batch, part, format, item, dimensions, shape, strides }
+    }
+
+    /// Where the part begins.
+    fn start(&self) -> *const c_void {
+        let skipped = usize::from(matches!(self.part, Part::Targets));
+        match self.part {
+            Part::Tokens | Part::Inputs | Part::Targets => match self.batch.tokens() {
+                Tokens::U16(tokens) => tokens[skipped..].as_ptr().cast(),
+                Tokens::U32(tokens) => tokens[skipped..].as_ptr().cast(),
+            },
+            Part::DocOffsets => self.batch.doc_offsets().as_ptr().cast(),
+            Part::NumDocs => self.batch.num_docs().as_ptr().cast(),
+            Part::LossMask => self.batch.loss_mask().as_ptr().cast(),
+        }
     }
 
     fn contiguous(&self) -> bool {
@@ -108,7 +117,7 @@ impl Array {
                 return Err(PyBufferError::new_err(refusal));
             }
             let view = &mut *view;
-            view.buf = array.start.cast_mut();
+            view.buf = array.start().cast_mut();
             view.len = items * array.item;
             view.itemsize = array.item;
             view.readonly = 1;

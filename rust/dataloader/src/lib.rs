@@ -2,6 +2,7 @@
 
 use jspeed_dataloader_core as core;
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 mod array;
 mod batch;
@@ -32,10 +33,20 @@ fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, core::Erro
     py.detach(work).map_err(|error| raise(py, &error))
 }
 
+/// The header of a shard with `tokens` uint16 tokens.
+#[pyfunction]
+fn header(py: Python<'_>, tokens: i32) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &core::header::encode(tokens))
+}
+
 #[pymodule(gil_used = false)]
 mod _dataloader {
     #[pymodule_export]
+    const HEADER_BYTES: usize = super::core::header::BYTES;
+    #[pymodule_export]
     use super::batch::Batch;
+    #[pymodule_export]
+    use super::header;
     #[pymodule_export]
     use super::loader::TokenLoader;
     #[pymodule_export]

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.data import Shards
+from jspeed.data.shards import HEADER_BYTES
 from jspeed.files import sha256_of
 from jspeed.run.evaluate import read_rows
-from jspeed.run.evidence.overlap import HEADER, copied
+from jspeed.run.evidence.overlap import copied
 from jspeed.run.prepare import Setup
 
 Reach = tuple[Path, int, int]
@@ -54,7 +55,7 @@ def trained_on(shards: Shards, position: dict[str, Any]) -> list[Reach]:
     A stream in order has read every shard up to the present one and that one up to its offset. After a whole epoch,
     or in a shuffled order, any token may have been read.
     """
-    sizes = [(path.stat().st_size - HEADER) // shards.dtype.itemsize for path in shards.paths]
+    sizes = [(path.stat().st_size - HEADER_BYTES) // shards.dtype.itemsize for path in shards.paths]
     whole = [(path, 0, size) for path, size in zip(shards.paths, sizes, strict=True)]
     if position["epoch"] or position["shuffle"] != "none":
         return whole

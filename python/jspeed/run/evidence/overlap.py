@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-HEADER = 1024  # bytes of a shard before its tokens
+from jspeed.data.shards import HEADER_BYTES
+
 BLOCK = 64  # tokens that must agree: longer than a phrase, shorter than a document
 CHUNK = 1 << 22  # tokens hashed at once: 34 MB for each of a handful of arrays
 ROOT = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
@@ -34,7 +35,7 @@ def copied(shards: Sequence[tuple[Path, int, int]], dtype: np.dtype, validation:
 
     def seen(piece: tuple[Path, int, int]) -> NDArray[np.uint64]:
         path, first, end = piece
-        tokens = np.fromfile(path, dtype, count=end - first, offset=HEADER + first * dtype.itemsize)
+        tokens = np.fromfile(path, dtype, count=end - first, offset=HEADER_BYTES + first * dtype.itemsize)
         if len(tokens) < block:
             return np.empty(0, np.uint64)
         sums = (tokens.astype(np.uint64) + np.uint64(1)) * powers[: len(tokens)]

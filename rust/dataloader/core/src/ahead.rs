@@ -2,7 +2,7 @@
 
 use std::fs::File;
 
-use crate::catalog::Shard;
+use crate::catalog::{Shard, open_regular};
 
 /// The one shard that is being read ahead.
 #[derive(Default)]
@@ -21,7 +21,7 @@ impl Ahead {
             return;
         }
         if self.shard.as_ref().is_none_or(|(open, _)| *open != index) {
-            (self.shard, self.advised) = (Some((index, File::open(&next.path).ok())), 0);
+            (self.shard, self.advised) = (Some((index, open_regular(&next.path).ok())), 0);
         }
         let wanted = u128::from(next.bytes()) * past as u128 / of as u128;
         let wanted = u64::try_from(wanted).unwrap_or_default();
@@ -36,10 +36,8 @@ impl Ahead {
 
 #[cfg(target_os = "linux")]
 fn will_need(file: &File, from: u64, len: u64) {
-    use std::os::fd::AsRawFd;
-    let (from, len) = (i64::try_from(from).unwrap_or_default(), i64::try_from(len).unwrap_or_default());
-    // SAFETY: the descriptor is open as long as `file` lives, and the call touches no memory of this process.
-    unsafe { libc::posix_fadvise(file.as_raw_fd(), from, len, libc::POSIX_FADV_WILLNEED) };
+    use rustix::fs::{Advice, fadvise};
+    let _ = fadvise(file, from, std::num::NonZeroU64::new(len), Advice::WillNeed);
 }
 
 #[cfg(not(target_os = "linux"))]

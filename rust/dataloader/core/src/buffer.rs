@@ -5,12 +5,14 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use bytemuck::{Pod, Zeroable};
+
 use crate::header::Width;
 use crate::scan::Tokens;
 use crate::state::Cursor;
 
 /// One cache line of zeros: what buffers are made of, for its alignment.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub(crate) struct Line([u8; LINE]);
 
@@ -20,23 +22,13 @@ impl Line {
     pub(crate) const ZERO: Self = Self([0; LINE]);
 }
 
-/// Plain integers for which every bit pattern is a value and whose size divides a line.
-pub(crate) trait Plain: Copy {}
-impl Plain for u8 {}
-impl Plain for u16 {}
-impl Plain for u32 {}
-impl Plain for i32 {}
-
-pub(crate) fn view<T: Plain>(lines: &[Line], len: usize) -> &[T] {
-    assert!(len * size_of::<T>() <= lines.len() * LINE);
-    // SAFETY: the lines are initialised, aligned to 64 bytes and at least as long, and any bits are a valid T.
-    unsafe { std::slice::from_raw_parts(lines.as_ptr().cast(), len) }
+/// The first `len` integers in `lines`.
+pub(crate) fn view<T: Pod>(lines: &[Line], len: usize) -> &[T] {
+    &bytemuck::cast_slice(lines)[..len]
 }
 
-pub(crate) fn view_mut<T: Plain>(lines: &mut [Line], len: usize) -> &mut [T] {
-    assert!(len * size_of::<T>() <= lines.len() * LINE);
-    // SAFETY: as in `view`, and the lines are borrowed mutably.
-    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), len) }
+pub(crate) fn view_mut<T: Pod>(lines: &mut [Line], len: usize) -> &mut [T] {
+    &mut bytemuck::cast_slice_mut(lines)[..len]
 }
 
 /// Buffers that nobody refers to, ready to be filled again.

@@ -5,6 +5,8 @@ use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{Mode, OFlags};
+
 use crate::error::Error;
 use crate::header::{self, Width};
 
@@ -128,11 +130,18 @@ pub(crate) fn why(error: &std::io::Error) -> String {
     text.split(" (os error").next().unwrap_or(&text).to_owned()
 }
 
-fn read_header(path: &Path) -> std::io::Result<(Vec<u8>, u64)> {
-    if !std::fs::metadata(path)?.is_file() {
+/// Open a file to read; a pipe, which would be waited for, is an error as any other that is no regular file.
+pub(crate) fn open_regular(path: &Path) -> std::io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+    if !file.metadata()?.is_file() {
         return Err(std::io::Error::other("not a regular file"));
     }
-    let file = File::open(path)?;
+    Ok(file)
+}
+
+fn read_header(path: &Path) -> std::io::Result<(Vec<u8>, u64)> {
+    let file = open_regular(path)?;
     let size = file.metadata()?.len();
     let mut bytes = Vec::with_capacity(header::BYTES);
     file.take(header::BYTES as u64).read_to_end(&mut bytes)?;

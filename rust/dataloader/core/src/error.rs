@@ -3,43 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::header::Width;
-
-/// What is wrong with a shard's header or size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
-    /// The file is shorter than a header; its size in bytes.
-    NoHeader(u64),
-    /// The first header word is no magic number.
-    Magic(i32),
-    /// The second header word is not the version that belongs to the magic number.
-    Version {
-        /// The tokens that the magic number promises.
-        width: Width,
-        /// The version found.
-        found: i32,
-    },
-    /// The third header word, the token count, is zero or negative.
-    Count(i32),
-    /// The file ends before the last token.
-    Short {
-        /// Tokens that the header counts.
-        count: i32,
-        /// Size of a token.
-        width: Width,
-        /// Size of the file in bytes.
-        size: u64,
-    },
-    /// The file goes on after the last token.
-    Long {
-        /// Tokens that the header counts.
-        count: i32,
-        /// Size of a token.
-        width: Width,
-        /// Size of the file in bytes.
-        size: u64,
-    },
-}
+use crate::header::Fault;
 
 /// The one error of this crate. `offset` is in bytes from the start of the file unless it says tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -251,48 +215,6 @@ impl fmt::Display for Error {
                  its threads; make the loader in the child or start the child with spawn"
             ),
             Self::Stopped => f.write_str("the loader was stopped; make a new one"),
-        }
-    }
-}
-
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        use crate::header::{BYTES, file_bytes};
-        const AGAIN: &str = "copy it again or make it with `python scripts/prepare.py`";
-        match self {
-            Self::NoHeader(size) => {
-                write!(f, "has {size} bytes, fewer than the {BYTES} bytes of a shard header; {AGAIN}")
-            }
-            Self::Magic(found) => write!(
-                f,
-                "is not a token shard: its first header word should be the magic number {} ({}) or {} ({}) but is \
-                 {found}; {AGAIN}",
-                Width::Two.magic(),
-                Width::Two,
-                Width::Four.magic(),
-                Width::Four
-            ),
-            Self::Version { width, found } => write!(
-                f,
-                "should be version {} ({width} tokens) but its header says version {found}; {AGAIN}",
-                width.version()
-            ),
-            Self::Count(0) => write!(f, "should hold at least one token but holds zero tokens; {AGAIN}"),
-            Self::Count(found) => {
-                write!(f, "should hold at least one token but its header counts {found}; {AGAIN}")
-            }
-            Self::Short { count, width, size } => write!(
-                f,
-                "is too short: its header counts {count} {width} tokens, which take {} bytes, but the file has {size}; \
-                 {AGAIN}",
-                file_bytes(*count, *width)
-            ),
-            Self::Long { count, width, size } => write!(
-                f,
-                "has trailing bytes: its header counts {count} {width} tokens, which take {} bytes, but the file has \
-                 {size}; {AGAIN}",
-                file_bytes(*count, *width)
-            ),
         }
     }
 }

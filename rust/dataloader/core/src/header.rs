@@ -1,6 +1,6 @@
 //! The shard header: 256 little-endian int32, of which three carry meaning.
 
-use crate::error::Fault;
+use std::fmt;
 
 /// Size of the header in bytes.
 pub const BYTES: usize = 1024;
@@ -52,8 +52,8 @@ impl Width {
     }
 }
 
-impl std::fmt::Display for Width {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for Width {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if *self == Self::Two { "uint16" } else { "uint32" })
     }
 }
@@ -62,6 +62,92 @@ impl std::fmt::Display for Width {
 #[must_use]
 pub fn file_bytes(count: i32, width: Width) -> u64 {
     BYTES as u64 + width.bytes() as u64 * u64::from(count.max(0).unsigned_abs())
+}
+
+/// What is wrong with a shard's header or size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The file is shorter than a header; its size in bytes.
+    NoHeader(u64),
+    /// The first header word is no magic number.
+    Magic(i32),
+    /// The second header word is not the version that belongs to the magic number.
+    Version {
+        /// The tokens that the magic number promises.
+        width: Width,
+        /// The version found.
+        found: i32,
+    },
+    /// The third header word, the token count, is zero or negative.
+    Count(i32),
+    /// The file ends before the last token.
+    Short {
+        /// Tokens that the header counts.
+        count: i32,
+        /// Size of a token.
+        width: Width,
+        /// Size of the file in bytes.
+        size: u64,
+    },
+    /// The file goes on after the last token.
+    Long {
+        /// Tokens that the header counts.
+        count: i32,
+        /// Size of a token.
+        width: Width,
+        /// Size of the file in bytes.
+        size: u64,
+    },
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const AGAIN: &str = "copy it again or make it with `python scripts/prepare.py`";
+        match self {
+            Self::NoHeader(size) => {
+                write!(f, "has {size} bytes, fewer than the {BYTES} bytes of a shard header; {AGAIN}")
+            }
+            Self::Magic(found) => write!(
+                f,
+                "is not a token shard: its first header word should be the magic number {} ({}) or {} ({}) but is \
+                 {found}; {AGAIN}",
+                Width::Two.magic(),
+                Width::Two,
+                Width::Four.magic(),
+                Width::Four
+            ),
+            Self::Version { width, found } => write!(
+                f,
+                "should be version {} ({width} tokens) but its header says version {found}; {AGAIN}",
+                width.version()
+            ),
+            Self::Count(0) => write!(f, "should hold at least one token but holds zero tokens; {AGAIN}"),
+            Self::Count(found) => {
+                write!(f, "should hold at least one token but its header counts {found}; {AGAIN}")
+            }
+            Self::Short { count, width, size } => write!(
+                f,
+                "is too short: its header counts {count} {width} tokens, which take {} bytes, but the file has {size}; \
+                 {AGAIN}",
+                file_bytes(*count, *width)
+            ),
+            Self::Long { count, width, size } => write!(
+                f,
+                "has trailing bytes: its header counts {count} {width} tokens, which take {} bytes, but the file has \
+                 {size}; {AGAIN}",
+                file_bytes(*count, *width)
+            ),
+        }
+    }
+}
+
+/// The header of a shard with `count` uint16 tokens.
+#[must_use]
+pub fn encode(count: i32) -> Vec<u8> {
+    let words = [Width::Two.magic(), Width::Two.version(), count];
+    let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    bytes.resize(BYTES, 0);
+    bytes
 }
 
 /// Check the first bytes of a file of `size` bytes and return how many tokens it holds, and of which width.
@@ -146,6 +232,7 @@ mod tests {
             let width = if wide { Width::Four } else { Width::Two };
             let good = header(width.magic(), width.version(), count);
             prop_assert_eq!(parse(&good, file_bytes(count, width)), Ok((usize::try_from(count).unwrap(), width)));
+            prop_assert!(wide || encode(count) == good);
         }
     }
 }

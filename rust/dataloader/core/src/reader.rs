@@ -10,10 +10,12 @@ use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use bytemuck::Pod;
 use memmap2::Mmap;
+use rustix::io::Errno;
 
-use crate::buffer::{LINE, Line, Plain, view, view_mut};
-use crate::catalog::{Catalog, Shard, why};
+use crate::buffer::{LINE, Line, view, view_mut};
+use crate::catalog::{Catalog, Shard, open_regular, why};
 use crate::error::Error;
 use crate::header::{self, Width};
 use crate::scan::Tokens;
@@ -65,7 +67,7 @@ impl Reader {
     /// The file cannot be opened, or its size is no longer what the catalogue saw.
     pub fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
         let failed = |error: std::io::Error| io(&shard.path, 0, &error);
-        let file = File::open(&shard.path).map_err(failed)?;
+        let file = open_regular(&shard.path).map_err(failed)?;
         let stamp = Stamp::of(&file.metadata().map_err(failed)?);
         let was = shard.bytes();
         if stamp.size != was {
@@ -181,7 +183,7 @@ impl Reader {
                     self.bytes_read += to - from;
                     return Ok(());
                 }
-                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => {
+                Err(error) if error.raw_os_error() == Some(Errno::FAULT.raw_os_error()) => {
                     self.unchanged()?;
                     return Err(Error::Changed { path: self.shard.path.clone(), offset: from });
                 }
@@ -224,11 +226,11 @@ fn populate(_: &Mmap, _: usize, _: usize) -> std::io::Result<()> {
 }
 
 /// The tokens of a mapped shard.
-fn body<T: Plain>(map: &Mmap) -> &[T] {
-    // SAFETY: any bytes are a valid `Plain`.
-    let (before, tokens, after) = unsafe { map[header::BYTES..].align_to() };
-    assert!(before.is_empty() && after.is_empty(), "a mapping starts at a page and has whole tokens");
-    tokens
+///
+/// # Panics
+/// When they are not whole or not aligned; a mapping starts at a page, and the catalogue checked its size.
+fn body<T: Pod>(map: &Mmap) -> &[T] {
+    bytemuck::cast_slice(&map[header::BYTES..])
 }
 
 fn index(byte: u64) -> usize {

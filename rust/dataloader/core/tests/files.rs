@@ -8,8 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::{Folder, arguments, loader, next, shard, wide_shard};
-use jspeed_dataloader_core::error::Fault;
-use jspeed_dataloader_core::header::Width;
+use jspeed_dataloader_core::header::{Fault, Width};
 use jspeed_dataloader_core::reader::Backend;
 use jspeed_dataloader_core::{Arguments, Catalog, Error, Kind, Loader, Next, Wait};
 

@@ -1,0 +1,71 @@
+"""Processes that work in order, and end when nobody waits for them."""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jspeed.corpus import workers
+from jspeed.corpus.workers import NoRoom, in_order
+from jspeed.errors import BadInput
+
+PARENT = """
+import time
+from jspeed.corpus.workers import in_order
+for each in in_order(time.sleep, [0.01] * 2 + [60] * 20, 2):
+    print("done", flush=True)
+"""
+
+
+def test_results_come_in_order_and_errors_in_their_place():
+    with closing(in_order(math.factorial, [*range(50), -1, *range(9)], 2)) as results:
+        assert [next(results) for _ in range(50)] == [math.factorial(n) for n in range(50)]
+        with pytest.raises(ValueError, match="not defined for negative"):
+            next(results)
+
+
+def test_input_that_ends_badly_is_said_after_what_was_before():
+    def items():
+        yield from (1, 2, 3)
+        raise BadInput("the fourth")
+
+    results = in_order(math.factorial, items(), 2)
+    assert [next(results) for _ in range(3)] == [1, 2, 6]
+    with pytest.raises(BadInput, match="the fourth"):
+        next(results)
+
+
+def test_no_more_processes_than_items(monkeypatch):
+    started = []
+    real = workers._started
+    monkeypatch.setattr(workers, "_started", lambda: (started.append(real()), started[-1])[1])
+    assert list(in_order(math.factorial, range(2), 1000)) == [1, 1]
+    assert len(started) == 2 and all(worker.returncode is not None for worker in started)
+
+
+def test_a_killed_process_is_a_sentence():
+    with pytest.raises(NoRoom, match="was killed, most likely for want of memory.*fewer --processes"):
+        list(in_order(os._exit, [1], 2))
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_none_outlives_its_parent(number):
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == process.stdout.readline() == "done\n"
+        its = children(process.pid)
+        assert len(its) == 2
+        process.send_signal(number)
+    before = time.monotonic()
+    while any(Path(f"/proc/{pid}").exists() for pid in its):
+        assert time.monotonic() - before < 3
+        time.sleep(0.02)
