@@ -11,7 +11,7 @@ from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.losses import asymmetric_cap, cross_entropy, root_cap, sigmoid_cap
-from jspeed.model.sampled import Sample, columns, draw, sampled_cross_entropy
+from jspeed.model.sampled import Sample, by_frequency, columns, count, draw, sampled_cross_entropy
 from jspeed.recipe import Context
 from jspeed.run.find import find
 
@@ -296,8 +296,29 @@ def test_in_training_alone_and_no_position_sees_the_future():
     assert np.any(np.abs(changed - sampled)[:, 9:] > 1e-3)
 
 
+@pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (2, 2)])
+def test_counts_are_those_of_all_targets_so_far(devices, lanes_at_once):
+    tokens = batches(toy(), 3)
+    state, _ = run(toy(), mesh_of(devices), lanes_at_once, tokens)
+    expected = np.bincount(np.concatenate([batch[:, 1:].ravel() for batch in tokens]), minlength=272)
+    np.testing.assert_array_equal(state["params"]["counts"], expected)
+    ranked = sorted(range(272), key=lambda token: (-expected[token], token))
+    np.testing.assert_array_equal(by_frequency(state["params"]["counts"]), ranked)
+
+
+def test_counting_leaves_total_and_other_gradients():
+    targets = jnp.array([[3, 0, 3]])
+
+    def total(x, counts):
+        return 0.1 * count(jnp.square(x), counts, targets)
+
+    value, (dx, dcounts) = jax.value_and_grad(total, argnums=(0, 1))(3.0, jnp.zeros(5))
+    assert float(value) == pytest.approx(0.9) and float(dx) == pytest.approx(0.6)
+    np.testing.assert_array_equal(dcounts, [1, 0, 0, 2, 0])
+
+
 def test_flops_count_the_rows_that_are_scored():
     recipe = find("fineweb-cpu", trace=False).recipe
     blocks, keys = 4 * (4 * 128 * 128 + 2 * 128 * 512), sum(range(1, 129)) / 128
     assert sizes.matmul_parameters(recipe.parameters) == blocks + 50_304 * 128
-    assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 11_200 * 128) + 4 * 12 * 128 * keys
+    assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 8348 * 128) + 4 * 12 * 128 * keys
