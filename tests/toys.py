@@ -41,13 +41,13 @@ MUDD = ["LAYERS=4", "LONG_LAYERS=(1,3)", "XSA_LAYERS=(1,)", "SHARED_FROM=0", "GA
 TOYS = {
     "stdlib": TINY,
     "stdlib-adamw": TINY,
-    "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8"],
+    "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
     "gpt2": ["SIZES={'124M': (2, 2, 32)}", "LANES=8", "LANE_LEN=16", "STEPS=12", "EVAL_TOKENS=160", *LARGE[-4:]],
     "microgpt-names": [*TINY, "VOCAB=272"],
     "shakespeare-char": [*TINY, "VOCAB=272", "ROWS=512"],
-    "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8"],
+    "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
     "r21": [*DEEP, "WINDOW=4"],
     "r62": [*STAGED, "BACKOUT=1", "VALUE_TABLES=1", "VALUE_OF={0:0,1:0}"],
     # The prefix target needs GPT-2's vocabulary; tests/model has it.

@@ -153,7 +153,8 @@ class Recipe:
 
     ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT, targets_BT,
     weights_BT, ctx)`` returns the weighted sum of the token losses, or what training descends on instead (a scalar with
-    a gradient), and the losses themselves ``[B, T]`` in nats (fp32, no gradient). ``optimizer()`` returns an optax
+    a gradient), and the losses themselves ``[B, T]`` in nats (fp32, no gradient). In training both may be estimates, of
+    a sampled softmax: ``train_loss`` is then an estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax
     transformation over the whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
     number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of
     ``eval_len``, with ``eval_windows`` where they are not those of the last stage.

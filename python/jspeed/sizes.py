@@ -22,6 +22,16 @@ def matmul_parameters(parameters: Mapping[str, Any]) -> int:
     return sum(spec.size for _, spec in leaves(parameters) if is_matrix(spec))
 
 
+def parameters_met(recipe: Recipe, stage: Stage) -> int:
+    """Number of :func:`matmul_parameters` that multiply a token in training: of a head, the rows that are scored."""
+
+    def met(spec: ParamSpec) -> int:
+        rows = spec.shape[spec.axes.index("vocab")] if "vocab" in spec.axes else 1
+        return spec.size // rows * min(rows, stage.scored or rows)
+
+    return sum(met(spec) for _, spec in leaves(recipe.parameters) if is_matrix(spec))
+
+
 def mean_context(stage: Stage, window: int | None) -> float:
     """Mean number of keys a query sees in a lane cut into pieces of ``max_doc_len`` (causal, itself included)."""
     length = min(stage.lane_len, stage.max_doc_len or stage.lane_len)
@@ -30,14 +40,14 @@ def mean_context(stage: Stage, window: int | None) -> float:
 
 
 def flops_per_token(recipe: Recipe, stage: Stage) -> float:
-    """Training FLOPs per token, forward and backward: 6 per matmul parameter + 12 x width x keys seen, per layer.
+    """Training FLOPs per token, forward and backward: 6 per matmul parameter met + 12 x width x keys seen, per layer.
 
     The attention term counts two matmuls (scores, values) of 2 x width FLOPs per key, three times (forward and
     two in the backward pass), for the keys that the causal mask and the window leave.
     """
     windows = stage.windows or (None,) * recipe.layers
     attention = sum(12 * recipe.attention_width * mean_context(stage, window) for window in windows)
-    return 6 * matmul_parameters(recipe.parameters) + attention
+    return 6 * parameters_met(recipe, stage) + attention
 
 
 def describe(recipe: Recipe) -> list[tuple[str, str, str]]:

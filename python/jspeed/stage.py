@@ -10,8 +10,9 @@ class Stage:
 
     ``lane_len`` and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in one lane. ``windows`` holds
     one attention window per layer: how many tokens a query sees, itself included; an empty tuple means the whole
-    lane before it. ``own`` is what the recipe's functions want to know of the stage besides, fixed at compile time;
-    nobody else reads it.
+    lane before it. ``scored`` is how many tokens of the vocabulary a training step scores, where that is a sample
+    (:mod:`jspeed.model.sampled`): FLOPs are counted by it; None means all. ``own`` is what the recipe's functions want
+    to know of the stage besides, fixed at compile time; nobody else reads it.
     """
 
     steps: int
@@ -19,4 +20,5 @@ class Stage:
     max_doc_len: int | None = None
     max_docs: int | None = None
     windows: tuple[int, ...] = ()
+    scored: int | None = None
     own: Any = None

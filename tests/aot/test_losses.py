@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model import fp8
 from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
+from jspeed.model.sampled import columns, draw, sampled_cross_entropy
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 
@@ -26,12 +28,18 @@ def device(mesh):
     return NamedSharding(mesh(1), PartitionSpec())
 
 
-def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True):
-    """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x ``tokens`` is."""
+def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, sampled=None):
+    """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x ``tokens`` is.
+
+    ``sampled``: how many tokens of the vocabulary are scored exactly, and 1 in how many of the others.
+    """
 
     def loss(x, w, targets):
         weights = jnp.full(targets.shape, 1 / (8 * tokens), jnp.float32)
-        return cross_entropy(lambda w, x: fp8.matmul(x, w, scales), w, x, targets, weights, cap=cap, chunk=chunk)
+        arguments = partial(fp8.head, scales=scales), w, x, targets, weights
+        if sampled:
+            return sampled_cross_entropy(*arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk)
+        return cross_entropy(*arguments, cap=cap, chunk=chunk)
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
@@ -88,6 +96,16 @@ def test_bf16_head(device, cap):
     size = 16_384 * VOCAB
     assert made(program, size) == {"bf16": 2}
     assert program.memory_analysis().temp_size_in_bytes < 1.03 * 4 * size
+
+
+def test_fp8_head_of_a_sample(device):
+    """As of the whole vocabulary, on gathered rows; the gradient through a target's own row enters the product's."""
+    tokens, exact, one_in = 49_152, 8192, 14
+    program = compiled(device, tokens, SCALES, sigmoid_cap(15.0), sampled=(exact, one_in))
+    assert len(gemms(program)) == 3 and sum('"beta":1' in line for line in gemms(program)) == 1
+    size = tokens * columns(VOCAB, exact, one_in)
+    assert made(program, size) == {"bf16": 1, "f8e5m2": 2}
+    assert program.memory_analysis().temp_size_in_bytes < 1.25 * 4 * size
 
 
 def test_chunks_share_memory(device):

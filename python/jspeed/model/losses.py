@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ def cross_entropy(
     which the backward pass multiplies in. With equal weights, however small, a logit's gradient is a probability
     or less, as FP8 scales fixed in advance need it.
     """
-    targets_BTN, weights_BTN = (jnp.moveaxis(a[None] if a.ndim == 2 else a, 0, 2) for a in (targets_BT, weights_BT))
+    targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
     return _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN)
 
 
@@ -109,35 +109,29 @@ def _cross_entropy(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BT
     def of_chunk(_, x_BtD, targets_BtN):
         return None, _loss(head(head_params, x_BtD), targets_BtN, cap)[0]
 
-    loss_BTN = _over_chunks(of_chunk, None, (x_BTD, targets_BTN), chunk)[1]
-    return _total(loss_BTN, weights_BTN), loss_BTN[..., 0]
+    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN), chunk)[1]
+    return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
 def _forward(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
-    largest = jnp.max(jnp.abs(weights_BTN))
-    share_BTN = weights_BTN / jnp.where(largest > 0, largest, 1)
+    largest, share_BTN = shares(weights_BTN)
 
     def of_chunk(dhead, x_BtD, targets_BtN, share_BtN):
         logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
-        if logits_BtV.dtype.itemsize < 4:
-            # Else XLA keeps the fp32 logits of the loss for the gradient, twice the size of those it has.
-            logits_BtV = jax.lax.optimization_barrier(logits_BtV)
-        dlogits_BtV = _dlogits(logits_BtV, targets_BtN, share_BtN, shift_Bt, sum_Bt, cap)
-        new, dx_BtD = pull(dlogits_BtV)
+        scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
+        hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
+        new, dx_BtD = pull(dlogits(read_again(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
         return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (loss_BtN, dx_BtD)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
-    dhead, (loss_BTN, dx_BTD) = _over_chunks(of_chunk, zeros, (x_BTD, targets_BTN, share_BTN), chunk)
+    dhead, (loss_BTN, dx_BTD) = over_chunks(of_chunk, zeros, (x_BTD, targets_BTN, share_BTN), chunk)
     dhead = jax.tree.map(lambda d, p: d.astype(p.dtype), dhead, head_params)
-    return (_total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (dhead, dx_BTD, largest)
+    return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), ((dhead, dx_BTD), largest)
 
 
 def _backward(head, cap, chunk, saved, cotangents):
-    dhead, dx_BTD, largest = saved
-    scale = largest * cotangents[0]
-    dhead, dx_BTD = jax.tree.map(lambda d: (d.astype(jnp.float32) * scale).astype(d.dtype), (dhead, dx_BTD))
-    return dhead, dx_BTD, None, None
+    return *scaled(saved, cotangents), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -145,31 +139,96 @@ _cross_entropy.defvjp(_forward, _backward)
 
 def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None):
     """Return the loss of every target, and of its softmax the shift below which all exponents lie and the sum."""
-    z_BTV = softcap(logits_BTV, cap)
-    shift_BT = jnp.full(z_BTV.shape[:2], cap.bound, jnp.float32) if cap else jnp.max(z_BTV, axis=-1)
-    sum_BT = jnp.sum(jnp.exp(z_BTV - shift_BT[..., None]), axis=-1)
+    shift_BT, sum_BT = partition_sum(cap, (logits_BTV, None))
     target_BTN = jnp.take_along_axis(logits_BTV, targets_BTN, axis=-1)
-    return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap), shift_BT, sum_BT
+    return loss_of(target_BTN, shift_BT, sum_BT, cap), shift_BT, sum_BT
 
 
-def _dlogits(logits_BTV, targets_BTN, share_BTN, shift_BT, sum_BT, cap: Softcap | None):
-    """Return the loss's gradient, each target's times its share, with respect to raw logits, in their dtype."""
-    logits32_BTV = logits_BTV.astype(jnp.float32)
-    slope_BTV = jnp.ones_like(logits32_BTV)
-    z_BTV, slope_BTV = jax.jvp(cap.bend, (logits32_BTV,), (slope_BTV,)) if cap else (logits32_BTV, slope_BTV)
-    p_BTV = jnp.exp(z_BTV - shift_BT[..., None]) * (jnp.sum(share_BTN, axis=-1) / sum_BT)[..., None]
-    ids_BTV = jax.lax.broadcasted_iota(targets_BTN.dtype, logits_BTV.shape, 2)
+def _hits(targets_BTN: jax.Array, share_BTN: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return where in [B, T, V] the targets are: each one's share, 0 elsewhere."""
+    ids_BTV = jax.lax.broadcasted_iota(targets_BTN.dtype, shape, 2)
+    hits_BTV = jnp.zeros(shape, jnp.float32)
     for n in range(targets_BTN.shape[-1]):
-        p_BTV -= jnp.where(targets_BTN[..., n, None] == ids_BTV, share_BTN[..., n, None], 0.0)
-    return (p_BTV * slope_BTV).astype(logits_BTV.dtype)
+        hits_BTV += jnp.where(targets_BTN[..., n, None] == ids_BTV, share_BTN[..., n, None], 0.0)
+    return hits_BTV
 
 
-def _total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
+# What a cross-entropy over the whole vocabulary and one over a sample of it (model/sampled.py) are made of.
+
+
+def targets_last(targets_BT: jax.Array, weights_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return targets and weights as ``[B, T, N]``, from ``[B, T]`` or ``[N, B, T]``."""
+    targets_BTN, weights_BTN = (jnp.moveaxis(a[None] if a.ndim == 2 else a, 0, 2) for a in (targets_BT, weights_BT))
+    return targets_BTN, weights_BTN
+
+
+def shares(weights_BTN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the largest weight, and all as shares of it."""
+    largest = jnp.max(jnp.abs(weights_BTN))
+    return largest, weights_BTN / jnp.where(largest > 0, largest, 1)
+
+
+def partition_sum(cap: Softcap | None, *parts: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+    """Return (shift, sum), fp32 ``[B, T]``: the partition function is exp(shift) x sum.
+
+    A part is raw logits ``[B, T, n]`` and how often each counts, fp32 ``[B, T, n]``, or None where all count once.
+    """
+    z_parts = [(softcap(logits_BTn, cap), counts_BTn) for logits_BTn, counts_BTn in parts]
+    if cap:
+        shift_BT = jnp.full(parts[0][0].shape[:2], cap.bound, jnp.float32)
+    else:
+        shift_BT = reduce(jnp.maximum, [jnp.max(z_BTn, axis=-1) for z_BTn, _ in z_parts])
+    terms = [(jnp.exp(z_BTn - shift_BT[..., None]), counts_BTn) for z_BTn, counts_BTn in z_parts]
+    sums = [jnp.sum(e_BTn if counts_BTn is None else counts_BTn * e_BTn, axis=-1) for e_BTn, counts_BTn in terms]
+    return shift_BT, reduce(jnp.add, sums)
+
+
+def loss_of(target_BTN: jax.Array, shift_BT: jax.Array, sum_BT: jax.Array, cap: Softcap | None) -> jax.Array:
+    """Return the loss of every target from its raw logit and :func:`partition_sum`."""
+    return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap)
+
+
+def read_again(logits_BTV: jax.Array) -> jax.Array:
+    """Return ``logits_BTV`` for the gradient, after the loss has read them."""
+    # Else XLA keeps the fp32 logits of the loss for the gradient, twice the size of those it has.
+    return jax.lax.optimization_barrier(logits_BTV) if logits_BTV.dtype.itemsize < 4 else logits_BTV
+
+
+def dlogits(
+    logits_BTn: jax.Array,
+    hits_BTn: jax.Array | None,
+    scale_BT: jax.Array,
+    shift_BT: jax.Array,
+    cap: Softcap | None,
+    counts_BTn: jax.Array | None = None,
+) -> jax.Array:
+    """Return the loss's gradient with respect to a part's raw logits, in their dtype.
+
+    ``scale_BT`` is the sum of all targets' shares over the sum of :func:`partition_sum`; ``hits_BTn`` holds each
+    target's share at its logit, None where no logit is a target's.
+    """
+    logits32_BTn = logits_BTn.astype(jnp.float32)
+    slope_BTn = jnp.ones_like(logits32_BTn)
+    z_BTn, slope_BTn = jax.jvp(cap.bend, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
+    p_BTn = jnp.exp(z_BTn - shift_BT[..., None]) * scale_BT[..., None]
+    p_BTn = p_BTn if counts_BTn is None else counts_BTn * p_BTn
+    return ((p_BTn if hits_BTn is None else p_BTn - hits_BTn) * slope_BTn).astype(logits_BTn.dtype)
+
+
+def scaled(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array, Any]) -> Any:
+    """Return gradients saved for shares of the largest weight as those for the weights, times the total's cotangent."""
+    grads, largest = saved
+    scale = largest * cotangents[0]
+    return jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads)
+
+
+def total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
+    """Return the weighted sum of all losses: fp32 scalar."""
     # Row by row first: a flat fp32 sum over all tokens depends on how they are spread over devices.
     return jnp.sum(jnp.sum(loss_BTN * weights_BTN, axis=(1, 2)))
 
 
-def _over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | None):
+def over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | None):
     """Fold ``of_chunk(carry, *slices) -> (carry, outputs)`` over slices of T; outputs are joined along T."""
     length = arrays_BT[0].shape[1]
     size = min(chunk or length, length)

@@ -1,7 +1,8 @@
 """tinystories: a small model of GPT-2's tokens that learns to tell stories for small children.
 
 What        fineweb-cpu, wider, deeper and trained for longer, on TinyStories: 32.0 M parameters, of which 25.8 M are
-            embedding and head of GPT-2's vocabulary; 16,384 tokens a step. Attention stays within a story.
+            embedding and head of GPT-2's vocabulary; 16,384 tokens a step. Attention stays within a story. Training
+            scores a sample of the vocabulary, so its losses are estimates; evaluation scores all of it.
 Source      Eldan and Li 2023 for the data; modded-nanogpt records 3 to 21 for the parts.
 Hardware    not run here on all of TinyStories: the target is chosen, not measured. Made for one GPU, or a night on a
             CPU; `--steps 50` for a look. `python scripts/prepare.py tinystories` fetches the data.
@@ -17,6 +18,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.fp8 import matmul
 from jspeed.model.layers import relu_squared, rms_norm, rotary
 from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
+from jspeed.model.sampled import by_frequency, columns, count, draw, sampled_cross_entropy
 from jspeed.optim.muon import muon
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Sample, Stage, groups
 
@@ -30,6 +32,8 @@ MLP_WIDTH = 1024
 ATTENTION_SCALE = 0.12
 SOFTCAP = 15.0
 LOSS_CHUNK = 32  # tokens of each lane whose logits exist at once
+EXACT_TOKENS = 5120  # the most frequent so far, which every training step scores
+SAMPLED_ONE_IN = 14  # of the other tokens, drawn anew for each step: 17 % of the head's rows in all
 
 # Batch: lanes x lane length tokens a step
 LANES = 64
@@ -68,6 +72,7 @@ PARAMETERS = {
     "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("matrix", "model", "mlp"), scaled, "blocks"),
     "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("matrix", "mlp", "model"), zeros, "blocks"),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), zeros, "head"),
+    "counts": ParamSpec((VOCAB,), ("count",), zeros, "counts"),  # how often each token has been a target
 }
 
 
@@ -105,10 +110,15 @@ def loss(
     weights_BT: jax.Array,
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return (weighted sum, loss of every token in nats)."""
+    """Return (weighted sum, loss of every token in nats); in training both are estimates from a sample of tokens."""
     x_BTD = hidden(params, tokens_BT, ctx)
+    arguments = head, params["head"], x_BTD, targets_BT, weights_BT
     cap = sigmoid_cap(SOFTCAP)
-    return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=cap, chunk=LOSS_CHUNK)
+    if ctx.training:
+        sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, by_frequency(params["counts"]))
+        total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=cap, chunk=LOSS_CHUNK)
+        return count(total, params["counts"], targets_BT), loss_BT
+    return cross_entropy(*arguments, cap=cap, chunk=LOSS_CHUNK)
 
 
 def falling(peak: float) -> optax.Schedule:
@@ -128,16 +138,17 @@ def adam(peak: float) -> optax.GradientTransformation:
 
 
 def optimizer() -> optax.GradientTransformation:
-    """Muon on the blocks, Adam on embedding and head."""
+    """Muon on the blocks, Adam on embedding and head; counts add up."""
     by_group = {
         "blocks": muon(falling(MUON_LR), momentum, dtype=jnp.float32),
         "embed": adam(EMBED_LR),
         "head": adam(HEAD_LR),
+        "counts": optax.identity(),
     }
     return optax.partition(by_group, groups(PARAMETERS))
 
 
-STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
+STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN, scored=columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN)),)
 
 RECIPE = Recipe(
     name="tinystories",

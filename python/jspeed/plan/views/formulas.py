@@ -11,7 +11,7 @@ from jspeed.plan import calculate, chinchilla
 from jspeed.plan.views.format import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.output.console import opening
-from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count
+from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count, parameters_met
 
 Row = tuple[str, str, str]
 
@@ -136,14 +136,16 @@ def _even_rows(recipe: Recipe, devices: int, limit: int | None) -> list[Row]:
 
 
 def _flops_rows(recipe: Recipe) -> list[Row]:
-    dense = 6 * matmul_parameters(recipe.parameters)
-    rows = [("matmuls per token", short(dense), "6 x N: 2 forward, 4 backward")]
-    whole = 0.0
+    first = recipe.stages[0]
+    of_head = f", of a head {first.scored:,} rows" if first.scored else ""
+    dense = short(6 * parameters_met(recipe, first))
+    rows, whole = [("matmuls per token", dense, f"6 x N{of_head}: 2 forward, 4 backward")], 0.0
     for number, stage in enumerate(recipe.stages, 1):
         each, tokens = flops_per_token(recipe, stage), recipe.tokens_per_step(stage)
         whole += stage.steps * tokens * each
         name = f"stage {number}: " if len(recipe.stages) > 1 else ""
-        rows.append((f"{name}attention per token", short(each - dense), "12 x width x keys a query sees, each layer"))
+        keys = short(each - 6 * parameters_met(recipe, stage))
+        rows.append((f"{name}attention per token", keys, "12 x width x keys a query sees, each layer"))
         rows.append((f"{name}a step", short(tokens * each), f"{tokens:,} tokens x {short(each)}"))
     full = calculate.flops_without_mask(recipe, recipe.stages[-1])
     rows.append(("per token, mask ignored", short(full), "6 x N + 12 x layers x width x lane, as PaLM's MFU counts"))

@@ -1,0 +1,324 @@
+"""The sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed import sizes
+from jspeed.errors import BadInput
+from jspeed.model import fp8
+from jspeed.model.losses import asymmetric_cap, cross_entropy, root_cap, sigmoid_cap
+from jspeed.model.sampled import Sample, by_frequency, columns, count, draw, sampled_cross_entropy
+from jspeed.recipe import Context
+from jspeed.run.find import find
+
+from ..run.steps import batches, mesh_of, run
+from ..toys import TOYS
+
+VOCAB, EXACT, ONE_IN = 43, 7, 5  # the last stratum has one token
+CAPS = {"sigmoid": sigmoid_cap(4.0), "root": root_cap(4.0), "asymmetric": asymmetric_cap(23, 5, 7.5), "none": None}
+# (value, slope) in float64
+BENDS = {
+    "sigmoid": lambda z: (4 + 4 * np.tanh(z / 4), 1 - np.tanh(z / 4) ** 2),
+    "root": lambda z: (4 * z / np.hypot(z, 4), (4 / np.hypot(z, 4)) ** 3),
+    "asymmetric": lambda z: (23 / (1 + np.exp(-(z + 5) / 7.5)), 23 / 30 / np.cosh((z + 5) / 15) ** 2),
+    "none": lambda z: (z, np.ones_like(z)),
+}
+ORDER = np.random.default_rng(5).permutation(VOCAB).astype(np.int32)
+DRAWS = 10_000
+head = functools.partial(fp8.head, scales=None)
+
+
+@pytest.fixture
+def case():
+    rng = np.random.default_rng(0)
+    table, x = 1.2 * rng.normal(size=(VOCAB, 6)), rng.normal(size=(3, 10, 6))
+    targets, weights = (
+        rng.integers(0, VOCAB, size=(3, 10)),
+        rng.uniform(size=(3, 10)) * (rng.uniform(size=(3, 10)) > 0.3),
+    )
+    return jnp.asarray(table, jnp.float32), jnp.asarray(x, jnp.float32), jnp.asarray(targets), jnp.asarray(weights)
+
+
+def several(targets, weights):
+    """Three targets a token: itself, another one with half the weight, and one of them again with a tenth."""
+    other = (targets * 7 + 3) % VOCAB
+    again = jnp.where(targets % 2 == 0, targets, other)
+    return jnp.stack([targets, other, again]), jnp.stack([weights, weights / 2, weights / 10])
+
+
+def oracle(table, x, targets, weights, sample, cap):
+    """Sum, loss of first targets and gradients in float64: every token in turn, its softmax term by term."""
+    table, x, weights = (np.asarray(a, np.float64) for a in (table, x, weights))
+    targets = np.asarray(targets)
+    counted = dict(zip(np.asarray(sample.ids_C).tolist(), np.asarray(sample.counts_C, np.float64), strict=True))
+    total, losses, dtable, dx = 0.0, np.zeros(x.shape[:2]), np.zeros_like(table), np.zeros_like(x)
+    for row, t in np.ndindex(*x.shape[:2]):
+        own = targets[:, row, t].tolist()
+        counts = np.zeros(len(table))
+        counts[list(counted)] = list(counted.values())
+        counts[own] = 1
+        z, slope = BENDS[cap](table @ x[row, t])
+        terms = counts * np.exp(z)
+        p = terms / terms.sum()
+        dlogits = np.zeros(len(table))
+        for n, target in enumerate(own):
+            total += weights[n, row, t] * (np.log(terms.sum()) - z[target])
+            dlogits += weights[n, row, t] * (p - (np.arange(len(table)) == target))
+        losses[row, t] = np.log(terms.sum()) - z[own[0]]
+        dtable += np.outer(dlogits * slope, x[row, t])
+        dx[row, t] = (dlogits * slope) @ table
+    return total, losses, dtable, dx
+
+
+@pytest.mark.parametrize("order", [None, ORDER])
+def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
+    samples = jax.jit(
+        jax.vmap(lambda step: draw(step, VOCAB, EXACT, ONE_IN, None if order is None else jnp.asarray(order)))
+    )(jnp.arange(DRAWS))
+    ids, counts = np.asarray(samples.ids_C), np.asarray(samples.counts_C)
+    ranked = np.arange(VOCAB) if order is None else order
+    assert ids.dtype == np.int32 and ids.shape[1] == columns(VOCAB, EXACT, ONE_IN) == EXACT + 8
+    assert np.all(ids[:, :EXACT] == ranked[:EXACT]) and np.all(counts == [1] * EXACT + [5] * 7 + [1])
+    seen = np.bincount(ids.ravel(), minlength=VOCAB)[ranked] / DRAWS
+    expected = np.array([1] * EXACT + [1 / 5] * 35 + [1])
+    np.testing.assert_array_less(np.abs(seen - expected), 4 * np.sqrt(expected * (1 - expected) / DRAWS) + 1e-12)
+    assert all(
+        len(set(ranked[start : start + 5]) & set(sample)) == 1 for start in range(7, 42, 5) for sample in ids[:50]
+    )
+    # Strata are drawn one by one: two of them agree in place as often as chance has it.
+    places = np.argsort(ranked)[ids[:, EXACT:-1]] % 5
+    assert np.mean(places[:, 0] == places[:, 1]) == pytest.approx(0.2, abs=4 * 0.4 / DRAWS**0.5)
+    again = draw(jnp.int32(17), VOCAB, EXACT, ONE_IN, None if order is None else jnp.asarray(order))
+    np.testing.assert_array_equal(again.ids_C, ids[17])
+
+
+def test_sizes_of_samples():
+    assert columns(50_304, 8192, 14) == 8192 + 3008
+    assert columns(100, 200, 3) == columns(100, 0, 1) == columns(100, 100, 7) == 100
+    for exact, one_in in ((200, 3), (0, 1), (40, 1)):
+        sample = draw(3, 100, exact, one_in)
+        assert sorted(sample.ids_C.tolist()) == list(range(100)) and np.all(sample.counts_C == 1)
+    for exact, one_in in ((-1, 3), (5, 0)):
+        with pytest.raises(BadInput, match=f"{exact} exact tokens and 1 in {one_in}"):
+            draw(0, 100, exact, one_in)
+
+
+@pytest.mark.parametrize(("cap", "chunk"), [*((cap, 4) for cap in CAPS), ("sigmoid", None), ("none", 64)])
+def test_value_and_gradients(case, cap, chunk):
+    table, x, targets, weights = case
+    targets, weights = several(targets, weights)
+    sample = draw(1, VOCAB, EXACT, ONE_IN, jnp.asarray(ORDER))
+    assert np.isin(targets, sample.ids_C).any() and not np.isin(targets, sample.ids_C).all()
+
+    def ours(table, x):
+        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS[cap], chunk=chunk)
+
+    (total, loss), (dtable, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(table, x)
+    total_, loss_, dtable_, dx_ = oracle(table, x, targets, weights, sample, cap)
+    assert float(total) == pytest.approx(total_, rel=1e-5)
+    np.testing.assert_allclose(loss, loss_, atol=1e-5)
+    np.testing.assert_allclose(dtable, dtable_, atol=1e-5)
+    np.testing.assert_allclose(dx, dx_, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(ours)(table, x)[1], loss, atol=1e-6)
+
+
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("of", [1, 3])
+def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of):
+    """10,000 draws against float64: of a target that is always in, of others and of one in the last, short stratum."""
+    table, x, targets, weights = case
+    x, targets = x[:1, :4], jnp.asarray([[2, 20, 33, 42]])
+    targets = several(targets, targets)[0][:of]
+    ones = jnp.zeros(targets.shape).at[0].set(1)
+
+    @jax.jit
+    @jax.vmap
+    def estimates(step):
+        """The loss of each token's first target, and its gradients: with respect to x, and for token 1 to the table."""
+        sample = draw(step, VOCAB, EXACT, ONE_IN)
+
+        def total(table, x, ones):
+            return sampled_cross_entropy(head, table, x, targets, ones, sample, cap=CAPS[cap], chunk=2)
+
+        dx, loss = jax.grad(total, argnums=1, has_aux=True)(table, x, ones)
+        return loss[0], dx[0], jax.grad(total, has_aux=True)(table, x, ones * jnp.array([0, 1, 0, 0])[None, None])[0]
+
+    loss, dx, dtable = (np.asarray(a, np.float64) for a in estimates(jnp.arange(DRAWS)))
+    table64, x64, first = np.asarray(table, np.float64), np.asarray(x, np.float64)[0], np.asarray(targets)[0, 0]
+    z, slope = BENDS[cap](x64 @ table64.T)
+    own, own_slope = (np.take_along_axis(a, first[:, None], -1)[:, 0] for a in (z, slope))
+    terms = np.exp(z) * slope
+    # The partition sum is exp(loss + z), and its gradient that times the gradient of loss + z.
+    sums = np.exp(loss + own)
+    dsums = sums[..., None] * (dx + own_slope[:, None] * table64[first])
+    dtable[:, first[1]] += own_slope[1] * x64[1]
+    for found, expected in (
+        (sums, np.exp(z).sum(-1)),
+        (dsums, terms @ table64),
+        (sums[:, 1, None, None] * dtable, terms[1, :, None] * x64[1]),
+    ):
+        error = 4 * found.std(0) / DRAWS**0.5 + 2e-6 * np.abs(expected).max()
+        np.testing.assert_array_less(np.abs(found.mean(0) - expected), error)
+    assert np.all(sums.std(0) > 0.01 * sums.mean(0))
+    # The loss is the logarithm, too small by half the relative variance; its gradient is off by as much.
+    relative = sums.var(0) / sums.mean(0) ** 2
+    bias = np.log(np.exp(z).sum(-1)) - own - loss.mean(0)
+    assert np.all(bias > 0) and np.all(bias < relative)
+
+
+def test_accidental_hits_are_taken_out(case):
+    """A sample that holds the target at 5 is one that does not; only the others' counts matter."""
+    table, x, _, weights = case
+    targets = jnp.full((3, 10), 20)
+    with_it = Sample(jnp.array([0, 1, 20, 30]), jnp.array([1.0, 1.0, 5.0, 5.0]))
+    without = Sample(jnp.array([0, 1, 30]), jnp.array([1.0, 1.0, 5.0]))
+
+    def ours(table, x, sample):
+        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=None)[0]
+
+    found, expected = (jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))(table, x, s) for s in (with_it, without))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+@pytest.mark.parametrize("of", [1, 3])
+@pytest.mark.parametrize("scales", [None, fp8.Scales(8 / 448, 8 / 448, 0.75 / 448)])
+@pytest.mark.parametrize(("exact", "one_in"), [(VOCAB, 5), (EXACT, 1)])
+def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, scales, of):
+    """With FP8 too: a target's own row is divided, rounded and multiplied as a column is."""
+    table, x, targets, weights = case
+    targets, weights = (a[:of] for a in several(targets, weights))
+    own = functools.partial(fp8.head, scales=scales)
+    sample, cap = draw(3, VOCAB, exact, one_in, jnp.asarray(ORDER)), CAPS["sigmoid"]
+
+    def sampled(table, x):
+        return sampled_cross_entropy(own, table, x, targets, 1e-9 * weights, sample, cap=cap, chunk=4)
+
+    def full(table, x):
+        return cross_entropy(own, table, x, targets, 1e-9 * weights, cap=cap, chunk=4)
+
+    found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1), has_aux=True))(table, x) for f in (sampled, full))
+    np.testing.assert_allclose(found[0][1], expected[0][1], atol=2e-6)
+    assert float(found[0][0]) == pytest.approx(float(expected[0][0]), rel=1e-6)
+    # In e5m2 a number is within an eighth; gradients of one token as two targets are rounded one by one.
+    near = 1e-6 if scales is None else 0.01 if of == 1 else 0.125
+    for a, b in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(a, b, atol=near * float(jnp.abs(b).max()))
+
+
+def test_bf16(case):
+    table, x, targets, weights = case
+    table, x = table.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    sample = draw(1, VOCAB, EXACT, ONE_IN)
+    _, loss_, dtable_, dx_ = oracle(table, x, targets[None], weights[None], sample, "sigmoid")
+
+    def ours(table, x):
+        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS["sigmoid"])
+
+    (_, loss), (dtable, dx) = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))(table, x)
+    assert loss.dtype == jnp.float32 and dx.dtype == dtable.dtype == jnp.bfloat16
+    np.testing.assert_allclose(loss, loss_, atol=0.05)
+    for found, expected in ((dx, dx_), (dtable, dtable_)):
+        np.testing.assert_allclose(found.astype(jnp.float32), expected, atol=0.02 * np.abs(expected).max())
+
+
+def test_gradient_of_a_frequent_row_is_summed_in_fp32():
+    """1,024 tokens that each add 1/2 to a bf16 row; a bf16 sum would stop at 128."""
+    table, x = jnp.zeros((2, 1), jnp.bfloat16), jnp.ones((1, 1024, 1), jnp.bfloat16)
+    targets, sample = jnp.zeros((1, 1024), jnp.int32), draw(0, 2, 2, 1)
+
+    def ours(table):
+        return sampled_cross_entropy(head, table, x, targets, jnp.ones((1, 1024)), sample, cap=None)[0]
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(ours))(table)[:, 0].astype(jnp.float32), [-512, 512])
+
+
+def test_nothing_of_the_size_of_logits_is_saved(case):
+    table, x, targets, weights = case
+    x = jnp.tile(x, (1, 20, 1))
+    targets, weights = (jnp.tile(a, (1, 20)) for a in (targets, weights))
+    sample = draw(0, VOCAB, EXACT, ONE_IN)
+
+    def ours(table, x):
+        return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS["sigmoid"])[0]
+
+    leaves = jax.tree.leaves(jax.eval_shape(lambda table, x: jax.vjp(ours, table, x)[1], table, x))
+    assert leaves and all(leaf.size <= x.size for leaf in leaves)
+
+
+@functools.cache
+def toy(*more):
+    return find("fineweb-cpu", [*TOYS["fineweb-cpu"], "LAYERS=1", *more]).recipe
+
+
+@functools.cache
+def losses_on_one_device():
+    return run(toy(), mesh_of(1), None, batches(toy(), 6))[1]
+
+
+@pytest.mark.parametrize(("devices", "lanes_at_once"), [(2, 1), (4, None), (8, None)])
+def test_any_devices_and_micro_batches_draw_the_same_sample(devices, lanes_at_once):
+    """A sample of their own would move the losses by 0.01 and more: so does another way to draw one."""
+    found = run(toy(), mesh_of(devices), lanes_at_once, batches(toy(), 6))[1]
+    np.testing.assert_allclose(found, losses_on_one_device(), atol=1e-5)
+    if devices == 8:
+        other = run(toy("EXACT_TOKENS=63"), mesh_of(8), None, batches(toy(), 6))[1]
+        assert np.abs(np.subtract(other, found)).max() > 1e-3
+
+
+def test_in_training_alone_and_no_position_sees_the_future():
+    """Evaluation is the same program whatever is sampled, over everything; a training loss is that of its position."""
+    recipe, other = toy(), toy("EXACT_TOKENS=9", "SAMPLED_ONE_IN=17")
+    params = {
+        name: 0.3 * jax.random.normal(jax.random.key(n), spec.shape)
+        for n, (name, spec) in enumerate(recipe.parameters.items())
+    }
+    tokens = jax.random.randint(jax.random.key(99), (2, 17), 6, 257)
+    inputs, targets, ones = tokens[:, :-1], tokens[:, 1:], jnp.ones((2, 16))
+
+    def loss(recipe, ctx, inputs):
+        return recipe.loss(params, inputs, targets, ones, ctx)[1]
+
+    evaluating, training = (Context(recipe.stages[0], training=training, step=5) for training in (False, True))
+    programs = [jax.jit(functools.partial(loss, r, evaluating)).lower(inputs).as_text() for r in (recipe, other)]
+    assert programs[0] == programs[1]
+    log_p = jax.nn.log_softmax(jax.jit(lambda t: recipe.forward(params, t, evaluating))(inputs), axis=-1)
+    expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    trained = jax.jit(functools.partial(loss, recipe, training))
+    full, sampled = jax.jit(functools.partial(loss, recipe, evaluating))(inputs), trained(inputs)
+    np.testing.assert_allclose(full, expected, atol=1e-5)
+    assert 1e-3 < np.abs(sampled - full).mean() < 0.3
+    changed = trained(inputs.at[:, 9:].add(1))
+    np.testing.assert_allclose(changed[:, :9], sampled[:, :9], atol=1e-6)
+    assert np.any(np.abs(changed - sampled)[:, 9:] > 1e-3)
+
+
+@pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (2, 2)])
+def test_counts_are_those_of_all_targets_so_far(devices, lanes_at_once):
+    tokens = batches(toy(), 3)
+    state, _ = run(toy(), mesh_of(devices), lanes_at_once, tokens)
+    expected = np.bincount(np.concatenate([batch[:, 1:].ravel() for batch in tokens]), minlength=272)
+    np.testing.assert_array_equal(state["params"]["counts"], expected)
+    ranked = sorted(range(272), key=lambda token: (-expected[token], token))
+    np.testing.assert_array_equal(by_frequency(state["params"]["counts"]), ranked)
+
+
+def test_counting_leaves_total_and_other_gradients():
+    targets = jnp.array([[3, 0, 3]])
+
+    def total(x, counts):
+        return 0.1 * count(jnp.square(x), counts, targets)
+
+    value, (dx, dcounts) = jax.value_and_grad(total, argnums=(0, 1))(3.0, jnp.zeros(5))
+    assert float(value) == pytest.approx(0.9) and float(dx) == pytest.approx(0.6)
+    np.testing.assert_array_equal(dcounts, [1, 0, 0, 2, 0])
+
+
+def test_flops_count_the_rows_that_are_scored():
+    recipe = find("fineweb-cpu", trace=False).recipe
+    blocks, keys = 4 * (4 * 128 * 128 + 2 * 128 * 512), sum(range(1, 129)) / 128
+    assert sizes.matmul_parameters(recipe.parameters) == blocks + 50_304 * 128
+    assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 8348 * 128) + 4 * 12 * 128 * keys
