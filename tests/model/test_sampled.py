@@ -15,7 +15,7 @@ from jspeed.model.sampled import Sample, by_frequency, columns, count, draw, sam
 from jspeed.recipe import Context
 from jspeed.run.find import find
 
-from ..run.steps import batches, mesh_of, run
+from ..run.compute.steps import batches, mesh_of, run
 from ..toys import TOYS
 
 VOCAB, EXACT, ONE_IN = 43, 7, 5  # the last stratum has one token
