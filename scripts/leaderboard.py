@@ -13,8 +13,8 @@ from tyro.conf import Positional, arg
 
 from jspeed.errors import BadInput, run_script
 from jspeed.leaderboard import compare, judge
-from jspeed.leaderboard.views import page, show
-from jspeed.record import series, store, verify
+from jspeed.leaderboard.views import page, terminal
+from jspeed.record import plan_status, store, verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
@@ -81,7 +81,7 @@ def show_(track: Annotated[str | None, arg(metavar="T")] = None, records: Folder
     """
     tracks = judge.board(store.load(records))
     console = Console(highlight=False)
-    console.print(show.board(tracks if track is None else show.of_track(tracks, track)), soft_wrap=True)
+    console.print(terminal.board(tracks if track is None else terminal.of_track(tracks, track)), soft_wrap=True)
 
 
 def compare_(
@@ -103,7 +103,7 @@ def compare_(
     tracks = judge.board(found)
     one, two = (compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b))
     console = Console(highlight=False)
-    raced = series.rounds(found, series.by_folder(found))
+    raced = plan_status.rounds(found, plan_status.by_folder(found))
     changed = compare.changes(one.source, two.source)
     for line in [*compare.speed(one, two, raced), "", *compare.told(changed)]:
         console.print(Text(line))

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from jspeed.leaderboard import judge
-from jspeed.leaderboard.views import show
+from jspeed.leaderboard.views import terminal
 from jspeed.record import planned, store
 from jspeed.record.planned import make_plan
 
@@ -268,7 +268,7 @@ def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     )
     console = Console(width=80, record=True, file=open("/dev/null", "w"), color_system=None)
     with console.file:
-        console.print(show.board(judge.board(store.load(records))), soft_wrap=True)
+        console.print(terminal.board(judge.board(store.load(records))), soft_wrap=True)
         text = console.export_text()
     assert max(map(len, text.splitlines())) <= 80
     assert "[red]odd[/red]" in text and "x=[bold]" in text and name[:77] in text and "8,124 s" in text

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from jspeed.leaderboard import stats, words
+from jspeed.leaderboard import as_text, stats
 from jspeed.leaderboard.parents import compare_with_parent
-from jspeed.record.series import ByFolder, Rounds, by_folder, extra, missing, rounds
+from jspeed.leaderboard.recipe_card import card
+from jspeed.record.plan_status import ByFolder, Rounds, by_folder, extra, missing, rounds
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, unruled
 
@@ -102,7 +103,7 @@ def gathered(records: Records, rows: Sequence[Row]) -> Entry:
     return {
         "recipe": run["recipe"], "recipe_hash": run["recipe_hash"], "overrides": run["overrides"],
         "parent": run["parent"], "recipe_sha256": run.get("recipe_sha256"),
-        "card": words.card(source[1]) if source else {},
+        "card": card(source[1]) if source else {},
         "devices": run["devices"], "mesh": run["mesh"], "layout": run["layout"],
         "date": max(row.run.get("ended", row.run["started"]) for row in rows)[:10],
         "git": run["git"], "versions": run["versions"], "steps": run["steps"], "tokens": run["tokens"],
@@ -217,7 +218,7 @@ def not_below(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
         return f"missed the target: mean loss {entry['loss']['mean']:.4f}"
     more = entry["more_runs"]
     need = f", needs about {more} more run{'s' if more > 1 else ''}" if more else ""
-    chance = words.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
+    chance = as_text.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
     return f"not yet significant ({chance}{need})"
 
 

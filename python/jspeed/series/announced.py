@@ -16,7 +16,7 @@ from typing import Any
 
 from jspeed.cluster.place import find_place
 from jspeed.errors import BadInput, writable_folder
-from jspeed.leaderboard import stats, words
+from jspeed.leaderboard import as_text, stats
 from jspeed.record import planned
 from jspeed.record.runfile import read_run
 from jspeed.run.clock import utc_now
@@ -81,7 +81,7 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
     if whole:
         times = [[run["timed_seconds"] for run in turn] for turn in whole]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
-        print(f"{b} takes {words.ratio(ratio._asdict())} x the time of {a}; {len(whole)} rounds of A B B A")
+        print(f"{b} takes {as_text.ratio(ratio._asdict())} x the time of {a}; {len(whole)} rounds of A B B A")
     return 0 if whole else 1
 
 
@@ -167,12 +167,12 @@ def summary(runs: Sequence[dict[str, Any]]) -> str:
     mean, target, n = fmean(losses), runs[0]["target_loss"], len(losses)
     seconds = fmean(run["timed_seconds"] for run in runs if run["val_loss"] is not None)
     reached = "<=" if mean <= target else ">"
-    line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {words.seconds(seconds)}, n={n}"
+    line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {as_text.seconds(seconds)}, n={n}"
     if n < 2:
         return f"{line}: one run shows nothing of the next"
     sd = stdev(losses)
     p = stats.t_below(mean, sd, n, target).p
-    line += f"; sd {sd:.4f}, {words.chance(p)}"
+    line += f"; sd {sd:.4f}, {as_text.chance(p)}"
     if p <= P:
         return line
     more = stats.more_runs(mean, sd, n, target, P, known=False)

@@ -13,7 +13,7 @@ from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.leaderboard import stats, words
+from jspeed.leaderboard import as_text, stats
 from jspeed.record import planned
 from jspeed.record.runfile import read_run
 from jspeed.series.announced import default_folder, make_runs
@@ -76,7 +76,7 @@ def agreement(
     lines = [
         f"mean loss {fmean(found):.4f} (n = {len(found)}) where the record has {loss['mean']:.4f} (n = {loss['n']})",
         f"{equal} of {len(made)} final losses are the record's own, digit for digit",
-        f"mean time {words.seconds(here)} where the record has {words.seconds(before)}, {here / before:.3f} x it",
+        f"mean time {as_text.seconds(here)} where the record has {as_text.seconds(before)}, {here / before:.3f} x it",
     ]
     if not sigma:
         lines.append("no track has a sigma yet, so that only equal losses agree")
@@ -85,7 +85,7 @@ def agreement(
     p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
     agrees = p > SURE and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
-    lines.append(f"{say}: two-sided {words.chance(p)} with sigma = {sigma:.4f}")
+    lines.append(f"{say}: two-sided {as_text.chance(p)} with sigma = {sigma:.4f}")
     return agrees, lines
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 from jspeed.errors import writable_folder
 from jspeed.files import write_whole
-from jspeed.leaderboard import words
+from jspeed.leaderboard import as_text
 from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
 from jspeed.leaderboard.views import charts
-from jspeed.leaderboard.views.look import SCRIPT, STYLE
+from jspeed.leaderboard.views.entry_table import table
 from jspeed.leaderboard.views.readme import block, renewed
-from jspeed.leaderboard.views.rows import table
 from jspeed.markup import page as whole_page
 from jspeed.markup import text
 from jspeed.record.runfile import finite_or_null
@@ -115,9 +114,14 @@ def html(
             f'<section id="meaning"><h2>What the marks mean</h2><dl class="words">{meaning}</dl></section>',
             f'<section id="clock"><h2>What is timed</h2>{paragraphs}</section>',
         ],
-        STYLE,
-        SCRIPT,
+        beside("page.css"),
+        beside("page.js"),
     )
+
+
+def beside(name: str) -> str:
+    """Return the text of a file that lies beside this one: the page's style, the script that sorts its tables."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def anchor(track: Mapping[str, Any]) -> str:
@@ -151,14 +155,14 @@ def lead(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
     if best and track["rank"] == "steps":
         cards["fewest steps"] = f"{best['steps']:,}"
     elif best and best["seconds"]:
-        cards["best time"] = words.seconds(best["seconds"]["mean"])
+        cards["best time"] = as_text.seconds(best["seconds"]["mean"])
     if best:
         cards["by"] = best["recipe"]
-        cards["mean loss"] = f"{words.loss(best['loss']['mean'])} (n = {best['loss']['n']})"
+        cards["mean loss"] = f"{as_text.loss(best['loss']['mean'])} (n = {best['loss']['n']})"
     else:
         cards["fewest steps" if track["rank"] == "steps" else "best time"] = "none yet"
     if history:
-        cards[NAMES.get(track["history"], track["history"])] = words.seconds(history[-1]["seconds"])
+        cards[NAMES.get(track["history"], track["history"])] = as_text.seconds(history[-1]["seconds"])
     cards["recipes, runs"] = f"{len(track['entries'])}, {sum(len(entry['runs']) for entry in track['entries'])}"
     boxes = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in cards.items())
     return f"<dl>{boxes}</dl>\n"

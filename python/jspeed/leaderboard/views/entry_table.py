@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jspeed.leaderboard import words
+from jspeed.leaderboard import as_text
 from jspeed.leaderboard.compare import changes, told
 from jspeed.markup import text
 
@@ -15,7 +15,7 @@ BETTER = {
     "yes": ("good", "\N{CHECK MARK} yes"),
     "no": ("bad", "\N{BALLOT X} no"),
     "not shown": ("", "? not shown"),
-    None: ("dim", words.NONE),
+    None: ("dim", as_text.NONE),
 }
 
 # name, class of the column, whether its cells are numbers
@@ -51,11 +51,11 @@ def entry_rows(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str
     valid = VALID[entry["valid"]]
     better = BETTER[entry["better"] and entry["better"]["verdict"]]
     values: list[tuple[Any, str, str]] = [
-        (entry["rank"], str(entry["rank"] or words.NONE), ""),
+        (entry["rank"], str(entry["rank"] or as_text.NONE), ""),
         (entry["recipe"], entry["recipe"], ""),
-        (found and found["mean"], words.seconds(found and found["mean"]), ""),
-        (sd, words.NONE if sd is None else f"{sd:.2g}", ""),
-        (mean, words.loss(mean), ""),
+        (found and found["mean"], as_text.seconds(found and found["mean"]), ""),
+        (sd, as_text.NONE if sd is None else f"{sd:.2g}", ""),
+        (mean, as_text.loss(mean), ""),
         (entry["loss"] and entry["loss"]["n"], str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         (entry["steps"], f"{entry['steps']:,}", ""),
         (valid[1], valid[1], valid[0]),
@@ -81,27 +81,27 @@ def details(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
     """Return what opens: what it is, why it counts or does not, its runs, its difference to the parent."""
     parts = [f"<p>{text(entry['card']['what'])}</p>" if entry["card"].get("what") else ""]
     facts = [*entry["why_not"]]
-    tests = [f"{name}-test {words.chance(entry['tests'][name]['p'])}" for name in ("t", "z") if entry["tests"][name]]
+    tests = [f"{name}-test {as_text.chance(entry['tests'][name]['p'])}" for name in ("t", "z") if entry["tests"][name]]
     facts += [", ".join(tests)] if tests else []
     if better := entry["better"]:
-        facts.append(f"{words.ratio(better)} x the time of {better['parent']}, run {better['how']}")
+        facts.append(f"{as_text.ratio(better)} x the time of {better['parent']}, run {better['how']}")
         if better["pairwise"]:
             saved = f"with {better['steps_saved']:,} steps saved at {better['price_per_step'] or 0:.2g} nats each"
-            facts.append(f"loss at as many steps: better with {words.chance(better['pairwise']['p'])}, {saved}")
+            facts.append(f"loss at as many steps: better with {as_text.chance(better['pairwise']['p'])}, {saved}")
     if entry["anchored"]:
-        facts.append(f"on the track's hardware by that ratio: {words.seconds(entry['anchored']['seconds'])}")
+        facts.append(f"on the track's hardware by that ratio: {as_text.seconds(entry['anchored']['seconds'])}")
     if entry["overrides"]:
         facts.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     facts.append(
-        f"{words.devices(entry['devices'])}; {words.short(entry['parameters'])} parameters, "
-        f"{words.short(entry['tokens'])} tokens, {words.short(entry['tokens'] * entry['flops_per_token'])} FLOPs; "
-        f"compile {words.seconds(entry['compile_seconds'])}, wall {words.seconds(entry['wall_seconds'])}; jax "
-        f"{entry['versions']['jax']}, commit {words.commit(entry['git'])}, recipe {entry['recipe_hash'][:12]}"
+        f"{as_text.devices(entry['devices'])}; {as_text.short(entry['parameters'])} parameters, "
+        f"{as_text.short(entry['tokens'])} tokens, {as_text.short(entry['tokens'] * entry['flops_per_token'])} FLOPs; "
+        f"compile {as_text.seconds(entry['compile_seconds'])}, wall {as_text.seconds(entry['wall_seconds'])}; jax "
+        f"{entry['versions']['jax']}, commit {as_text.commit(entry['git'])}, recipe {entry['recipe_hash'][:12]}"
     )
     parts.append("<ul>" + "".join(f"<li>{text(fact)}</li>" for fact in facts) + "</ul>")
     rows = "".join(
-        f'<tr><td class="n">{run["seed"]}</td><td class="n">{words.loss(run["val_loss"])}</td><td class="n">'
-        f"{words.seconds(run['timed_seconds'])}</td><td>{text(run['status'])}</td>"
+        f'<tr><td class="n">{run["seed"]}</td><td class="n">{as_text.loss(run["val_loss"])}</td><td class="n">'
+        f"{as_text.seconds(run['timed_seconds'])}</td><td>{text(run['status'])}</td>"
         f"<td>{text(run['started'][:16].replace('T', ' '))}</td></tr>"
         for run in entry["runs"][:RUNS]
     )

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jspeed.errors import BadInput, nearest
-from jspeed.leaderboard import words
+from jspeed.leaderboard import as_text
 
 Entry = Mapping[str, Any]
 WIDTH = 80
@@ -77,9 +77,9 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     cells = [
         (str(entry["rank"] or "-"), ""),
         (name, "bold"),
-        (f"{entry['steps']:,}" if steps else words.seconds(found and found["mean"]), "bold"),
+        (f"{entry['steps']:,}" if steps else as_text.seconds(found and found["mean"]), "bold"),
         (f"{found['sd']:.2g}" if found and found["sd"] is not None and not steps else "", "dim"),
-        (words.loss(entry["loss"] and entry["loss"]["mean"]), ""),
+        (as_text.loss(entry["loss"] and entry["loss"]["mean"]), ""),
         (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         MARKS[entry["valid"]],
         MARKS.get(better, ("?", "yellow")),
@@ -105,17 +105,17 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 def notes(entry: Entry) -> list[str]:
     """Return what is said under an entry's numbers: devices, changed fields, comparison, reasons."""
-    lines = [f"{words.devices(entry['devices'])}, {entry['steps']:,} steps, {words.commit(entry['git'])}"]
+    lines = [f"{as_text.devices(entry['devices'])}, {entry['steps']:,} steps, {as_text.commit(entry['git'])}"]
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
         lines.append(f"{against(entry['better'])}")
     if entry["anchored"]:
-        lines.append(f"on the track's hardware, by that ratio: {words.seconds(entry['anchored']['seconds'])}")
+        lines.append(f"on the track's hardware, by that ratio: {as_text.seconds(entry['anchored']['seconds'])}")
     return lines + list(entry["why_not"])
 
 
 def against(better: Mapping[str, Any]) -> str:
     """Return the comparison with the parent as a phrase."""
     how = f"raced, {better['n']} rounds" if better["how"] == "in turn" else "not raced"
-    return f"{words.ratio(better)} x the time of {better['parent']} ({how})"
+    return f"{as_text.ratio(better)} x the time of {better['parent']} ({how})"
