@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 from jspeed.errors import BadInput, run_script
 from jspeed.leaderboard import compare, judge
 from jspeed.leaderboard.views import page, terminal
-from jspeed.record import plan_status, store, verify
+from jspeed.record import store, verify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
@@ -103,7 +103,7 @@ def compare_(
     tracks = judge.board(found)
     one, two = (compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b))
     console = Console(highlight=False)
-    raced = plan_status.rounds(found, plan_status.by_folder(found))
+    raced = judge.raced(found)
     changed = compare.changes(one.source, two.source)
     for line in [*compare.speed(one, two, raced), "", *compare.told(changed)]:
         console.print(Text(line))

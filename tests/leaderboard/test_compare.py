@@ -7,7 +7,7 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.leaderboard import compare, judge
-from jspeed.record import plan_status, store
+from jspeed.record import store
 
 from ..record.runs import make_run, make_series, source_of
 from .test_judge import CHILD, PARENT, make_race
@@ -19,7 +19,7 @@ def said(records: Path, a: str, b: str) -> str:
     found = store.load(records)
     tracks = judge.board(found)
     sides = [compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b)]
-    return "\n".join(compare.speed(*sides, plan_status.rounds(found, plan_status.by_folder(found))))
+    return "\n".join(compare.speed(*sides, judge.raced(found)))
 
 
 def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:

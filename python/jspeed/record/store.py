@@ -44,6 +44,11 @@ class Row:
     track: str
     run: dict[str, Any]
 
+    @property
+    def planned_and_clean(self) -> bool:
+        """Whether the run was announced in a plan and ran a clean commit: the least that a rule asks for."""
+        return self.run.get("plan") is not None and self.run["git"]["dirty"] is False
+
 
 @dataclass(frozen=True)
 class Records:

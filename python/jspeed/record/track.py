@@ -24,6 +24,7 @@ KEYS = {
     "data.name": "text",
     "data.val_tokens": "positive",
     "data.val_sha256": "text",
+    "data.train_sha256": "text",
     "hardware.platform": "text",
     "hardware.kind": "text",
     "hardware.count": "positive",
@@ -38,8 +39,8 @@ KEYS = {
     "significance.source": "text",
 }
 OPTIONAL = {
-    "order", "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "hardware.platform", "hardware.kind",
-    "hardware.count", "significance.sigma", "significance.price_per_step",
+    "order", "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "data.train_sha256",
+    "hardware.platform", "hardware.kind", "hardware.count", "significance.sigma", "significance.price_per_step",
 }  # fmt: skip
 
 

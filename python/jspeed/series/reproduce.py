@@ -14,6 +14,7 @@ from typing import Any
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard import as_text, stats
+from jspeed.leaderboard.parents import by_seed
 from jspeed.record import planned
 from jspeed.record.runfile import read_run
 from jspeed.series.announced import default_folder, make_runs
@@ -38,7 +39,7 @@ def reproduce(
     """
     if n < 1:
         raise BadInput(f"--n {n}: must be at least 1")
-    recorded = {run["seed"]: run for run in entry["runs"] if run["val_loss"] is not None}
+    recorded = by_seed(entry)
     if not recorded:
         raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
     known = sorted(recorded)

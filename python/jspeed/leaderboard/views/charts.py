@@ -170,7 +170,8 @@ def called(entries: Sequence[Entry]) -> list[str]:
 
 def curves(track: Mapping[str, Any]) -> str:
     """Return validation loss over timed seconds of the best entries."""
-    shown = [entry for entry in track["entries"] if entry["seconds"] and len(entry["curve"]) > 1][:LINES]
+    shown = [entry for entry in track["entries"] if entry["data"]["of_track"] and entry["seconds"]]
+    shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][:LINES]
     if not shown:
         return ""
     target = track["target_loss"]
@@ -192,7 +193,8 @@ def curves(track: Mapping[str, Any]) -> str:
 
 def dots(track: Mapping[str, Any]) -> str:
     """Return the final loss of every run of the best entries, a row each, against the target."""
-    shown = [entry for entry in track["entries"] if entry["loss"]][:10]
+    shown = [entry for entry in track["entries"] if entry["loss"] and entry["data"]["of_track"]]
+    shown = [entry for entry in shown if not entry["cut_short"]][:10]
     if not shown:
         return ""
     target, height = track["target_loss"], TOP + 20.0 * len(shown) + 30
@@ -217,7 +219,10 @@ def dots(track: Mapping[str, Any]) -> str:
 
 def chain(track: Mapping[str, Any]) -> list[Entry]:
     """Return the best valid entry and its parents, eldest first."""
-    by_hash = {entry["recipe_hash"]: entry for entry in track["entries"] if entry["seconds"]}
+    by_hash: dict[str, Entry] = {}
+    for each in track["entries"]:  # of several entries of a recipe the valid one, which comes first
+        if each["seconds"]:
+            by_hash.setdefault(each["recipe_hash"], each)
     found: list[Entry] = []
     entry = next((entry for entry in track["entries"] if entry["valid"]), None)
     while entry is not None and entry not in found:
