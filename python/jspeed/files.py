@@ -3,7 +3,9 @@
 import errno
 import hashlib
 import os
+import stat
 import tempfile
+from io import BufferedReader
 from pathlib import Path
 
 import platformdirs
@@ -74,7 +76,22 @@ def _unwritable(path: Path, error: OSError) -> BadInput:
     return BadInput(f"{path} cannot be written ({error.strerror}); make room there, or choose another folder")
 
 
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file to read. Raises OSError for what is no regular file: a pipe is waited for, a device has no end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(handle).st_mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the contents of a regular file. Raises OSError as :func:`open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of the file at ``path`` as lower-case hexadecimal."""
-    with open(path, "rb") as file:
+    """Return the SHA-256 of the file at ``path`` as lower-case hexadecimal. Raises OSError for no regular file."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -113,7 +113,8 @@ def loss(a: Side, b: Side) -> list[str]:
     return [
         f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "
         f"{'lower' if difference < 0 else 'higher'}, one-sided {as_text.chance(p)} with sigma = "
-        f"{a.track['sigma']:.4f}. Target: {a.track['target_loss']:g}."
+        f"{a.track['sigma']:.4f}, the standard deviation of a run's loss over seeds. "
+        f"Target: {a.track['target_loss']:g}."
     ]
 
 

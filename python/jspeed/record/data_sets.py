@@ -22,7 +22,6 @@ class DataSet:
 
     val_sha256: str | None
     shards: tuple[str, ...]
-    fingerprints: set[tuple[str, str]]
 
     def same_shards(self, shards: Sequence[str]) -> bool:
         """Whether one list of shards begins with the other."""
@@ -61,10 +60,9 @@ def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
             mine = next((each for each in known.get(data["val_sha256"], ()) if each.same_shards(shards)), None)
         if mine is None:
             val = data.get("val_sha256") if shards is not None else None
-            mine = DataSet(val, shards or (), set())
+            mine = DataSet(val, shards or ())
             known.setdefault(val, []).append(mine)
         mine.shards = max(mine.shards, shards or (), key=len)
-        mine.fingerprints.add(fingerprint)
         fingerprints.setdefault(fingerprint, mine)
         found[row.path] = mine
     return found
@@ -88,5 +86,5 @@ def data_of_track(
         shards = shards_of(row.run)
         if shards is None or val not in (None, row.run["data"]["val_sha256"]) or train not in (None, *shards[:1]):
             continue
-        return DataSet(row.run["data"]["val_sha256"], (train,) if train else sets[row.path].shards, set())
-    return DataSet(val, (train,) if train else (), set())
+        return DataSet(row.run["data"]["val_sha256"], (train,) if train else sets[row.path].shards)
+    return DataSet(val, (train,) if train else ())

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.files import write_whole
+from jspeed.files import read_regular, write_whole
 from jspeed.record.runfile import content_hash, parse_json
 from jspeed.record.schema import KINDS, found
 
@@ -60,7 +60,7 @@ def write_plan(folder: Path, plan: Mapping[str, Any]) -> Path:
 def read_plan(path: Path) -> dict[str, Any]:
     """Return the plan at ``path``, checked; BadInput otherwise."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); give a folder that holds a plan.json") from None
     return parse_plan(content, path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
+from jspeed.files import read_regular
 from jspeed.record.schema import KINDS, found
 
 NAME = "track.toml"
@@ -78,9 +79,10 @@ def read_track(path: Path, name: str) -> Track:
     """Return the track called ``name`` whose file is ``path``; BadInput names the first wrong key."""
     remedy = "mend the track's file"
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = tomllib.loads(text)
-    except (OSError, ValueError) as error:
+        tree = tomllib.loads(read_regular(path).decode())
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+    except ValueError as error:
         raise BadInput(f"{path} cannot be read as TOML ({error}); {remedy}") from None
     values: dict[str, Any] = {}
     for key, value in tree.items():

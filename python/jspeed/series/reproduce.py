@@ -60,12 +60,12 @@ def reproduce(
     if code is not None:
         return code
     made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]
-    agrees, lines = agreement(entry, made, recorded, sigma)
+    agrees, lines = compare_losses(entry, made, recorded, sigma)
     print(f"{folder}: plan.json and {len(made)} runs at commit {entry['git']['commit'][:8]}", *lines, sep="\n")
     return 0 if agrees else 1
 
 
-def agreement(
+def compare_losses(
     entry: Mapping[str, Any], made: list[dict[str, Any]], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
 ) -> tuple[bool, list[str]]:
     """Return whether the runs ``made`` agree with the ``recorded`` ones by seed, and that in sentences."""
@@ -80,13 +80,13 @@ def agreement(
         f"mean time {as_text.seconds(here)} where the record has {as_text.seconds(before)}, {here / before:.3f} x it",
     ]
     if not sigma:
-        lines.append("no track has a sigma yet, so that only equal losses agree")
+        lines.append("the track has no sigma yet (of a run's loss, over seeds), so that only equal losses agree")
         return equal == len(made), lines
     z = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).statistic
     p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
     agrees = p > SURE and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
-    lines.append(f"{say}: two-sided {as_text.chance(p)} with sigma = {sigma:.4f}")
+    lines.append(f"{say}: two-sided {as_text.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines
 
 

@@ -18,6 +18,8 @@ BETTER = {
     None: ("dim", as_text.NONE),
 }
 
+HOW = {"in turn": "run in turn on one machine", "apart": "not run in turn"}
+
 # name, class of the column, whether its cells are numbers
 COLUMNS = (
     ("#", "", True), ("recipe", "", False), ("time", "", True), ("sd", "wide-only", True), ("loss", "", True),
@@ -84,7 +86,7 @@ def details(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
     tests = [f"{name}-test {as_text.chance(entry['tests'][name]['p'])}" for name in ("t", "z") if entry["tests"][name]]
     facts += [", ".join(tests)] if tests else []
     if better := entry["better"]:
-        facts.append(f"{as_text.ratio(better)} x the time of {better['parent']}, run {better['how']}")
+        facts.append(f"{as_text.ratio(better)} x the time of {better['parent']}, {HOW[better['how']]}")
         if better["pairwise"]:
             saved = f"with {better['steps_saved']:,} steps saved at {better['price_per_step'] or 0:.2g} nats each"
             facts.append(f"loss at as many steps: better with {as_text.chance(better['pairwise']['p'])}, {saved}")

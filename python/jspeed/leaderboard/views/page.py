@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jspeed.errors import writable_folder
-from jspeed.files import write_whole
+from jspeed.errors import BadInput, writable_folder
+from jspeed.files import read_regular, write_whole
 from jspeed.leaderboard import as_text
 from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
@@ -24,6 +24,7 @@ from jspeed.record.store import Records
 
 DIFFS = 600_000  # bytes of diffs on the page; what comes later is only named
 TITLE = "jspeed leaderboard"
+JSON = "leaderboard.json"
 INTRO = (
     "Time to train a small GPT to a target loss, in JAX. Every number here follows from a run.json that a trainer "
     "wrote; scripts/leaderboard.py verify recomputes them all."
@@ -33,6 +34,8 @@ MARKS = {
     "clean commit, with a mean loss that is surely below the target. A recipe that misses is a result too, and stays.",
     "better": "What the track ranks is less than its parent's, and the 95 % interval leaves no doubt. Valid and not "
     "shown to be better is a state of its own.",
+    "sigma": "The standard deviation of the final loss of one run over seeds, pooled over the complete plans that the "
+    "track's rules count. It says by how much two means may differ by chance.",
     "in turn": "The two ran on one machine as A B B A, so that what drifts evenly falls out of the ratio. The "
     "parent's official time x the ratio is then a time on the track's hardware, wherever they ran.",
 }
@@ -50,18 +53,40 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
     sources = {sha: source for sha, (_, source) in records.sources.items()}
     made = {
         out / "index.html": html(tracks, histories, sources, rule),
-        out / "leaderboard.json": as_json(rule, tracks, histories),
+        out / JSON: as_json(rule, tracks, histories),
     }
     if readme:
-        made[readme] = renewed(readme.read_text(encoding="utf-8"), block(tracks, histories), readme)
+        try:
+            before = read_regular(readme).decode()
+        except (OSError, ValueError) as error:
+            raise BadInput(f"{readme} cannot be read ({error}); restore it, or give --out DIR") from None
+        made[readme] = renewed(before, block(tracks, histories), readme)
     return made
 
 
-def write(made: Mapping[Path, str]) -> None:
-    """Write every file of :func:`contents` whole. Raises BadInput when a folder cannot be written."""
+def write(made: Mapping[Path, str], runs: int) -> None:
+    """Write every file of :func:`contents` whole; ``runs`` is how many runs the records hold.
+
+    Raises BadInput when a folder cannot be written, and where a board without runs would replace one that has some.
+    """
+    before = sum(shown(path) for path in made if path.name == JSON)
+    if before and not runs:
+        raise BadInput(
+            f"the records hold no run, and the page in {next(iter(made)).parent} shows {before}; restore the records, "
+            "or remove that page first"
+        )
     for path, content in made.items():
         writable_folder(path.parent, "the page's folder")
         write_whole(path, content)
+
+
+def shown(path: Path) -> int:
+    """Return how many runs the leaderboard.json at ``path`` lists; 0 where there is none that can be read."""
+    try:
+        tracks = json.loads(read_regular(path))["tracks"]
+        return sum(len(entry["runs"]) for track in tracks for entry in track["entries"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def stale(made: Mapping[Path, str]) -> list[str]:
@@ -182,6 +207,6 @@ def rules(track: Mapping[str, Any]) -> str:
     if track["val_sha256"]:
         said["Validation tokens"] = f"SHA-256 {track['val_sha256'][:16]}..."
     if track["sigma"]:
-        said["sigma"] = f"{track['sigma']:.5f}, of one run's loss over seeds"
+        said["sigma"] = f"{track['sigma']:.5f} nats, the standard deviation of one run's loss over seeds"
     rows = "".join(f"<dt>{text(name)}</dt><dd>{text(value)}</dd>" for name, value in said.items())
     return f'<details class="rules"><summary>Rules of this track</summary><dl class="words">{rows}</dl></details>'

@@ -35,11 +35,11 @@ def board(tracks: Iterable[Mapping[str, Any]]) -> RenderableType:
 
 
 def rules(track: Mapping[str, Any]) -> str:
-    """Return a track's rules in at most two lines."""
+    """Return a track's rules in a few lines."""
     on = f" on {track['data.val_tokens']:,} tokens" if track.get("data.val_tokens") else ""
     test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
     surely = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
-    sigma = f"; sigma {track['sigma']:.4f}" if track["sigma"] else ""
+    sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
     text = f"mean loss <= {track['target_loss']:g} nats{on}{surely}{sigma}; {track['hardware']}"
     return "\n".join(wrapped(text, WIDTH))
 
@@ -117,5 +117,6 @@ def notes(entry: Entry) -> list[str]:
 
 def against(better: Mapping[str, Any]) -> str:
     """Return the comparison with the parent as a phrase."""
-    how = f"raced, {better['n']} rounds" if better["how"] == "in turn" else "not raced"
+    rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
+    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
     return f"{as_text.ratio(better)} x the time of {better['parent']} ({how})"
