@@ -144,7 +144,7 @@ def page_(out: Annotated[Path | None, arg(metavar="DIR")] = None, records: Folde
 def write_page(found: store.Records, out: Path | None) -> None:
     """Write the page to ``out``, or the repository's own and the block in README.md, and say so."""
     made = page.contents(found, timing_rule(), out or SITE, None if out else README)
-    page.write(made, len(found.rows))
+    page.write(made)
     for path in made:
         print(f"wrote {path}")
 

@@ -85,3 +85,9 @@ def test_what_differs_is_named() -> None:
     assert "+RATE = 0.2" in found["diff"] and "-def old(x):" in found["diff"]
     assert compare.told(found)[:2] == ["4 lines added, 8 removed.", "Changed fields: RATE from 0.1 to 0.2."]
     assert compare.changes(after, after) == compare.changes("", "") and compare.changes("(", "")["added"] == 1
+
+
+def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match=r"recipe file .*odd\.py cannot be read as text"):
+        compare.find_side(str(tmp_path / "odd.py"), [], {}, RECIPES)

@@ -38,7 +38,10 @@ def find_side(
         path = Path(text)
         if not path.is_file():
             raise BadInput(f"recipe file {path} does not exist; give a recipe file or the name of a recipe")
-        source = path.read_text(encoding="utf-8")
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"recipe file {path} cannot be read as text: {error}") from None
         shas = {sha for sha, (_, stored) in sources.items() if stored == source}
         found = [(t, e) for t in tracks for e in t["entries"] if e["recipe_sha256"] in shas]
         track, entry = found[0] if found else (None, None)

@@ -64,28 +64,27 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
     return made
 
 
-def write(made: Mapping[Path, str], runs: int) -> None:
-    """Write every file of :func:`contents` whole; ``runs`` is how many runs the records hold.
+def write(made: Mapping[Path, str]) -> None:
+    """Write every file of :func:`contents` whole.
 
     Raises BadInput when a folder cannot be written, and where a board without runs would replace one that has some.
     """
-    before = sum(shown(path) for path in made if path.name == JSON)
-    if before and not runs:
-        raise BadInput(
-            f"the records hold no run, and the page in {next(iter(made)).parent} shows {before}; restore the records, "
-            "or remove that page first"
-        )
+    for path, content in made.items():
+        if path.name == JSON and path.is_file() and not runs(content) and (before := runs(path.read_bytes())):
+            raise BadInput(
+                f"the records hold no run, and the page in {path.parent} shows {before}; restore the records, or "
+                "remove that page first"
+            )
     for path, content in made.items():
         writable_folder(path.parent, "the page's folder")
         write_whole(path, content)
 
 
-def shown(path: Path) -> int:
-    """Return how many runs the leaderboard.json at ``path`` lists; 0 where there is none that can be read."""
+def runs(content: str | bytes) -> int:
+    """Return how many runs the text of a leaderboard.json lists; 0 where it is none."""
     try:
-        tracks = json.loads(read_regular(path))["tracks"]
-        return sum(len(entry["runs"]) for track in tracks for entry in track["entries"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return sum(len(entry["runs"]) for track in json.loads(content)["tracks"] for entry in track["entries"])
+    except (ValueError, KeyError, TypeError):
         return 0
 
 
