@@ -52,7 +52,7 @@ def add_(
         print(f"note: {note}")
     found = store.read(records)
     for problem in verify.verify(found, now()):
-        print(f"to be mended before `leaderboard.py verify` passes: {problem}")
+        print(f"`leaderboard.py verify` fails until this is fixed: {problem}")
     if records.resolve() == RECORDS and not found.problems:
         write_page(found, None)
 
@@ -120,7 +120,7 @@ def compare_(
     console = Console(highlight=False)
     raced = judge.raced(found)
     changed = compare.changes(one.source, two.source)
-    for line in [*compare.speed(one, two, raced), "", *compare.told(changed)]:
+    for line in [*compare.speed(one, two, raced), "", *compare.change_lines(changed)]:
         console.print(Text(line))
     if diff:
         colours = {"+": "green", "-": "red", "@": "cyan"}

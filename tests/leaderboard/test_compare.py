@@ -46,7 +46,7 @@ def test_what_was_not_raced_says_so(tmp_path: Path) -> None:
 
 def test_one_run_each_shows_nothing_of_the_next(tmp_path: Path) -> None:
     store.add([make_run(tmp_path / "a", 60.0), make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
-    assert "in one comparison, which shows nothing of the next" in said(tmp_path / "records", "child", "stdlib")
+    assert "in one comparison, too few to tell" in said(tmp_path / "records", "child", "stdlib")
 
 
 def test_other_devices_need_a_race(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_what_differs_is_named() -> None:
     # By hand: RATE, return, NEW, TABLE in; RATE, return, DROPPED, TABLE, two blank lines and the two of old out.
     assert (found["added"], found["removed"]) == (4, 8)
     assert "+RATE = 0.2" in found["diff"] and "-def old(x):" in found["diff"]
-    assert compare.told(found)[:2] == ["4 lines added, 8 removed.", "Changed fields: RATE from 0.1 to 0.2."]
+    assert compare.change_lines(found)[:2] == ["4 lines added, 8 removed.", "Changed fields: RATE from 0.1 to 0.2."]
     assert compare.changes(after, after) == compare.changes("", "") and compare.changes("(", "")["added"] == 1
 
 

@@ -71,14 +71,14 @@ def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str
     """Return in sentences whether A is faster than B, by how much and how surely; and the same of its loss."""
     if a.entry is None or b.entry is None:
         without = [side.name for side in (a, b) if side.entry is None]
-        return [f"Nobody knows which is faster: {' and '.join(without)} has no runs among the records."]
+        return [f"Not comparable: {' and '.join(without)} has no runs among the records."]
     if a.entry["seconds"] is None or b.entry["seconds"] is None:
-        return ["Nobody knows which is faster: not both have a run that converged."]
+        return ["Not comparable: not both have a run that converged."]
     rounds = raced.get((b.entry["recipe_hash"], a.entry["recipe_hash"]), [])
     same = a.entry["devices"] == b.entry["devices"]
     if not rounds and not same:
         return [
-            f"Nobody knows which is faster: they ran on different devices, {as_text.devices(a.entry['devices'])} and "
+            f"Not comparable: they ran on different devices, {as_text.devices(a.entry['devices'])} and "
             f"{as_text.devices(b.entry['devices'])}, and never in turn. Let them: leaderboard.py race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
@@ -95,7 +95,7 @@ def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
     percent = f"{abs(1 - ratio.ratio):.1%}"
     word = "faster" if ratio.ratio < 1 else "slower"
     if ratio.low is None or ratio.high is None:
-        return f"{a} was {word} than {b} by {percent}, in one comparison, which shows nothing of the next."
+        return f"{a} was {word} than {b} by {percent}, in one comparison, too few to tell."
     if ratio.low <= 1 <= ratio.high:
         return (
             f"{a} is not shown to be faster or slower than {b}: {percent} {word} so far, and the 95 % interval holds 1."
@@ -144,7 +144,7 @@ def changes(a: str, b: str) -> dict[str, Any]:
     return found | {"added": count["+"], "removed": count["-"], "diff": diff}
 
 
-def told(found: Mapping[str, Any]) -> list[str]:
+def change_lines(found: Mapping[str, Any]) -> list[str]:
     """Return :func:`changes` in sentences, without the diff."""
     lines = [f"{found['added']} lines added, {found['removed']} removed."]
     for state in STATES:

@@ -18,7 +18,7 @@ from jspeed.leaderboard.recipe_card import card
 from jspeed.record.data_sets import DataSet, data_of_track, data_sets
 from jspeed.record.plan_status import ByFolder, Rounds, by_folder, extra, rounds
 from jspeed.record.store import Records, Row
-from jspeed.record.track import Track, unruled
+from jspeed.record.track import Track, track_without_rules
 
 Entry = dict[str, Any]
 
@@ -51,7 +51,7 @@ def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]
         by_track[row.track].append(row)
     found = {}
     for name in sorted(records.tracks.keys() | by_track.keys()):
-        track, rows = records.tracks.get(name) or unruled(name, by_track[name][0].run), by_track[name]
+        track, rows = records.tracks.get(name) or track_without_rules(name, by_track[name][0].run), by_track[name]
         sets = data_sets(rows)
         found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records, there))
     return found
@@ -77,7 +77,7 @@ def judged_track(
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in found.rows:
         groups[entry_key(row, found.sets[row.path])].append(row)
-    entries = [gathered(records, group) for group in groups.values()]
+    entries = [entry_of(records, group) for group in groups.values()]
     for entry, group in zip(entries, groups.values(), strict=True):
         entry["data"] = data_of(found, group[0])
         add_plans(entry, group, records, there)
@@ -129,7 +129,7 @@ def converged(run: dict[str, Any]) -> bool:
     return run["val_loss"] is not None
 
 
-def gathered(records: Records, rows: Sequence[Row]) -> Entry:
+def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
     """Return what the runs of one entry say, before any judgement."""
     rows = sorted(rows, key=lambda row: row.run["started"])
     run = rows[-1].run
@@ -148,7 +148,7 @@ def gathered(records: Records, rows: Sequence[Row]) -> Entry:
         "compile_seconds": fmean(row.run["compile_seconds"] for row in rows),
         "wall_seconds": fmean(row.run["wall_seconds"] for row in rows),
         "curve": [[p["step"], round(p["timed_seconds"], 3), p["val_loss"]] for p in example["curve"]],
-        "runs": [listed(records, row) for row in rows],
+        "runs": [run_line(records, row) for row in rows],
     }  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def listed(records: Records, row: Row) -> dict[str, Any]:
+def run_line(records: Records, row: Row) -> dict[str, Any]:
     """Return one run as a line of its entry."""
     run = row.run
     names = ("seed", "status", "val_loss", "timed_seconds", "wall_seconds", "steps", "started")
@@ -229,7 +229,7 @@ def judge(entry: Entry, track: Track, sigma: float | None) -> None:
         sd = sigma if known else entry["loss"] and (entry["loss"]["sd"] or sigma)
         if entry["loss"] and sd:
             entry["more_runs"] = stats.more_runs(entry["loss"]["mean"], sd, entry["loss"]["n"], target, p, known)
-        entry["why_not"].append(not_below(entry, decisive, track))
+        entry["why_not"].append(insignificance(entry, decisive, track))
     entry["valid"] = not entry["why_not"]
     entry["rank"] = None
 
@@ -261,7 +261,7 @@ def reasons(entry: Entry, runs: Sequence[dict[str, Any]], track: Track, other_da
         yield f"{failed} runs did not converge"
 
 
-def not_below(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
+def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
     """Return in words that the mean loss is not shown to be below the target, and how many runs would show it."""
     if entry["loss"] is None:
         return "no run converged"

@@ -1,4 +1,4 @@
-"""What a run should say of itself beside the board: on data that are not its track's, or under a name that is taken."""
+"""Notes on a run: its data are not those of its track, or its recipe has the name of another."""
 
 import hashlib
 from collections.abc import Mapping

@@ -102,7 +102,7 @@ def read_track(path: Path, name: str) -> Track:
     return Track(name, values)
 
 
-def unruled(name: str, run: Mapping[str, Any]) -> Track:
+def track_without_rules(name: str, run: Mapping[str, Any]) -> Track:
     """Return the track of ``run`` where there is no file called ``name/track.toml``: its own target, and no rules."""
     values = {
         "title": name,

@@ -183,7 +183,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> str:
     reached = "<=" if mean <= target else ">"
     line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {as_text.seconds(seconds)}, n={n}"
     if n < 2:
-        return f"{line}: one run shows nothing of the next"
+        return f"{line}: one run, too few to tell"
     sd = stdev(losses)
     p = stats.t_below(mean, sd, n, target).p
     line += f"; sd {sd:.4f}, {as_text.chance(p)}"

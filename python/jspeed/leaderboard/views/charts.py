@@ -161,7 +161,7 @@ def date_labels(first: float, last: float) -> list[tuple[float, str]]:
     return [(float(day.toordinal()), f"{day:%Y-%m}") for day in firsts[::-1][::every][::-1]]
 
 
-def called(entries: Sequence[Entry]) -> list[str]:
+def labels(entries: Sequence[Entry]) -> list[str]:
     """Return what to call each of ``entries``: its recipe, with the start of its hash where several share that."""
     names = Counter(entry["recipe"] for entry in entries)
     hashes = (f" {entry['recipe_hash'][:4]}" if names[entry["recipe"]] > 1 else "" for entry in entries)
@@ -184,7 +184,7 @@ def curves(track: Mapping[str, Any]) -> str:
     parts = axes.grid([(v, f"{v:g} s") for v in ticks(0, right, 4)], [(v, f"{v:g}") for v in ticks(*axes.ys, 4)])
     parts.append(line(LEFT, axes.y(target), WIDTH - RIGHT, axes.y(target), "target"))
     parts += [path([(axes.x(s), axes.y(v)) for s, v in curve], f"line c{n}") for n, curve in enumerate(points)]
-    ends = [f"{name}: {as_text.loss(entry['curve'][-1][2])}" for name, entry in zip(called(shown), shown, strict=True)]
+    ends = [f"{name}: {as_text.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)]
     names = [(f"line c{place}", end) for place, end in enumerate(ends)]
     said = f"Validation loss over timed seconds. {'; '.join(ends)}"
     title = f"Validation loss over seconds, target {target:g}"
@@ -202,7 +202,7 @@ def dots(track: Mapping[str, Any]) -> str:
     low, high = min([target, *(min(f) for f in found)]), max([target, *(max(f) for f in found)])
     edge = 0.06 * (high - low or 0.01)
     axes = Axes((low - edge, high + edge), (0, 1), height, left=GUTTER)
-    names, parts = called(shown), axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
+    names, parts = labels(shown), axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
     parts.append(line(axes.x(target), TOP, axes.x(target), axes.bottom, "target"))
     for place, (name, entry, losses) in enumerate(zip(names, shown, found, strict=True)):
         y = TOP + 20.0 * place + 14

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspeed.leaderboard import as_text
-from jspeed.leaderboard.compare import changes, told
+from jspeed.leaderboard.compare import change_lines, changes
 from jspeed.markup import text
 
 Entry = Mapping[str, Any]
@@ -28,7 +28,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def table(track: Mapping[str, Any], sources: Mapping[str, str], room: list[int]) -> str:
+def table(track: Mapping[str, Any], sources: Mapping[str, str], diff_budget: list[int]) -> str:
     """Return the entries: a row of numbers each, and under it a line that opens."""
     if not track["entries"]:
         return "<p>No runs yet.</p>\n"
@@ -36,7 +36,7 @@ def table(track: Mapping[str, Any], sources: Mapping[str, str], room: list[int])
         f'<th scope="col" class="{kind}{" n" * number}"><button type="button">{name}</button></th>'
         for name, kind, number in COLUMNS
     )
-    bodies = "".join(entry_rows(entry, sources, room) for entry in track["entries"][:SHOWN])
+    bodies = "".join(entry_rows(entry, sources, diff_budget) for entry in track["entries"][:SHOWN])
     more = len(track["entries"]) - SHOWN
     rest = f'<p class="dim">{more:,} more entries are in leaderboard.json.</p>' if more > 0 else ""
     title = f"Recipes on {track['track']}; the heads sort"
@@ -46,7 +46,7 @@ def table(track: Mapping[str, Any], sources: Mapping[str, str], room: list[int])
     )
 
 
-def entry_rows(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
+def entry_rows(entry: Entry, sources: Mapping[str, str], diff_budget: list[int]) -> str:
     """Return one entry's two rows."""
     found, mean = entry["seconds"], entry["loss"] and entry["loss"]["mean"]
     sd = found and found["sd"]
@@ -75,11 +75,11 @@ def entry_rows(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str
         summary += f' <span class="bad">{text(entry["why_not"][0])}</span>'
     return (
         f'<tbody id="{text(entry["id"])}"><tr>{"".join(cells)}</tr>\n<tr class="more"><td colspan="{len(COLUMNS)}">'
-        f"<details><summary>{summary}</summary>{details(entry, sources, room)}</details></td></tr></tbody>\n"
+        f"<details><summary>{summary}</summary>{details(entry, sources, diff_budget)}</details></td></tr></tbody>\n"
     )
 
 
-def details(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
+def details(entry: Entry, sources: Mapping[str, str], diff_budget: list[int]) -> str:
     """Return what opens: what it is, why it counts or does not, its runs, its difference to the parent."""
     parts = [f"<p>{text(entry['card']['what'])}</p>" if entry["card"].get("what") else ""]
     facts = [*entry["why_not"]]
@@ -114,25 +114,25 @@ def details(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
         '<th scope="col" class="n">time</th><th scope="col">status</th><th scope="col">started</th></tr></thead><tbody>'
         f"{rows}</tbody></table>{more}"
     )
-    return "".join(parts) + difference(entry, sources, room)
+    return "".join(parts) + difference(entry, sources, diff_budget)
 
 
-def difference(entry: Entry, sources: Mapping[str, str], room: list[int]) -> str:
-    """Return the difference to the parent's source, and the diff itself as long as there is ``room`` for bytes."""
+def difference(entry: Entry, sources: Mapping[str, str], diff_budget: list[int]) -> str:
+    """Return the difference to the parent's source, and the diff itself while ``diff_budget`` has bytes left."""
     better = entry["better"]
     mine, theirs = (sources.get(sha or "") for sha in (entry["recipe_sha256"], better and better["parent_sha256"]))
     if not better or mine is None or theirs is None:
         return ""
     found = changes(mine, theirs)
-    parts = "".join(f"<li>{text(said)}</li>" for said in told(found))
+    parts = "".join(f"<li>{text(said)}</li>" for said in change_lines(found))
     kinds = {"+": "add", "-": "del", "@": "at"}
     lines = "\n".join(
         f'<span class="{kinds[row[0]]}">{text(row)}</span>' if row[:1] in kinds else text(row) for row in found["diff"]
     )
-    room[0] -= len(lines)
+    diff_budget[0] -= len(lines)
     shown = (
         f'<pre tabindex="0" role="region" aria-label="Diff to {text(better["parent"])}">{lines}</pre>'
-        if room[0] >= 0
+        if diff_budget[0] >= 0
         else f"<p>The diff is long: leaderboard.py compare {text(entry['recipe'])} {text(better['parent'])}</p>"
     )
     return f"<h3>Against {text(better['parent'])}</h3><ul>{parts}</ul>{shown}"

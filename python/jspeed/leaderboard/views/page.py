@@ -16,7 +16,7 @@ from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
 from jspeed.leaderboard.views import charts
 from jspeed.leaderboard.views.entry_table import table
-from jspeed.leaderboard.views.readme import block, renewed
+from jspeed.leaderboard.views.readme import block, with_block
 from jspeed.markup import page as whole_page
 from jspeed.markup import text
 from jspeed.record.runfile import finite_or_null
@@ -60,7 +60,7 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
             before = read_regular(readme).decode()
         except (OSError, ValueError) as error:
             raise BadInput(f"{readme} cannot be read ({error}); restore it, or give --out DIR") from None
-        made[readme] = renewed(before, block(tracks, histories), readme)
+        made[readme] = with_block(before, block(tracks, histories), readme)
     return made
 
 
@@ -125,8 +125,8 @@ def html(
 ) -> str:
     """Return the page."""
     links = "".join(f'<li><a href="#{anchor(track)}">{text(track["track"])}</a></li>' for track in tracks)
-    room = [DIFFS]
-    sections = [section(track, histories.get(track.get("history") or "", []), sources, room) for track in tracks]
+    diff_budget = [DIFFS]
+    sections = [section(track, histories.get(track.get("history") or "", []), sources, diff_budget) for track in tracks]
     meaning = "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in MARKS.items())
     paragraphs = "".join(f"<p>{text(part)}</p>" for part in rule.split("\n\n"))
     return whole_page(
@@ -138,12 +138,12 @@ def html(
             f'<section id="meaning"><h2>What the marks mean</h2><dl class="words">{meaning}</dl></section>',
             f'<section id="clock"><h2>What is timed</h2>{paragraphs}</section>',
         ],
-        beside("page.css"),
-        beside("page.js"),
+        text_of("page.css"),
+        text_of("page.js"),
     )
 
 
-def beside(name: str) -> str:
+def text_of(name: str) -> str:
     """Return the text of a file that lies beside this one: the page's style, the script that sorts its tables."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
@@ -154,7 +154,7 @@ def anchor(track: Mapping[str, Any]) -> str:
 
 
 def section(
-    track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], sources: Mapping[str, str], room: list[int]
+    track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], sources: Mapping[str, str], diff_budget: list[int]
 ) -> str:
     """Return one track: what leads, figures, table, rules."""
     name = anchor(track)
@@ -167,12 +167,12 @@ def section(
     figures = f'<div class="figures">{"".join(drawn)}</div>' if any(drawn) else ""
     return (
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{text(track["title"])} '
-        f"<small>{text(track['track'])}</small></h2>\n{lead(track, history)}{figures}"
-        f"{table(track, sources, room)}{rules(track)}</section>\n"
+        f"<small>{text(track['track'])}</small></h2>\n{summary_cards(track, history)}{figures}"
+        f"{table(track, sources, diff_budget)}{rules(track)}</section>\n"
     )
 
 
-def lead(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
+def summary_cards(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
     """Return what a visitor wants to know first, as cards."""
     best = next((entry for entry in track["entries"] if entry["valid"]), None)
     cards = {}

@@ -48,7 +48,7 @@ def plain(text: str) -> str:
     return f"`{clean}`"
 
 
-def renewed(readme: str, made: str, path: Path) -> str:
+def with_block(readme: str, made: str, path: Path) -> str:
     """Return the text of README.md with ``made`` between the markers; BadInput when they are not there."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
