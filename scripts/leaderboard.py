@@ -5,6 +5,7 @@ from jspeed.terminal import starts
 starts(__name__)
 
 import ast
+import json
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,16 +16,18 @@ from rich.console import Console
 from rich.text import Text
 from tyro.conf import Positional, arg
 
+import jspeed
 from jspeed.errors import BadInput, run_script
 from jspeed.leaderboard import compare, judge
-from jspeed.leaderboard.views import page, show
-from jspeed.record import series, store, verify
+from jspeed.leaderboard.views import page, terminal
+from jspeed.record import store, verify
+from jspeed.record.remarks import remarks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECORDS = REPOSITORY / "records"
 SITE = REPOSITORY / "site"
 README = REPOSITORY / "README.md"
-PACKAGE = REPOSITORY / "python" / "jspeed"
+PACKAGE = Path(jspeed.__file__).parent  # perhaps an installed one, with no repository around this script
 RECIPES = PACKAGE / "recipes"
 Folder = Annotated[Path, arg(metavar="DIR")]
 
@@ -36,27 +39,39 @@ def add_(
 ) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
+    The repository's own page and README block are made anew then.
+
     Args:
         run_dir: directories of runs, or of a whole plan with its runs
         records: the records folder
     """
     if not run_dir:
         raise BadInput("no run directory given; give one or more directories that hold a run.json or a plan.json")
-    for path in store.add(run_dir, records):
+    files = store.admit(run_dir, records)
+    runs = [json.loads(content) for path, content in files.items() if store.RUN.fullmatch(path.name)]
+    notes = dict.fromkeys(note for run in runs for note in remarks(run, records))
+    for path in store.put(files):
         print(f"added {path}")
-    for problem in verify.verify(store.read(records), now()):
-        print(f"to be mended before `leaderboard.py verify` passes: {problem}")
+    for note in notes:
+        print(f"note: {note}")
+    found = store.read(records)
+    for problem in verify.verify(found, now()):
+        print(f"`leaderboard.py verify` fails until this is fixed: {problem}")
+    if records.resolve() == RECORDS and not found.problems:
+        write_page(found, None)
 
 
 def verify_(
-    record: Annotated[Path | None, arg(metavar="RECORD"), Positional] = None, /, records: Folder = RECORDS
+    record: Annotated[Path | None, arg(metavar="[RECORD]", help_behavior_hint="(optional)"), Positional] = None,
+    /,
+    records: Folder = RECORDS,
 ) -> int:
     """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
 
     Of the repository's own records it also says whether the page and README's block are what they make.
 
     Args:
-        record: only what concerns this file, or the files under this folder; default: everything
+        record: only what concerns this file, or the files under this folder; without it everything
         records: the records folder
     """
     if record is not None and not record.exists():
@@ -85,7 +100,7 @@ def show_(track: Annotated[str | None, arg(metavar="T")] = None, records: Folder
     """
     tracks = judge.board(store.load(records))
     console = Console(highlight=False)
-    console.print(show.board(tracks if track is None else show.of_track(tracks, track)), soft_wrap=True)
+    console.print(terminal.board(tracks if track is None else terminal.of_track(tracks, track)), soft_wrap=True)
 
 
 def compare_(
@@ -107,9 +122,9 @@ def compare_(
     tracks = judge.board(found)
     one, two = (compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b))
     console = Console(highlight=False)
-    raced = series.rounds(found, series.by_folder(found))
+    raced = judge.raced(found)
     changed = compare.changes(one.source, two.source)
-    for line in [*compare.speed(one, two, raced), "", *compare.told(changed)]:
+    for line in [*compare.speed(one, two, raced), "", *compare.change_lines(changed)]:
         console.print(Text(line))
     if diff:
         colours = {"+": "green", "-": "red", "@": "cyan"}
@@ -122,9 +137,17 @@ def page_(out: Annotated[Path | None, arg(metavar="DIR")] = None, records: Folde
 
     Args:
         out: folder to write; default: the repository's own, site/, and the block in README.md
-        records: the records folder
+        records: the records folder; one that is not the repository's own needs --out
     """
-    made = page.contents(store.load(records), timing_rule(), out or SITE, None if out else README)
+    found = store.load(records)
+    if out is None and records.resolve() != RECORDS:
+        raise BadInput(f"--records {records}: {SITE} and README.md show {RECORDS}; give --out DIR for a page of others")
+    write_page(found, out)
+
+
+def write_page(found: store.Records, out: Path | None) -> None:
+    """Write the page to ``out``, or the repository's own and the block in README.md, and say so."""
+    made = page.contents(found, timing_rule(), out or SITE, None if out else README)
     page.write(made)
     for path in made:
         print(f"wrote {path}")

@@ -7,7 +7,7 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.leaderboard import compare, judge
-from jspeed.record import series, store
+from jspeed.record import store
 
 from ..record.runs import make_run, make_series, source_of
 from .test_judge import CHILD, PARENT, make_race
@@ -19,7 +19,7 @@ def said(records: Path, a: str, b: str) -> str:
     found = store.load(records)
     tracks = judge.board(found)
     sides = [compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b)]
-    return "\n".join(compare.speed(*sides, series.rounds(found, series.by_folder(found))))
+    return "\n".join(compare.speed(*sides, judge.raced(found)))
 
 
 def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_what_was_not_raced_says_so(tmp_path: Path) -> None:
 
 def test_one_run_each_shows_nothing_of_the_next(tmp_path: Path) -> None:
     store.add([make_run(tmp_path / "a", 60.0), make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
-    assert "in one comparison, which shows nothing of the next" in said(tmp_path / "records", "child", "stdlib")
+    assert "in one comparison, too few to tell" in said(tmp_path / "records", "child", "stdlib")
 
 
 def test_other_devices_need_a_race(tmp_path: Path) -> None:
@@ -83,5 +83,11 @@ def test_what_differs_is_named() -> None:
     # By hand: RATE, return, NEW, TABLE in; RATE, return, DROPPED, TABLE, two blank lines and the two of old out.
     assert (found["added"], found["removed"]) == (4, 8)
     assert "+RATE = 0.2" in found["diff"] and "-def old(x):" in found["diff"]
-    assert compare.told(found)[:2] == ["4 lines added, 8 removed.", "Changed fields: RATE from 0.1 to 0.2."]
+    assert compare.change_lines(found)[:2] == ["4 lines added, 8 removed.", "Changed fields: RATE from 0.1 to 0.2."]
     assert compare.changes(after, after) == compare.changes("", "") and compare.changes("(", "")["added"] == 1
+
+
+def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadInput, match=r"recipe file .*odd\.py cannot be read as text"):
+        compare.find_side(str(tmp_path / "odd.py"), [], {}, RECIPES)

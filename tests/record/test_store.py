@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_a_failed_probe_is_refused(tmp_path: Path) -> None:
 
     probes = as_run()["probes"] | {"causality": {"passed": False}}
     run_dir = make_run(tmp_path / "run", probes=probes, reached=False)
-    with pytest.raises(BadInput, match="failed the validity probe causality"):
+    with pytest.raises(BadInput, match=r"failed the validity check causality \(a loss does not depend on later"):
         store.add([run_dir], tmp_path / "records")
 
 
@@ -122,10 +123,11 @@ def test_a_file_that_does_not_belong_is_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> None:
-    assert store.load(tmp_path / "none").rows == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="is a file"):
-        store.load(tmp_path / "file")
+    for name, says in (("none", "does not exist"), ("file", "is a file")):
+        with pytest.raises(BadInput, match=f"the records folder .*{name} {says}; give the folder"):
+            store.load(tmp_path / name)
+    assert store.add([make_run(tmp_path / "run")], tmp_path / "none"), "the first record makes the folder"
 
 
 def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Path) -> None:
@@ -158,3 +160,60 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
     } <= records.tracks.keys()
     # Whatever else a track says, the five have one test or the other and a p of at most one in a hundred.
     assert all(track["significance.p"] <= 0.01 for track in records.tracks.values())
+
+
+def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.add([make_run(tmp_path / "run")], tmp_path / "records")
+    refused, listed = tmp_path / "records" / "stdlib", os.scandir
+
+    def scandir(path):
+        if Path(path) == refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)  # root, who runs tests in containers, may read everything
+    assert store.read(tmp_path / "records").problems == [
+        f"{refused} cannot be read (Permission denied); restore it"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["track.toml", "20260131T120500Z-s1-00000000.json", "plan-00000000.json", "recipe-00000000.py", "notes.txt"],
+)
+def test_a_pipe_among_the_records_is_named_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    home = tmp_path / "records" / "stdlib" / "cpu"
+    home.mkdir(parents=True)
+    os.mkfifo(home / name)
+    (problem,) = store.read(tmp_path / "records").problems
+    assert problem.startswith(f"{home / name} ") and ("no record" in problem or "regular file" in problem)
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "1-stdlib-s1/run.json", "1-stdlib-s1/recipe.py"])
+def test_a_pipe_in_a_run_directory_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+    folder = make_series(tmp_path / "series", [60.0])
+    path = folder / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(BadInput, match="regular file|plan.json|no run of it|run.json"):
+        store.add([folder if name != "run.json" else path.parent], tmp_path / "records")
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_device_among_the_records_is_not_read(tmp_path: Path) -> None:
+    home = tmp_path / "records" / "stdlib" / "cpu"
+    home.mkdir(parents=True)
+    (home / "recipe-00000000.py").symlink_to("/dev/zero")
+    (problem,) = store.read(tmp_path / "records").problems
+    assert "regular file" in problem
+
+
+def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path) -> None:
+    """Whatever it ran on: it would be an extra run of the plan, and take the validity of the runs before."""
+    folder = make_series(tmp_path / "series", [60.0, 61.0])
+    store.add([folder], tmp_path / "records")
+    plan = json.loads((folder / "plan.json").read_text())
+    again = {"plan": {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}}
+    make_run(folder / "1-stdlib-s1", 9.0, 1, 0.5, **again)
+    with pytest.raises(BadInput, match="another run of 1-stdlib-s1 of this plan, .*; a plan means each of its runs"):
+        store.add([folder / "1-stdlib-s1"], tmp_path / "records")

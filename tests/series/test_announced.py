@@ -171,3 +171,12 @@ def test_two_real_runs_of_a_plan(tmp_path):
     assert code == 0 and out.count("added") == 2, err
     ((code, out, _),) = ended([start(tmp_path, environment(), "verify", "--records", "r", script="leaderboard.py")])
     assert code == 0 and "every number follows" in out
+
+
+def test_an_installed_jspeed_runs_the_script_beside_the_one_that_asks(tmp_path, monkeypatch):
+    monkeypatch.setattr(announced, "SPEEDRUN", tmp_path / "site-packages" / "scripts" / "speedrun.py")
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "leaderboard.py")])
+    with pytest.raises(BadInput, match=r"no .*site-packages/scripts/speedrun\.py and no .*, which makes the runs"):
+        announced.speedrun()
+    (tmp_path / "speedrun.py").write_text("")
+    assert announced.speedrun() == tmp_path / "speedrun.py"

@@ -93,14 +93,14 @@ def test_agreement_is_a_two_sided_z_test():
         {"seed": seed, "val_loss": loss, "timed_seconds": 60.0} for seed, loss in ((1, 1.390), (2, 1.395), (3, 1.394))
     ]
     z = (fmean([1.390, 1.395, 1.394]) - 1.391) / (0.001 * (1 / 2 + 1 / 3) ** 0.5)
-    agrees, lines = reproduce.agreement(entry, made, recorded, 0.001)
+    agrees, lines = reproduce.compare_losses(entry, made, recorded, 0.001)
     p = 2 * scipy_stats.norm.sf(abs(z))
     assert agrees == (p > 0.001) and f"two-sided p = {p:.2g}" in lines[-1]
     assert (
-        reproduce.agreement(entry, made[:1], recorded, None)[0]
-        and not reproduce.agreement(entry, made, recorded, None)[0]
+        reproduce.compare_losses(entry, made[:1], recorded, None)[0]
+        and not reproduce.compare_losses(entry, made, recorded, None)[0]
     )
-    assert not reproduce.agreement(entry, [made[0] | {"val_loss": None}], recorded, 0.001)[0]
+    assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], recorded, 0.001)[0]
 
 
 def test_a_commit_that_is_not_there(tmp_path, repository):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, nearest
-from jspeed.leaderboard import stats, words
+from jspeed.leaderboard import as_text, stats
 from jspeed.leaderboard.parents import losses, times
-from jspeed.record.series import Rounds
+from jspeed.record.plan_status import Rounds
 
 Entry = Mapping[str, Any]
 STATES = ("changed", "new", "gone")
@@ -38,7 +38,10 @@ def find_side(
         path = Path(text)
         if not path.is_file():
             raise BadInput(f"recipe file {path} does not exist; give a recipe file or the name of a recipe")
-        source = path.read_text(encoding="utf-8")
+        try:
+            source = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"recipe file {path} cannot be read as text: {error}") from None
         shas = {sha for sha, (_, stored) in sources.items() if stored == source}
         found = [(t, e) for t in tracks for e in t["entries"] if e["recipe_sha256"] in shas]
         track, entry = found[0] if found else (None, None)
@@ -68,20 +71,20 @@ def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str
     """Return in sentences whether A is faster than B, by how much and how surely; and the same of its loss."""
     if a.entry is None or b.entry is None:
         without = [side.name for side in (a, b) if side.entry is None]
-        return [f"Nobody knows which is faster: {' and '.join(without)} has no runs among the records."]
+        return [f"Not comparable: {' and '.join(without)} has no runs among the records."]
     if a.entry["seconds"] is None or b.entry["seconds"] is None:
-        return ["Nobody knows which is faster: not both have a run that converged."]
+        return ["Not comparable: not both have a run that converged."]
     rounds = raced.get((b.entry["recipe_hash"], a.entry["recipe_hash"]), [])
     same = a.entry["devices"] == b.entry["devices"]
     if not rounds and not same:
         return [
-            f"Nobody knows which is faster: they ran on different devices, {words.devices(a.entry['devices'])} and "
-            f"{words.devices(b.entry['devices'])}, and never in turn. Let them: leaderboard.py race {b.name} {a.name}"
+            f"Not comparable: they ran on different devices, {as_text.devices(a.entry['devices'])} and "
+            f"{as_text.devices(b.entry['devices'])}, and never in turn. Let them: leaderboard.py race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
-    mean = [words.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]
+    mean = [as_text.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]
     how = f"in {ratio.n} rounds in turn" if rounds else "in runs that were not made in turn"
-    lines = [f"{verdict(a.name, b.name, ratio)} It takes {words.ratio(ratio._asdict())} of {b.name}'s time, {how}."]
+    lines = [f"{verdict(a.name, b.name, ratio)} It takes {as_text.ratio(ratio._asdict())} of {b.name}'s time, {how}."]
     steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
     lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
     return lines + loss(a, b)
@@ -92,7 +95,7 @@ def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
     percent = f"{abs(1 - ratio.ratio):.1%}"
     word = "faster" if ratio.ratio < 1 else "slower"
     if ratio.low is None or ratio.high is None:
-        return f"{a} was {word} than {b} by {percent}, in one comparison, which shows nothing of the next."
+        return f"{a} was {word} than {b} by {percent}, in one comparison, too few to tell."
     if ratio.low <= 1 <= ratio.high:
         return (
             f"{a} is not shown to be faster or slower than {b}: {percent} {word} so far, and the 95 % interval holds 1."
@@ -104,7 +107,7 @@ def loss(a: Side, b: Side) -> list[str]:
     """Return the comparison of final losses, in sentences."""
     assert a.entry and b.entry and a.track
     one, two = a.entry["loss"], b.entry["loss"]
-    means = [f"{words.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
+    means = [f"{as_text.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
     if a.track["sigma"] is None or a.track["track"] != (b.track or {}).get("track"):
         return [f"Mean losses: {means[0]} and {means[1]}."]
     difference = one["mean"] - two["mean"]
@@ -112,8 +115,9 @@ def loss(a: Side, b: Side) -> list[str]:
     p = min(test.p, 1 - test.p)
     return [
         f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "
-        f"{'lower' if difference < 0 else 'higher'}, one-sided {words.chance(p)} with sigma = "
-        f"{a.track['sigma']:.4f}. Target: {a.track['target_loss']:g}."
+        f"{'lower' if difference < 0 else 'higher'}, one-sided {as_text.chance(p)} with sigma = "
+        f"{a.track['sigma']:.4f}, the standard deviation of a run's loss over seeds. "
+        f"Target: {a.track['target_loss']:g}."
     ]
 
 
@@ -140,7 +144,7 @@ def changes(a: str, b: str) -> dict[str, Any]:
     return found | {"added": count["+"], "removed": count["-"], "diff": diff}
 
 
-def told(found: Mapping[str, Any]) -> list[str]:
+def change_lines(found: Mapping[str, Any]) -> list[str]:
     """Return :func:`changes` in sentences, without the diff."""
     lines = [f"{found['added']} lines added, {found['removed']} removed."]
     for state in STATES:

@@ -1,11 +1,13 @@
 """What others measured, shown beside our own: tables in records/history, none of them evidence of ours."""
 
 import csv
+import io
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
+from jspeed.files import read_regular
 
 NAMES = {"modded-nanogpt": "PyTorch, the NanoGPT speedrun"}
 COLUMNS = ("record", "time_minutes", "date", "steps", "tokens_per_step", "total_tokens", "step_avg_ms", "val_loss",
@@ -17,13 +19,15 @@ def read_history(records: Path, name: str) -> list[dict[str, Any]]:
     mean loss, number of runs, what changed; None for what was not published. Raises BadInput for a wrong table."""
     path = records / "history" / f"{name}.csv"
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise BadInput(f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}")
-            return [_row(row, path, number) for number, row in enumerate(reader, 2)]
+        text = read_regular(path).decode()
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); restore it") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not UTF-8 text; restore it") from None
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise BadInput(f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}")
+    return [_row(row, path, number) for number, row in enumerate(reader, 2)]
 
 
 def _row(row: dict[str, str], path: Path, number: int) -> dict[str, Any]:

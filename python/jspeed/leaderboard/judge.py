@@ -1,55 +1,91 @@
 """The board: runs gathered into entries, and what the track's rules make of each. All of it follows from the files.
 
-An entry is one recipe by hash on one kind of devices. It is *valid* when its track's rules hold, and apart from that
-it is *better* than its parent or not: a recipe can be a good result and not yet a record. Everything here is plain
-data, which leaderboard.json is and from which table, page and README are made.
+An entry is one recipe by hash, on the same data and one kind of devices. It is *valid* when its track's rules hold,
+and apart from that it is *better* than its parent or not: a recipe can be a good result and not yet a record.
+Everything here is plain data, which leaderboard.json is and from which table, page and README are made.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
-from jspeed.leaderboard import stats, words
-from jspeed.leaderboard.parents import compare_with_parent
-from jspeed.record.series import ByFolder, Rounds, by_folder, extra, missing, rounds
+from jspeed.leaderboard import as_text, stats
+from jspeed.leaderboard.parents import compare_with_parent, losses
+from jspeed.leaderboard.recipe_card import card
+from jspeed.record.data_sets import DataSet, data_of_track, data_sets
+from jspeed.record.plan_status import ByFolder, Rounds, by_folder, extra, rounds
 from jspeed.record.store import Records, Row
-from jspeed.record.track import Track, unruled
+from jspeed.record.track import Track, track_without_rules
 
 Entry = dict[str, Any]
 
 
+class Rows(NamedTuple):
+    """The runs of a track, what each trained and validated on, by path, and what the track asks for."""
+
+    rows: list[Row]
+    sets: Mapping[Path, DataSet]
+    pinned: DataSet
+
+    def difference(self, row: Row) -> str | None:
+        """Return how the data of ``row`` differ from the track's, as a phrase; None where they do not."""
+        return self.pinned.difference(self.sets[row.path])
+
+
 def board(records: Records) -> list[dict[str, Any]]:
     """Return the tracks in their order, each with its rules and its ``entries``: valid ones first, by rank."""
+    there = by_folder(records)
+    tracks = tracks_of(records, there)
+    raced = counted_rounds(records, there, tracks)
+    judged = [judged_track(records, track, rows, there, raced) for track, rows in tracks.values()]
+    return sorted(judged, key=lambda track: (track.get("order", math.inf), track["track"]))
+
+
+def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]]:
+    """Return every track by name with its runs and their data."""
     by_track: dict[str, list[Row]] = defaultdict(list)
     for row in records.rows:
         by_track[row.track].append(row)
-    there = by_folder(records)
-    raced = rounds(records, there)
-    tracks = []
+    found = {}
     for name in sorted(records.tracks.keys() | by_track.keys()):
-        track = records.tracks.get(name) or unruled(name, by_track[name][0].run)
-        tracks.append(judged_track(records, track, by_track[name], there, raced))
-    return sorted(tracks, key=lambda track: (track.get("order", math.inf), track["track"]))
+        track, rows = records.tracks.get(name) or track_without_rules(name, by_track[name][0].run), by_track[name]
+        sets = data_sets(rows)
+        found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records, there))
+    return found
+
+
+def counted_rounds(
+    records: Records, there: ByFolder, tracks: Mapping[str, tuple[Track, Rows]]
+) -> dict[tuple[str, str], Rounds]:
+    """Return the rounds of races on the tracks' data and from clean commits, wherever they ran."""
+    return rounds(records, there, lambda row: row.planned_and_clean and tracks[row.track][1].difference(row) is None)
+
+
+def raced(records: Records) -> dict[tuple[str, str], Rounds]:
+    """Return :func:`counted_rounds` of ``records``."""
+    there = by_folder(records)
+    return counted_rounds(records, there, tracks_of(records, there))
 
 
 def judged_track(
-    records: Records, track: Track, rows: Sequence[Row], there: ByFolder, raced: Mapping[tuple[str, str], Rounds]
+    records: Records, track: Track, found: Rows, there: ByFolder, raced: Mapping[tuple[str, str], Rounds]
 ) -> dict[str, Any]:
     """Return one track with its judged entries."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[entry_key(row)].append(row)
-    losses = [counted_losses(group) for group in groups.values()]
-    sigma = track["significance.sigma"] or stats.pooled_sigma(losses)
-    pinned = track["data.val_sha256"] or first_tokens(rows)
-    entries = [gathered(records, group) for group in groups.values()]
-    for entry, group, found in zip(entries, groups.values(), losses, strict=True):
+    for row in found.rows:
+        groups[entry_key(row, found.sets[row.path])].append(row)
+    entries = [entry_of(records, group) for group in groups.values()]
+    for entry, group in zip(entries, groups.values(), strict=True):
+        entry["data"] = data_of(found, group[0])
         add_plans(entry, group, records, there)
-        judge(entry, group, found, track, sigma, pinned)
+        count(entry, group, track, found.difference(group[0]))
+    sigma = track["significance.sigma"] or stats.pooled_sigma(losses(entry) for entry in entries if entry["counted"])
     by_recipe: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
+        judge(entry, track, sigma)
         by_recipe[entry["recipe"]].append(entry)
     for entry in entries:
         compare_with_parent(entry, by_recipe[entry["parent"]], raced, track, sigma)
@@ -61,21 +97,31 @@ def judged_track(
         base = f"{track.name}/{entry['recipe']}-{entry['recipe_hash'][:8]}".replace("/", "-")
         names[base] += 1
         entry["id"] = base if names[base] == 1 else f"{base}-{names[base]}"
-    return {"track": track.name, "ruled": track.ruled, **track.values, "sigma": sigma, "val_sha256": pinned,
-            "hardware": track.hardware(), "entries": entries}  # fmt: skip
+    return {"track": track.name, "ruled": track.ruled, **track.values, "sigma": sigma,
+            "val_sha256": found.pinned.val_sha256, "hardware": track.hardware(), "entries": entries}  # fmt: skip
 
 
-def entry_key(row: Row) -> tuple[Any, ...]:
-    """Return what the runs of one entry have in common."""
-    run = row.run
-    device = run["devices"]
-    return run["recipe"], run["recipe_hash"], device["kind"], device["count"], device["processes"], run["target_loss"]
+def entry_key(row: Row, data: DataSet) -> tuple[Any, ...]:
+    """Return what the runs of one entry have in common.
+
+    Runs that no rule would count beside others (on other data, cut short, not planned, not of a clean commit) are an
+    entry of their own, so that they change no other.
+    """
+    run, device = row.run, row.run["devices"]
+    same = run["recipe"], run["recipe_hash"], device["kind"], device["count"], device["processes"], run["target_loss"]
+    return *same, id(data), run.get("asked_steps"), run.get("plan") is not None, run["git"]["dirty"] is False
 
 
-def first_tokens(rows: Iterable[Row]) -> str | None:
-    """Return the hash of the validation tokens of the earliest run, which stand for a track that pins none."""
-    known = [row.run for row in rows if row.run["schema"] >= 2 and row.run["data"]["val_sha256"]]
-    return min(known, key=lambda run: run["started"])["data"]["val_sha256"] if known else None
+def data_of(found: Rows, row: Row) -> dict[str, Any]:
+    """Return an entry's ``data``: hashes that name them, their number on the track, and whether they are its data."""
+    mine = found.sets[row.path]
+    order = list({id(each): None for each in found.sets.values()})
+    return {
+        "val_sha256": mine.val_sha256,
+        "train_sha256": mine.shards[0] if mine.shards else None,
+        "number": order.index(id(mine)) + 1,
+        "of_track": found.difference(row) is None,
+    }
 
 
 def converged(run: dict[str, Any]) -> bool:
@@ -83,16 +129,7 @@ def converged(run: dict[str, Any]) -> bool:
     return run["val_loss"] is not None
 
 
-def counted_losses(rows: Iterable[Row]) -> list[float]:
-    """Return the final losses, one for each seed: the same seed twice is no second sample."""
-    by_seed: dict[int, float] = {}
-    for row in sorted(rows, key=lambda row: row.run["started"]):
-        if converged(row.run):
-            by_seed.setdefault(row.run["seed"], row.run["val_loss"])
-    return list(by_seed.values())
-
-
-def gathered(records: Records, rows: Sequence[Row]) -> Entry:
+def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
     """Return what the runs of one entry say, before any judgement."""
     rows = sorted(rows, key=lambda row: row.run["started"])
     run = rows[-1].run
@@ -102,7 +139,7 @@ def gathered(records: Records, rows: Sequence[Row]) -> Entry:
     return {
         "recipe": run["recipe"], "recipe_hash": run["recipe_hash"], "overrides": run["overrides"],
         "parent": run["parent"], "recipe_sha256": run.get("recipe_sha256"),
-        "card": words.card(source[1]) if source else {},
+        "card": card(source[1]) if source else {},
         "devices": run["devices"], "mesh": run["mesh"], "layout": run["layout"],
         "date": max(row.run.get("ended", row.run["started"]) for row in rows)[:10],
         "git": run["git"], "versions": run["versions"], "steps": run["steps"], "tokens": run["tokens"],
@@ -111,7 +148,7 @@ def gathered(records: Records, rows: Sequence[Row]) -> Entry:
         "compile_seconds": fmean(row.run["compile_seconds"] for row in rows),
         "wall_seconds": fmean(row.run["wall_seconds"] for row in rows),
         "curve": [[p["step"], round(p["timed_seconds"], 3), p["val_loss"]] for p in example["curve"]],
-        "runs": [listed(records, row) for row in rows],
+        "runs": [run_line(records, row) for row in rows],
     }  # fmt: skip
 
 
@@ -128,7 +165,7 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def listed(records: Records, row: Row) -> dict[str, Any]:
+def run_line(records: Records, row: Row) -> dict[str, Any]:
     """Return one run as a line of its entry."""
     run = row.run
     names = ("seed", "status", "val_loss", "timed_seconds", "wall_seconds", "steps", "started")
@@ -142,22 +179,41 @@ def listed(records: Records, row: Row) -> dict[str, Any]:
 
 
 def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFolder) -> None:
-    """Add ``planned``, ``missing`` and ``extra`` to ``entry``: numbers of runs over all plans it has runs of."""
-    digests = {row.run["plan"]["sha256"] for row in rows if row.run.get("plan")}
+    """Add ``planned``, ``missing`` and ``extra`` to ``entry``: numbers of runs over all plans it has runs of.
+
+    A planned run is missing too when it is there but no run of this entry: on other data, or on other devices.
+    """
+    mine = {(plan["sha256"], plan["folder"]) for row in rows if (plan := row.run.get("plan"))}
+    digests = {digest for digest, _ in mine}
     plans = [records.plans[digest][1] for digest in digests if digest in records.plans]
-    mine = [run["recipe_hash"] == entry["recipe_hash"] for plan in plans for run in plan["runs"]]
-    entry["planned"] = sum(mine)
-    entry["missing"] = sum(
-        plan["runs"][index]["recipe_hash"] == entry["recipe_hash"] for plan in plans for index in missing(plan, there)
-    )
+    planned = [
+        (plan["sha256"], run["folder"])
+        for plan in plans
+        for run in plan["runs"]
+        if run["recipe_hash"] == entry["recipe_hash"]
+    ]
+    entry["planned"] = len(planned)
+    entry["missing"] = sum(place not in mine for place in planned)
     entry["extra"] = sum(len(extra(plan, there)) for plan in plans) + sum(d not in records.plans for d in digests)
 
 
-def judge(
-    entry: Entry, rows: Sequence[Row], losses: list[float], track: Track, sigma: float | None, pinned: str | None
-) -> None:
-    """Add ``loss``, the tests and the verdict ``valid`` with its reasons to ``entry``."""
-    entry["loss"] = spread(losses)
+def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | None) -> None:
+    """Add to ``entry``: ``loss``, ``why_not`` apart from the mean loss, ``cut_short``, and ``counted``.
+
+    A counted entry may tell how far losses vary and what a step is worth: every rule holds but that its mean loss is
+    surely below the target, and it either ran its whole schedule or reached the target.
+    """
+    entry["loss"] = spread(losses(entry))
+    entry["why_not"] = list(reasons(entry, [row.run for row in rows], track, other_data))
+    missed = entry["loss"] is None or entry["loss"]["mean"] > track["target_loss"]
+    entry["cut_short"] = rows[0].run.get("asked_steps") is not None and missed
+    entry["counted"] = not entry["why_not"] and not entry["cut_short"]
+    if not track.ruled:
+        entry["why_not"].insert(0, "the track has no rules")
+
+
+def judge(entry: Entry, track: Track, sigma: float | None) -> None:
+    """Add the tests and the verdict ``valid`` to a counted ``entry``, and the rest of its reasons."""
     target, p = track["target_loss"], track["significance.p"]
     tests: dict[str, Any] = {"t": None, "z": None}
     if entry["loss"]:
@@ -167,23 +223,19 @@ def judge(
         if sigma is not None:
             tests["z"] = stats.z_below(mean, n, target, sigma)._asdict()
     entry["tests"], entry["more_runs"] = tests, None
-    entry["why_not"] = list(reasons(entry, [row.run for row in rows], track, pinned))
     decisive = tests[track["significance.test"]] if track.ruled else None
     if track.ruled and (decisive is None or decisive["p"] > p):
         known = track["significance.test"] == "z"
         sd = sigma if known else entry["loss"] and (entry["loss"]["sd"] or sigma)
         if entry["loss"] and sd:
             entry["more_runs"] = stats.more_runs(entry["loss"]["mean"], sd, entry["loss"]["n"], target, p, known)
-        entry["why_not"].append(not_below(entry, decisive, track))
+        entry["why_not"].append(insignificance(entry, decisive, track))
     entry["valid"] = not entry["why_not"]
     entry["rank"] = None
 
 
-def reasons(entry: Entry, runs: Sequence[dict[str, Any]], track: Track, pinned: str | None) -> Iterable[str]:
-    """Yield why ``runs`` do not count on ``track``, apart from their mean loss."""
-    if not track.ruled:
-        yield "the track has no rules"
-        return
+def reasons(entry: Entry, runs: Sequence[dict[str, Any]], track: Track, other_data: str | None) -> Iterable[str]:
+    """Yield why ``runs`` do not count on ``track``, apart from their mean loss; ``other_data`` is one, if any."""
     if any(run["schema"] < 2 for run in runs):
         yield "from before the evidence of schema 2"
     elif any(run["plan"] is None for run in runs):
@@ -192,8 +244,8 @@ def reasons(entry: Entry, runs: Sequence[dict[str, Any]], track: Track, pinned: 
         yield f"of {entry['planned']} planned runs {entry['missing']} are missing, {entry['extra']} are extra"
     if not track.fits(entry["devices"]):
         yield f"the track asks for {track.hardware()}"
-    if any(run["data"].get("val_sha256") not in (pinned, None) for run in runs if run["schema"] >= 2):
-        yield "validated on other tokens than the track's"
+    if other_data:
+        yield other_data
     if track["data.val_tokens"] and any(run["data"]["val_tokens"] != track["data.val_tokens"] for run in runs):
         yield f"not validated on {track['data.val_tokens']:,} tokens"
     if entry["target_loss"] != track["target_loss"]:
@@ -205,11 +257,11 @@ def reasons(entry: Entry, runs: Sequence[dict[str, Any]], track: Track, pinned: 
     if any(run["git"]["dirty"] is not False for run in runs):
         yield "the code was not a clean commit"
     failed = sum(not converged(run) for run in runs)
-    if failed > track["significance.failures"]:
+    if failed > (track["significance.failures"] or 0):
         yield f"{failed} runs did not converge"
 
 
-def not_below(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
+def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
     """Return in words that the mean loss is not shown to be below the target, and how many runs would show it."""
     if entry["loss"] is None:
         return "no run converged"
@@ -217,7 +269,7 @@ def not_below(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
         return f"missed the target: mean loss {entry['loss']['mean']:.4f}"
     more = entry["more_runs"]
     need = f", needs about {more} more run{'s' if more > 1 else ''}" if more else ""
-    chance = words.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
+    chance = as_text.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
     return f"not yet significant ({chance}{need})"
 
 

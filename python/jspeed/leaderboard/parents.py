@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspeed.leaderboard import stats
-from jspeed.record.series import Rounds
+from jspeed.record.plan_status import Rounds
 from jspeed.record.track import Track
 
 Entry = dict[str, Any]
@@ -54,13 +54,14 @@ def compare_with_parent(
 
 
 def chosen(entry: Entry, parents: Sequence[Entry], raced: Mapping[tuple[str, str], Rounds]) -> Entry | None:
-    """Return what ``entry`` is measured against: a parent it raced with, else one on its own devices; the best one."""
+    """Return what ``entry`` is measured against: a parent it raced with, else one on its devices and data; the best."""
     if not entry["seconds"] or not entry["loss"]:
         return None
-    ended = [parent for parent in parents if parent["seconds"] and parent is not entry]
+    ended = [parent for parent in parents if parent["seconds"] and not parent["cut_short"] and parent is not entry]
     together = [parent for parent in ended if raced.get((parent["recipe_hash"], entry["recipe_hash"]))]
-    same = [parent for parent in ended if parent["devices"] == entry["devices"]]
-    return min(together or same, key=lambda parent: (not parent["valid"], parent["seconds"]["mean"]), default=None)
+    same = [p for p in ended if p["devices"] == entry["devices"] and p["data"] == entry["data"]]
+    order = ("valid", "counted")
+    return min(together or same, key=lambda p: (*(not p[name] for name in order), p["seconds"]["mean"]), default=None)
 
 
 def price_of(parent: Entry, parents: Sequence[Entry], track: Track) -> tuple[float | None, str | None]:
@@ -75,6 +76,7 @@ def price_of(parent: Entry, parents: Sequence[Entry], track: Track) -> tuple[flo
         if (
             other["recipe_sha256"] == parent["recipe_sha256"]
             and other["loss"]
+            and other["counted"]
             and other["overrides"].keys() <= {"STEPS"}
         ):
             lengths.setdefault(other["steps"], []).extend(losses(other))
@@ -89,7 +91,16 @@ def times(entry: Mapping[str, Any]) -> list[float]:
 
 def losses(entry: Mapping[str, Any]) -> list[float]:
     """Return the final losses of ``entry``, one for each seed."""
-    return list({run["seed"]: run["val_loss"] for run in entry["runs"] if run["val_loss"] is not None}.values())
+    return [run["val_loss"] for run in by_seed(entry).values()]
+
+
+def by_seed(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Return the runs of ``entry`` that converged by seed: the first of each, for the same seed is no second sample."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for run in entry["runs"]:
+        if run["val_loss"] is not None:
+            found.setdefault(run["seed"], run)
+    return found
 
 
 def verdict(entry: Entry, track: Track, ratio: stats.Ratio, pairwise: Mapping[str, Any] | None) -> str:

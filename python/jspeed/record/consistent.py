@@ -12,15 +12,15 @@ from typing import Any
 from jspeed.errors import BadInput
 from jspeed.record.schema import found
 
-PROBES = (
-    "causality",
-    "normalisation",
-    "evaluation_leaves_state",
-    "evaluation_repeats",
-    "evaluation_stays_on_device",
-    "warm_up_leaves_state",
-    "no_overlap",
-)
+PROBES = {  # what each validity check of a trained model, a probe, makes sure of
+    "causality": "a loss does not depend on later tokens",
+    "normalisation": "the loss is a log-softmax over the whole vocabulary",
+    "evaluation_leaves_state": "evaluation changes no parameter and no optimizer state",
+    "evaluation_repeats": "evaluating again gives the same loss",
+    "evaluation_stays_on_device": "evaluation calls nothing on the host",
+    "warm_up_leaves_state": "the clock started from a fresh state",
+    "no_overlap": "the training data do not hold the validation data",
+}
 SLACK = 5.0  # seconds that the two moments of a run, to the second, may differ from its wall time
 
 

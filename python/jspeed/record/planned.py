@@ -2,7 +2,7 @@
 
 A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those folders say which
 plan they are of, so that a run that is missing, extra or of another configuration shows. Two recipes in turn, A B B A,
-are a plan too: a race, whose times are comparable because one machine's moods fell on both.
+are a plan too: a race, whose times are comparable because both ran on one machine in alternation.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.files import write_whole
+from jspeed.files import read_regular, write_whole
 from jspeed.record.runfile import content_hash, parse_json
 from jspeed.record.schema import KINDS, found
 
@@ -60,7 +60,7 @@ def write_plan(folder: Path, plan: Mapping[str, Any]) -> Path:
 def read_plan(path: Path) -> dict[str, Any]:
     """Return the plan at ``path``, checked; BadInput otherwise."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); give a folder that holds a plan.json") from None
     return parse_plan(content, path)
@@ -106,7 +106,7 @@ def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int 
 
     Raises BadInput when the plan means this folder for another recipe, seed or number of steps, or not at all.
     """
-    if run_dir is None or not (run_dir.absolute().parent / NAME).is_file():
+    if run_dir is None or not (run_dir.absolute().parent / NAME).exists():
         return None
     path = run_dir.absolute().parent / NAME
     plan = read_plan(path)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import write_whole
+from jspeed.files import read_regular, write_whole
 from jspeed.record import consistent
 from jspeed.record.schema import FIELDS, SCHEMA, check_kinds, check_plain, validate
 
@@ -55,7 +55,7 @@ def read_content(path: Path) -> tuple[bytes, Path]:
     """Return the bytes, unchecked, of the run.json at ``path`` (or in the folder ``path``), and its path."""
     path = path / "run.json" if path.is_dir() else path
     try:
-        return path.read_bytes(), path
+        return read_regular(path), path
     except FileNotFoundError:
         raise BadInput(f"{path} does not exist; give a run directory that holds a run.json") from None
     except OSError as error:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import write_whole
+from jspeed.files import read_regular, write_whole
 from jspeed.record import planned
+from jspeed.record.consistent import PROBES
 from jspeed.record.runfile import parse_run, read_content
 from jspeed.record.schema import SCHEMA
 from jspeed.record.track import NAME as TRACK_NAME
@@ -44,6 +45,11 @@ class Row:
     track: str
     run: dict[str, Any]
 
+    @property
+    def planned_and_clean(self) -> bool:
+        """Whether the run was announced in a plan and ran a clean commit: the least that a rule asks for."""
+        return self.run.get("plan") is not None and self.run["git"]["dirty"] is False
+
 
 @dataclass(frozen=True)
 class Records:
@@ -60,13 +66,18 @@ class Records:
 def read(folder: Path) -> Records:
     """Return everything under ``folder``, in order of path; what is wrong with a file is among the ``problems``.
 
-    An absent folder holds nothing. Raises BadInput when ``folder`` is a file.
+    Raises BadInput when there is no such folder.
     """
-    if folder.exists() and not folder.is_dir():
-        raise BadInput(f"{folder} is a file; give the folder that holds the records")
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise BadInput(f"the records folder {folder} {what}; give the folder that holds the records: --records DIR")
     records = Records(folder)
     paths = []
-    for place, folders, names in os.walk(folder):
+
+    def unreadable(error: OSError) -> None:
+        records.problems.append(f"{error.filename} cannot be read ({error.strerror}); restore it")
+
+    for place, folders, names in os.walk(folder, onerror=unreadable):
         if Path(place) == folder:
             folders[:] = [name for name in folders if name not in ASIDE]
         folders.sort()
@@ -97,7 +108,7 @@ def _take(records: Records, path: Path) -> None:
         name = within.parent.as_posix()
         records.tracks[name] = read_track(path, name)
         return
-    content = path.read_bytes()
+    content = read_regular(path)
     if RUN.fullmatch(path.name):
         run = parse_run(content, path)
         check_names(run, path)
@@ -152,10 +163,12 @@ def check_names(run: Mapping[str, Any], source: Path) -> None:
 def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
     """Return the files that the runs in ``run_dirs`` add to the records ``folder``, by path; write none.
 
-    A directory with a plan.json stands for the runs of that plan that are in it. Raises BadInput for a run that is
-    not valid, is no result, failed a probe, has no source beside it, or is there already.
+    A directory with a plan.json stands for the runs of that plan that are in it. The records folder need not exist.
+    Raises BadInput for a run that is not valid, is no result, failed a probe, has no source beside it, or is there
+    already, itself or another one in its place of the plan.
     """
-    tracks = load(folder).tracks
+    there = load(folder) if folder.exists() else Records(folder)
+    taken = {(plan["sha256"], plan["folder"]): row.path for row in there.rows if (plan := row.run.get("plan"))}
     files: dict[Path, bytes] = {}
     for run_dir in _each(run_dirs):
         content, source = read_content(run_dir)
@@ -163,9 +176,14 @@ def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
         check_names(run, source)
         plan = _plan_beside(run, source)
         _refuse_what_is_no_result(run, plan, source)
-        home = folder / run_place(run, content, track_of(run, tracks))
+        home = folder / run_place(run, content, track_of(run, there.tracks))
         if home.exists():
             raise BadInput(f"{source}: the run is on the leaderboard already, as {home}; a run counts once")
+        if plan and (before := taken.get((plan["sha256"], run["plan"]["folder"]))):
+            raise BadInput(
+                f"{source}: the leaderboard has another run of {run['plan']['folder']} of this plan, {before}; a plan "
+                "means each of its runs once, so make another plan for new runs"
+            )
         files[home] = content
         files[home.with_name(f"recipe-{run['recipe_sha256'][:8]}.py")] = _source_beside(run, source)
         if plan:
@@ -176,8 +194,12 @@ def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
 
 
 def add(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
-    """Write what :func:`admit` returns, all or nothing, and return the paths of the runs."""
-    files = admit(run_dirs, folder)
+    """Admit the runs in ``run_dirs`` and :func:`put` them into the records ``folder``: all of them, or none."""
+    return put(admit(run_dirs, folder))
+
+
+def put(files: Mapping[Path, bytes]) -> list[Path]:
+    """Write what :func:`admit` returned, and return the paths of the runs."""
     for path, content in files.items():
         writable_folder(path.parent, "the records folder")
         if not path.exists():
@@ -215,7 +237,7 @@ def _plan_beside(run: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
 def _source_beside(run: Mapping[str, Any], source: Path) -> bytes:
     path = source.parent / "recipe.py"
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); the trainer put the recipe's source there") from None
     if hashlib.sha256(content).hexdigest() != run["recipe_sha256"]:
@@ -235,9 +257,13 @@ def _refuse_what_is_no_result(run: Mapping[str, Any], plan: Mapping[str, Any] | 
             f"{source}: the run {ENDINGS[run['status']]}, and the leaderboard takes finished runs, or any end of a run "
             "that a plan.json announced; run its whole schedule"
         )
-    failed = sorted(name for name, probe in run["probes"].items() if not probe["passed"])
+    failed = [
+        f"{name} ({PROBES[name]})" if name in PROBES else name
+        for name, probe in sorted(run["probes"].items())
+        if not probe["passed"]
+    ]
     if failed:
         raise BadInput(
-            f"{source}: the run failed the validity probe {', '.join(failed)}, so that its loss means nothing; see "
-            "'probes' in that file"
+            f"{source}: the trained model failed the validity check {', '.join(failed)}, so that its loss means "
+            "nothing; see 'probes' in that file"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
+from jspeed.files import read_regular
 from jspeed.record.schema import KINDS, found
 
 NAME = "track.toml"
@@ -24,6 +25,7 @@ KEYS = {
     "data.name": "text",
     "data.val_tokens": "positive",
     "data.val_sha256": "text",
+    "data.train_sha256": "text",
     "hardware.platform": "text",
     "hardware.kind": "text",
     "hardware.count": "positive",
@@ -38,8 +40,8 @@ KEYS = {
     "significance.source": "text",
 }
 OPTIONAL = {
-    "order", "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "hardware.platform", "hardware.kind",
-    "hardware.count", "significance.sigma", "significance.price_per_step",
+    "order", "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "data.train_sha256",
+    "hardware.platform", "hardware.kind", "hardware.count", "significance.sigma", "significance.price_per_step",
 }  # fmt: skip
 
 
@@ -77,9 +79,10 @@ def read_track(path: Path, name: str) -> Track:
     """Return the track called ``name`` whose file is ``path``; BadInput names the first wrong key."""
     remedy = "mend the track's file"
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = tomllib.loads(text)
-    except (OSError, ValueError) as error:
+        tree = tomllib.loads(read_regular(path).decode())
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+    except ValueError as error:
         raise BadInput(f"{path} cannot be read as TOML ({error}); {remedy}") from None
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -99,7 +102,7 @@ def read_track(path: Path, name: str) -> Track:
     return Track(name, values)
 
 
-def unruled(name: str, run: Mapping[str, Any]) -> Track:
+def track_without_rules(name: str, run: Mapping[str, Any]) -> Track:
     """Return the track of ``run`` where there is no file called ``name/track.toml``: its own target, and no rules."""
     values = {
         "title": name,

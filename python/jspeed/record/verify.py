@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jspeed.record.series import by_folder, extra, missing
+from jspeed.record.plan_status import by_folder, extra, missing
 from jspeed.record.store import Records, Row
 
 

@@ -16,14 +16,15 @@ from typing import Any
 
 from jspeed.cluster.rank import find_rank as find_place
 from jspeed.errors import BadInput, writable_folder
-from jspeed.leaderboard import stats, words
+from jspeed.leaderboard import as_text, stats
 from jspeed.record import planned
+from jspeed.record.remarks import remarks
 from jspeed.record.runfile import read_run
 from jspeed.run.clock import utc_now
 from jspeed.run.find import find
 from jspeed.run.prepare import Options
 
-SPEEDRUN = Path(__file__).parents[3] / "scripts" / "speedrun.py"
+SPEEDRUN = Path(__file__).parents[3] / "scripts" / "speedrun.py"  # of a checkout
 OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are
 P = 0.01  # what the last line of a series calls significant; a track's own rule is on the board
 
@@ -44,7 +45,8 @@ def run_series(options: Options, text: str) -> int:
     if code is not None:
         return code
     made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]
-    print(f"{folder}: plan.json and {len(made)} runs", summary(made), sep="\n")
+    notes = dict.fromkeys(f"note: {remark}" for run in made for remark in remarks(run))
+    print(*notes, f"{folder}: plan.json and {len(made)} runs", summary(made), sep="\n")
     losses = [run["val_loss"] for run in made if run["val_loss"] is not None]
     valid = all(probe["passed"] for run in made for probe in run["probes"].values())
     asked_for_less = options.steps is not None and all(run["steps"] == options.steps for run in made)
@@ -81,7 +83,7 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
     if whole:
         times = [[run["timed_seconds"] for run in turn] for turn in whole]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
-        print(f"{b} takes {words.ratio(ratio._asdict())} x the time of {a}; {len(whole)} rounds of A B B A")
+        print(f"{b} takes {as_text.ratio(ratio._asdict())} x the time of {a}; {len(whole)} rounds of A B B A")
     return 0 if whole else 1
 
 
@@ -114,7 +116,7 @@ def make_runs(
         if (run_dir / "run.json").exists():
             continue
         print(f"--- {run['folder']}", flush=True)
-        command = [sys.executable, str(script or SPEEDRUN), recipe, *flags]
+        command = [sys.executable, str(script or speedrun()), recipe, *flags]
         command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
         command += ["--steps", str(steps)] if steps else []
         code = attended(command, environment)
@@ -123,6 +125,18 @@ def make_runs(
         if code not in (0, 1):
             raise BadInput(f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not complete")
     return None
+
+
+def speedrun() -> Path:
+    """Return the script that makes a run: this checkout's, or that beside the running script for an installed jspeed.
+
+    Raises BadInput where there is none.
+    """
+    beside = Path(sys.argv[0]).absolute().with_name(SPEEDRUN.name)
+    found = next((path for path in (SPEEDRUN, beside) if path.is_file()), None)
+    if found is None:
+        raise BadInput(f"there is no {SPEEDRUN} and no {beside}, which makes the runs; start from a checkout of jspeed")
+    return found
 
 
 def attended(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
@@ -167,12 +181,12 @@ def summary(runs: Sequence[dict[str, Any]]) -> str:
     mean, target, n = fmean(losses), runs[0]["target_loss"], len(losses)
     seconds = fmean(run["timed_seconds"] for run in runs if run["val_loss"] is not None)
     reached = "<=" if mean <= target else ">"
-    line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {words.seconds(seconds)}, n={n}"
+    line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {as_text.seconds(seconds)}, n={n}"
     if n < 2:
-        return f"{line}: one run shows nothing of the next"
+        return f"{line}: one run, too few to tell"
     sd = stdev(losses)
     p = stats.t_below(mean, sd, n, target).p
-    line += f"; sd {sd:.4f}, {words.chance(p)}"
+    line += f"; sd {sd:.4f}, {as_text.chance(p)}"
     if p <= P:
         return line
     more = stats.more_runs(mean, sd, n, target, P, known=False)

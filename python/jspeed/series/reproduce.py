@@ -13,7 +13,8 @@ from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.leaderboard import stats, words
+from jspeed.leaderboard import as_text, stats
+from jspeed.leaderboard.parents import by_seed
 from jspeed.record import planned
 from jspeed.record.runfile import read_run
 from jspeed.series.announced import default_folder, make_runs
@@ -38,7 +39,7 @@ def reproduce(
     """
     if n < 1:
         raise BadInput(f"--n {n}: must be at least 1")
-    recorded = {run["seed"]: run for run in entry["runs"] if run["val_loss"] is not None}
+    recorded = by_seed(entry)
     if not recorded:
         raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
     known = sorted(recorded)
@@ -59,12 +60,12 @@ def reproduce(
     if code is not None:
         return code
     made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]
-    agrees, lines = agreement(entry, made, recorded, sigma)
+    agrees, lines = compare_losses(entry, made, recorded, sigma)
     print(f"{folder}: plan.json and {len(made)} runs at commit {entry['git']['commit'][:8]}", *lines, sep="\n")
     return 0 if agrees else 1
 
 
-def agreement(
+def compare_losses(
     entry: Mapping[str, Any], made: list[dict[str, Any]], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
 ) -> tuple[bool, list[str]]:
     """Return whether the runs ``made`` agree with the ``recorded`` ones by seed, and that in sentences."""
@@ -76,16 +77,16 @@ def agreement(
     lines = [
         f"mean loss {fmean(found):.4f} (n = {len(found)}) where the record has {loss['mean']:.4f} (n = {loss['n']})",
         f"{equal} of {len(made)} final losses are the record's own, digit for digit",
-        f"mean time {words.seconds(here)} where the record has {words.seconds(before)}, {here / before:.3f} x it",
+        f"mean time {as_text.seconds(here)} where the record has {as_text.seconds(before)}, {here / before:.3f} x it",
     ]
     if not sigma:
-        lines.append("no track has a sigma yet, so that only equal losses agree")
+        lines.append("the track has no sigma yet (of a run's loss, over seeds), so that only equal losses agree")
         return equal == len(made), lines
     z = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).statistic
     p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
     agrees = p > SURE and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
-    lines.append(f"{say}: two-sided {words.chance(p)} with sigma = {sigma:.4f}")
+    lines.append(f"{say}: two-sided {as_text.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines
 
 

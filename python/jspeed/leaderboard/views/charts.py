@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from jspeed.leaderboard import words
+from jspeed.leaderboard import as_text
 from jspeed.markup import printable, text
 
 Entry = Mapping[str, Any]
@@ -133,7 +133,7 @@ def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], re
         if best := best_so_far(points):
             corners = [*best, (axes.xs[1], best[-1][1])]
             parts.append(path([(axes.x(d), axes.y(v)) for d, v in corners], f"line {kind}", steps=True))
-            now = f"{best[-1][1]:,.0f} steps" if unit == "steps" else words.seconds(best[-1][1])
+            now = f"{best[-1][1]:,.0f} steps" if unit == "steps" else as_text.seconds(best[-1][1])
             names.append((f"line {kind}", f"{name}: {now}"))
     parts += [f'<circle class="dot" cx="{axes.x(d):.1f}" cy="{axes.y(v):.1f}" r="3.5"/>' for d, v in ours]
     said = f"Best {unit} over time. {'; '.join(name for _, name in names)}"
@@ -161,7 +161,7 @@ def date_labels(first: float, last: float) -> list[tuple[float, str]]:
     return [(float(day.toordinal()), f"{day:%Y-%m}") for day in firsts[::-1][::every][::-1]]
 
 
-def called(entries: Sequence[Entry]) -> list[str]:
+def labels(entries: Sequence[Entry]) -> list[str]:
     """Return what to call each of ``entries``: its recipe, with the start of its hash where several share that."""
     names = Counter(entry["recipe"] for entry in entries)
     hashes = (f" {entry['recipe_hash'][:4]}" if names[entry["recipe"]] > 1 else "" for entry in entries)
@@ -170,7 +170,8 @@ def called(entries: Sequence[Entry]) -> list[str]:
 
 def curves(track: Mapping[str, Any]) -> str:
     """Return validation loss over timed seconds of the best entries."""
-    shown = [entry for entry in track["entries"] if entry["seconds"] and len(entry["curve"]) > 1][:LINES]
+    shown = [entry for entry in track["entries"] if entry["data"]["of_track"] and entry["seconds"]]
+    shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][:LINES]
     if not shown:
         return ""
     target = track["target_loss"]
@@ -183,7 +184,7 @@ def curves(track: Mapping[str, Any]) -> str:
     parts = axes.grid([(v, f"{v:g} s") for v in ticks(0, right, 4)], [(v, f"{v:g}") for v in ticks(*axes.ys, 4)])
     parts.append(line(LEFT, axes.y(target), WIDTH - RIGHT, axes.y(target), "target"))
     parts += [path([(axes.x(s), axes.y(v)) for s, v in curve], f"line c{n}") for n, curve in enumerate(points)]
-    ends = [f"{name}: {words.loss(entry['curve'][-1][2])}" for name, entry in zip(called(shown), shown, strict=True)]
+    ends = [f"{name}: {as_text.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)]
     names = [(f"line c{place}", end) for place, end in enumerate(ends)]
     said = f"Validation loss over timed seconds. {'; '.join(ends)}"
     title = f"Validation loss over seconds, target {target:g}"
@@ -192,7 +193,8 @@ def curves(track: Mapping[str, Any]) -> str:
 
 def dots(track: Mapping[str, Any]) -> str:
     """Return the final loss of every run of the best entries, a row each, against the target."""
-    shown = [entry for entry in track["entries"] if entry["loss"]][:10]
+    shown = [entry for entry in track["entries"] if entry["loss"] and entry["data"]["of_track"]]
+    shown = [entry for entry in shown if not entry["cut_short"]][:10]
     if not shown:
         return ""
     target, height = track["target_loss"], TOP + 20.0 * len(shown) + 30
@@ -200,7 +202,7 @@ def dots(track: Mapping[str, Any]) -> str:
     low, high = min([target, *(min(f) for f in found)]), max([target, *(max(f) for f in found)])
     edge = 0.06 * (high - low or 0.01)
     axes = Axes((low - edge, high + edge), (0, 1), height, left=GUTTER)
-    names, parts = called(shown), axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
+    names, parts = labels(shown), axes.grid([(v, f"{v:g}") for v in ticks(*axes.xs, 4)], [])
     parts.append(line(axes.x(target), TOP, axes.x(target), axes.bottom, "target"))
     for place, (name, entry, losses) in enumerate(zip(names, shown, found, strict=True)):
         y = TOP + 20.0 * place + 14
@@ -209,7 +211,7 @@ def dots(track: Mapping[str, Any]) -> str:
         mean = axes.x(entry["loss"]["mean"])
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
     said = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{name} mean {words.loss(entry['loss']['mean'])} of {len(losses)}"
+        f"{name} mean {as_text.loss(entry['loss']['mean'])} of {len(losses)}"
         for name, entry, losses in zip(names, shown, found, strict=True)
     )
     return figure(f"Final loss of every run, target {target:g}", said, height, parts)
@@ -217,7 +219,10 @@ def dots(track: Mapping[str, Any]) -> str:
 
 def chain(track: Mapping[str, Any]) -> list[Entry]:
     """Return the best valid entry and its parents, eldest first."""
-    by_hash = {entry["recipe_hash"]: entry for entry in track["entries"] if entry["seconds"]}
+    by_hash: dict[str, Entry] = {}
+    for each in track["entries"]:  # of several entries of a recipe the valid one, which comes first
+        if each["seconds"]:
+            by_hash.setdefault(each["recipe_hash"], each)
     found: list[Entry] = []
     entry = next((entry for entry in track["entries"] if entry["valid"]), None)
     while entry is not None and entry not in found:
@@ -237,12 +242,14 @@ def waterfall(track: Mapping[str, Any]) -> str:
         y, mean = TOP + 34.0 * place, entry["seconds"]["mean"]
         before = line_of[place - 1]["seconds"]["mean"] if place else mean
         saved = before - mean
-        note = "" if not place else f", {words.seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
-        parts.append(word(RIGHT, y + 10, f"{printable(entry['recipe'], 26)}: {words.seconds(mean)}{note}"))
+        note = "" if not place else f", {as_text.seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
+        parts.append(word(RIGHT, y + 10, f"{printable(entry['recipe'], 26)}: {as_text.seconds(mean)}{note}"))
         parts.append(f'<rect class="bar" x="{RIGHT:g}" y="{y + 15:.1f}" width="{scale * mean:.1f}" height="9"/>')
         x, width = RIGHT + scale * min(mean, before), scale * abs(saved)
         if place and width >= 0.5:
             kind = "saved" if saved > 0 else "lost"
             parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y + 15:.1f}" width="{width:.1f}" height="9"/>')
-    said = "What bought the time: " + "; ".join(f"{e['recipe']} {words.seconds(e['seconds']['mean'])}" for e in line_of)
+    said = "What bought the time: " + "; ".join(
+        f"{e['recipe']} {as_text.seconds(e['seconds']['mean'])}" for e in line_of
+    )
     return figure("What bought the time, parent by parent", said, height, parts)

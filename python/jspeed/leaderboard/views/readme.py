@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.leaderboard import words
+from jspeed.leaderboard import as_text
 from jspeed.leaderboard.history import NAMES
 from jspeed.markup import printable
 
@@ -23,11 +23,11 @@ def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[
         best = next((entry for entry in track["entries"] if entry["valid"]), None)
         if best:
             steps = track["rank"] == "steps"
-            value = f"{best['steps']:,} steps" if steps else words.seconds(best["seconds"]["mean"])
+            value = f"{best['steps']:,} steps" if steps else as_text.seconds(best["seconds"]["mean"])
             cells = [
                 value,
                 plain(best["recipe"]),
-                words.loss(best["loss"]["mean"]),
+                as_text.loss(best["loss"]["mean"]),
                 str(best["loss"]["n"]),
                 best["date"],
             ]
@@ -36,8 +36,8 @@ def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[
         lines.append(f"| {' | '.join([name, *cells])} |")
         if history := histories.get(track.get("history") or ""):
             last = history[-1]
-            cells = [words.seconds(last["seconds"]), f"record {last['record']}", words.loss(last["loss"])]
-            cells += [str(last["n"] or words.NONE), last["date"]]
+            cells = [as_text.seconds(last["seconds"]), f"record {last['record']}", as_text.loss(last["loss"])]
+            cells += [str(last["n"] or as_text.NONE), last["date"]]
             lines.append(f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |")
     return "\n".join(lines)
 
@@ -48,7 +48,7 @@ def plain(text: str) -> str:
     return f"`{clean}`"
 
 
-def renewed(readme: str, made: str, path: Path) -> str:
+def with_block(readme: str, made: str, path: Path) -> str:
     """Return the text of README.md with ``made`` between the markers; BadInput when they are not there."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from jspeed.parallel.layout import describe_layout
 from jspeed.recipe import Recipe
+from jspeed.record.remarks import remarks
 from jspeed.run.clock import now
 
 NARROW = 72  # columns
@@ -139,6 +140,7 @@ def closing(run: dict[str, Any], run_dir: Path, unit: str = "token") -> list[str
     written = [name for name in FILES if (run_dir / name).exists()]
     lines.append(f"[dim]{escape(str(run_dir))}: {', '.join(written)}[/]")
     ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"
+    lines += [f"[bold yellow]note: {escape(remark)}[/]" for remark in remarks(run)]
     loss, target = run["val_loss"], run["target_loss"]
     if loss is None:
         return [*lines, f"[bold]no final validation loss: {ended}, {run['timed_seconds']:.1f} s timed[/]"]

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jspeed.errors import BadInput, nearest
-from jspeed.leaderboard import words
+from jspeed.leaderboard import as_text
 
 Entry = Mapping[str, Any]
 WIDTH = 80
@@ -35,11 +35,11 @@ def board(tracks: Iterable[Mapping[str, Any]]) -> RenderableType:
 
 
 def rules(track: Mapping[str, Any]) -> str:
-    """Return a track's rules in at most two lines."""
+    """Return a track's rules in a few lines."""
     on = f" on {track['data.val_tokens']:,} tokens" if track.get("data.val_tokens") else ""
     test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
     surely = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
-    sigma = f"; sigma {track['sigma']:.4f}" if track["sigma"] else ""
+    sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
     text = f"mean loss <= {track['target_loss']:g} nats{on}{surely}{sigma}; {track['hardware']}"
     return "\n".join(wrapped(text, WIDTH))
 
@@ -77,9 +77,9 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     cells = [
         (str(entry["rank"] or "-"), ""),
         (name, "bold"),
-        (f"{entry['steps']:,}" if steps else words.seconds(found and found["mean"]), "bold"),
+        (f"{entry['steps']:,}" if steps else as_text.seconds(found and found["mean"]), "bold"),
         (f"{found['sd']:.2g}" if found and found["sd"] is not None and not steps else "", "dim"),
-        (words.loss(entry["loss"] and entry["loss"]["mean"]), ""),
+        (as_text.loss(entry["loss"] and entry["loss"]["mean"]), ""),
         (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         MARKS[entry["valid"]],
         MARKS.get(better, ("?", "yellow")),
@@ -105,17 +105,18 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 def notes(entry: Entry) -> list[str]:
     """Return what is said under an entry's numbers: devices, changed fields, comparison, reasons."""
-    lines = [f"{words.devices(entry['devices'])}, {entry['steps']:,} steps, {words.commit(entry['git'])}"]
+    lines = [f"{as_text.devices(entry['devices'])}, {entry['steps']:,} steps, {as_text.commit(entry['git'])}"]
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
         lines.append(f"{against(entry['better'])}")
     if entry["anchored"]:
-        lines.append(f"on the track's hardware, by that ratio: {words.seconds(entry['anchored']['seconds'])}")
+        lines.append(f"on the track's hardware, by that ratio: {as_text.seconds(entry['anchored']['seconds'])}")
     return lines + list(entry["why_not"])
 
 
 def against(better: Mapping[str, Any]) -> str:
     """Return the comparison with the parent as a phrase."""
-    how = f"raced, {better['n']} rounds" if better["how"] == "in turn" else "not raced"
-    return f"{words.ratio(better)} x the time of {better['parent']} ({how})"
+    rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
+    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
+    return f"{as_text.ratio(better)} x the time of {better['parent']} ({how})"

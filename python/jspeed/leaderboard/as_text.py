@@ -1,31 +1,9 @@
-"""Numbers of the board as text, and what a recipe's docstring says of it."""
+"""Numbers and devices of the board as text."""
 
-import ast
-import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
 NONE = "-"
-
-
-def card(source: str) -> dict[str, str]:
-    """Return a recipe's record card: ``title`` and the paragraphs of its docstring (What, Source, ...) by name."""
-    plain = re.match(r'"""([^"\\]*)"""\n', source)  # what nearly all begin with; a hundred times as quick as parsing
-    try:
-        text = inspect.cleandoc(plain[1]) if plain else ast.get_docstring(ast.parse(source)) or ""
-    except (SyntaxError, ValueError):
-        return {}
-    first, _, rest = text.partition("\n")
-    found, name = {"title": first.strip()}, ""
-    for line in rest.splitlines():
-        word, _, more = line.partition(" ")
-        if line[:1].isalpha():
-            name = word.lower()
-            found[name] = more.strip()
-        elif name and line.strip():
-            found[name] = f"{found[name]} {line.strip()}"
-    return found
 
 
 def seconds(value: float | None) -> str:

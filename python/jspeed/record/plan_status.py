@@ -1,7 +1,7 @@
 """What became of plans: which of their runs are there, missing or extra, and the rounds that races were run in."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jspeed.record.store import Records, Row
@@ -33,18 +33,27 @@ def extra(plan: Mapping[str, Any], there: ByFolder) -> list[Row]:
     return [row for folder, rows in ours.items() for row in (rows[1:] if folder in meant else rows)]
 
 
-def rounds(records: Records, there: ByFolder) -> dict[tuple[str, str], Rounds]:
-    """Return (times of A, times of B) in seconds of every whole round of a race, by recipe hashes (A, B) and (B, A)."""
+def complete(plan: Mapping[str, Any], there: ByFolder) -> bool:
+    """Whether every run of ``plan`` is there, and no other."""
+    return not missing(plan, there) and not extra(plan, there)
+
+
+def rounds(records: Records, there: ByFolder, counted: Callable[[Row], bool]) -> dict[tuple[str, str], Rounds]:
+    """Return (times of A, times of B) in seconds of every whole round of a race, by recipe hashes (A, B) and (B, A).
+
+    A round is whole when its four runs converged and are ``counted``. A race that was told to stop early (``--steps``)
+    says nothing of the recipes' own lengths and has no rounds here.
+    """
     found: dict[tuple[str, str], Rounds] = defaultdict(list)
     for digest, (_, plan) in records.plans.items():
-        if plan["kind"] != "race":
+        if plan["kind"] != "race" or plan["steps"] is not None:
             continue
         for first in range(0, len(plan["runs"]) - TURNS + 1, TURNS):
             turn = plan["runs"][first : first + TURNS]
             times: dict[str, list[float]] = defaultdict(list)
             for run in turn:
                 for row in there.get(digest, {}).get(run["folder"], [])[:1]:
-                    if row.run["val_loss"] is not None:
+                    if row.run["val_loss"] is not None and counted(row):
                         times[run["recipe_hash"]].append(row.run["timed_seconds"])
             a, b = turn[0]["recipe_hash"], turn[1]["recipe_hash"]
             if a != b and len(times[a]) == len(times[b]) == TURNS // 2:

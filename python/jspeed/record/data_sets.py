@@ -1,0 +1,90 @@
+"""Which runs trained and validated on the same data, told by the SHA-256 sums in their run.json.
+
+Validation data are the same when the evaluated token ids are (``data.val_sha256``). Training data are the same when
+the shards read were the same files in the same order (``data.train_shards``) as far as both runs went: more shards on
+disk, or a longer run, are no other data. ``data.fingerprint`` is of names, sizes and headers only, so that it counts
+for runs without sums alone: those of schema 1, and interrupted ones.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jspeed.record.plan_status import ByFolder, complete
+from jspeed.record.store import Records, Row
+from jspeed.record.track import Track
+
+
+@dataclass
+class DataSet:
+    """What some runs trained and validated on; ``shards`` are the SHA-256 sums of the longest list among them."""
+
+    val_sha256: str | None
+    shards: tuple[str, ...]
+
+    def same_shards(self, shards: Sequence[str]) -> bool:
+        """Whether one list of shards begins with the other."""
+        return all(mine == other for mine, other in zip(self.shards, shards, strict=False))
+
+    def difference(self, other: "DataSet") -> str | None:
+        """Return how ``other`` differs from this one, a track's data, as a phrase; None where it does not."""
+        if other.val_sha256 not in (self.val_sha256, None):
+            return "validated on other tokens than the track's"
+        return None if self.same_shards(other.shards) else "trained on other shards than the track's"
+
+
+def shards_of(run: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the sums of the shards that ``run`` trained on; None where it has none."""
+    sums = [shard["sha256"] for shard in run["data"].get("train_shards", [])]
+    return tuple(sums) if run["data"].get("val_sha256") and None not in sums else None
+
+
+def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
+    """Return the data set of every run by the path of its record; runs on the same data share one object.
+
+    Runs that were planned and from a clean commit come first, then the earliest: where a short list of shards fits two
+    sets, it goes to the one of the better evidence.
+    """
+    found: dict[Path, DataSet] = {}
+    known: dict[str | None, list[DataSet]] = {}
+    fingerprints: dict[tuple[str, str], DataSet] = {}
+    for row in sorted(
+        rows, key=lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])
+    ):
+        data, shards = row.run["data"], shards_of(row.run)
+        fingerprint = data["fingerprint"], data["val_fingerprint"]
+        if shards is None:
+            mine = fingerprints.get(fingerprint)
+        else:
+            mine = next((each for each in known.get(data["val_sha256"], ()) if each.same_shards(shards)), None)
+        if mine is None:
+            val = data.get("val_sha256") if shards is not None else None
+            mine = DataSet(val, shards or ())
+            known.setdefault(val, []).append(mine)
+        mine.shards = max(mine.shards, shards or (), key=len)
+        fingerprints.setdefault(fingerprint, mine)
+        found[row.path] = mine
+    return found
+
+
+def data_of_track(
+    track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records, there: ByFolder
+) -> DataSet:
+    """Return the data that ``track`` is competed in on: what its file pins, and for the rest those of its first run.
+
+    The first run is the earliest of a complete plan and a clean commit on the pinned data, or the earliest of all
+    where there is none. Without any run everything is the track's data.
+    """
+    val, train = track["data.val_sha256"], track["data.train_sha256"]
+
+    def rank(row: Row) -> tuple[bool, str]:
+        plan = row.planned_and_clean and records.plans.get(row.run["plan"]["sha256"])
+        return not (plan and complete(plan[1], there)), row.run["started"]
+
+    for row in sorted(rows, key=rank):
+        shards = shards_of(row.run)
+        if shards is None or val not in (None, row.run["data"]["val_sha256"]) or train not in (None, *shards[:1]):
+            continue
+        return DataSet(row.run["data"]["val_sha256"], (train,) if train else sets[row.path].shards)
+    return DataSet(val, (train,) if train else ())

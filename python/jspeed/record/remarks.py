@@ -1,0 +1,56 @@
+"""Notes on a run: its data are not those of its track, or its recipe has the name of another."""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jspeed.errors import BadInput
+from jspeed.record.data_sets import DataSet, shards_of
+from jspeed.record.track import NAME, read_track
+
+RECORDS = Path(__file__).parents[3] / "records"  # of a checkout; an installed package has none
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def remarks(run: Mapping[str, Any], records: Path = RECORDS) -> list[str]:
+    """Return sentences on ``run``, the content of a run.json, as the files in the ``records`` folder have it.
+
+    Only what its track pins can be compared (``data.val_sha256``, ``data.train_sha256`` of track.toml).
+    """
+    return [said for said in (other_data(run, records), taken_name(run, records)) if said]
+
+
+def other_data(run: Mapping[str, Any], records: Path) -> str | None:
+    """Return how the data of ``run`` differ from those that its track pins; None where they do not, or none are."""
+    shards = shards_of(run)
+    path = records / str(run.get("track", "")) / NAME
+    if shards is None or not path.is_file():
+        return None
+    try:
+        track = read_track(path, run["track"])
+    except BadInput:  # that is for leaderboard.py verify to say
+        return None
+    train = track["data.train_sha256"]
+    pinned = DataSet(track["data.val_sha256"] or run["data"]["val_sha256"], (train,) if train else ())
+    difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
+    return difference and (
+        f"{difference} ({track['data.name']}): its loss and target do not compare, and on the board of {run['track']} "
+        "this run does not count"
+    )
+
+
+def taken_name(run: Mapping[str, Any], records: Path) -> str | None:
+    """Return that recipes of the same name and another source are known, on the board or in the package."""
+    name, sha = str(run.get("recipe", "")), run.get("recipe_sha256")
+    folder = records / str(run.get("track", "")) / name
+    known = {path.stem.removeprefix("recipe-") for path in folder.glob("recipe-*.py")}
+    own = RECIPES / f"{name.replace('-', '_')}.py"
+    if own.is_file():
+        known.add(hashlib.sha256(own.read_bytes()).hexdigest()[:8])
+    if sha is None or not known or sha[:8] in known:
+        return None
+    return (
+        f"the recipe is called '{name}', as one of another source is; the board shows both under that name, so give a "
+        "recipe of your own another: RECIPE = Recipe(name=...)"
+    )

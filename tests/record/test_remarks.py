@@ -1,0 +1,82 @@
+"""What a run says of itself beside the board: that its data are not its track's, that its name is taken."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jspeed.record import remarks, store
+from jspeed.run.output.console import closing
+
+from .runs import SHA, as_run, make_run, source_of
+
+PINS = f"""
+title = "A track in a test"
+rank = "timed_seconds"
+target_loss = 1.4
+data = {{name = "stdlib", val_sha256 = "{"dd" * 32}", train_sha256 = "{SHA}"}}
+timing = {{text = "the clock", resumed = false}}
+significance = {{text = "the test", test = "t", p = 0.01, failures = 1, source = "none"}}
+"""
+LOADER = ("batches", "bytes_read", "wait_p50", "wait_p99", "wait_max", "queue_empty", "shard_switches",
+          "dropped_tokens")  # fmt: skip
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    home = tmp_path / "records" / "stdlib" / "cpu"
+    home.mkdir(parents=True)
+    (home / "track.toml").write_text(PINS)
+    return tmp_path / "records"
+
+
+def on(**changes: Any) -> dict[str, Any]:
+    return as_run(recipe="own", data=as_run()["data"] | changes)
+
+
+def test_a_run_on_its_tracks_data_says_nothing(records: Path) -> None:
+    assert remarks.remarks(on(), records) == []
+    longer = [*as_run()["data"]["train_shards"], {"name": "2", "sha256": "ab" * 32, "first": 0, "end": 9}]
+    assert remarks.remarks(on(train_shards=longer, fingerprint="cc" * 8), records) == []
+    assert remarks.remarks(on(val_sha256=None), records) == [], "interrupted: nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"val_sha256": "ab" * 32}, "validated on other tokens than the track's (stdlib): its loss and target do not"),
+        ({"train_shards": [{"name": "1", "sha256": "ab" * 32}]}, "trained on other shards than the track's (stdlib)"),
+    ],
+)
+def test_a_run_on_other_data_says_so(records: Path, changes: dict[str, Any], says: str) -> None:
+    (remark,) = remarks.remarks(on(**changes), records)
+    assert remark.startswith(says) and "on the board of stdlib/cpu this run does not count" in remark
+
+
+def test_no_track_and_no_records_are_no_remark(tmp_path: Path) -> None:
+    assert remarks.remarks(on(val_sha256="ab" * 32), tmp_path) == []
+
+
+def test_a_new_source_under_a_known_name_says_so(records: Path, tmp_path: Path) -> None:
+    store.add([make_run(tmp_path / "run", recipe="own")], records)
+    assert remarks.remarks(as_run(recipe="own"), records) == []
+    (remark,) = remarks.remarks(as_run(recipe="own", source=source_of(0.7)), records)
+    assert remark.startswith("the recipe is called 'own', as one of another source is") and "RECIPE" in remark
+    (remark,) = remarks.remarks(as_run(recipe="stdlib-adamw"), records)  # a recipe of the package
+    assert "'stdlib-adamw'" in remark
+
+
+def test_a_run_ends_with_its_remarks(records: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(remarks.remarks, "__defaults__", (records,))
+    run = on(val_sha256="ab" * 32) | {"loader": dict.fromkeys(LOADER, 0)}
+    *_, note, last = closing(run, tmp_path)
+    assert "note: validated on other tokens than the track's" in note and "1.3900 nats/token <= 1.4" in last
+
+
+def test_the_repositorys_tracks_with_records_pin_their_data() -> None:
+    """Else a run could not say that its data are others, and an earlier run on others would set the track's."""
+    found = store.load(remarks.RECORDS)
+    for name in {row.track for row in found.rows}:
+        track = found.tracks[name]
+        assert track["data.val_sha256"] and track["data.train_sha256"], name
+    assert all(remarks.other_data(row.run, remarks.RECORDS) is None for row in found.rows)
