@@ -78,7 +78,7 @@ def plan(
             raise BadInput(str(missing()))
         return 0
     other = find(against) if against else None
-    axes = parse_mesh(mesh) if mesh else None
+    axes = parse_mesh(mesh) if mesh is not None else None
 
     def rent_as(layout: str, axes: dict[str, int] | None) -> Rented:
         return rent(cluster, layout, axes, memory_fraction)

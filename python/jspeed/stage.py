@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jspeed.fields import Count
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -14,9 +16,9 @@ class Stage:
     nobody else reads it.
     """
 
-    steps: int
-    lane_len: int
-    max_doc_len: int | None = None
-    max_docs: int | None = None
-    windows: tuple[int, ...] = ()
+    steps: Count
+    lane_len: Count
+    max_doc_len: Count | None = None
+    max_docs: Count | None = None
+    windows: tuple[Count, ...] = ()
     own: Any = None

@@ -54,7 +54,8 @@ def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
     parser = _Parser(prog="launch.py", description="Start and watch this node's processes of one run.")
 
     def flag(name: str, text: str, **settings: Any) -> None:
-        parser.add_argument(name, name[:2] + name[2:].replace("-", "_"), help=text, **settings)
+        torchrun = name[:2] + name[2:].replace("-", "_")
+        parser.add_argument(*dict.fromkeys((name, torchrun)), help=text, **settings)
 
     flag("--nnodes", "number of nodes", type=int, default=1, metavar="N")
     flag("--node-rank", "which node this is, from 0", type=int, default=0, metavar="R")
