@@ -2,7 +2,10 @@
 
 import pytest
 
-from .called import call
+from jspeed.parallel.mesh import parse_mesh
+from jspeed.run.find import find
+
+from .called import SCRIPTS, call
 
 
 @pytest.mark.parametrize(
@@ -62,3 +65,14 @@ def test_help(tmp_path):
     assert evaluate.code == 0 and "hellaswag_val.jsonl, or the word download" in evaluate.out
     launch = call(tmp_path, "launch.py", "--help")
     assert launch.code == 0 and "--standalone  " in launch.out and "--node-rank R, --node_rank R" in launch.out
+
+
+def test_the_meshes_of_the_readme_fit_its_recipe():
+    """What the layout of tp needs besides what find_and_place checks: heads that the model axis divides."""
+    readme = (SCRIPTS.parent / "README.md").read_text()
+    lines = [line.partition("#")[0].split()[2:] for line in readme.splitlines() if "speedrun.py --mesh" in line]
+    assert len(lines) == 2
+    found = find("stdlib")
+    for arguments in lines:
+        axes = parse_mesh(arguments[arguments.index("--mesh") + 1])
+        assert found.recipe.lanes % axes["data"] == 0 and found.fields["HEADS"] % axes.get("model", 1) == 0
