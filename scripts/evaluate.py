@@ -40,21 +40,22 @@ def evaluate(
             GPT-2's config.json and model.safetensors.
         data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
-        hellaswag: Score these items instead: hellaswag_val.jsonl, or the word download.
+        hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
         items: Only the first so many of them.
         mesh: Spread the parameters over these devices, for example data=8.
         json_file: Also write the figures here.
     """
+    for flag, given in (("tokens", tokens), ("items", items)):
+        if given is not None and given < 1:
+            raise BadInput(f"--{flag} {given}: must be at least 1")
     use_compile_cache()
-    axes = parse_mesh(mesh) if mesh else None
+    axes = parse_mesh(mesh) if mesh is not None else None
     if axes:
         request_cpu_devices(axes)
     loaded = load_model(model, make_mesh(axes) if axes else None)
-    if hellaswag_:
+    if hellaswag_ is not None:
         path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
         chosen = read_hellaswag(path)[:items]
-        if not chosen:
-            raise BadInput(f"--items {items}: must be at least 1")
         columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
             task = bar.add_task("items", total=len(chosen))

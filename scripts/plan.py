@@ -95,7 +95,7 @@ def plan(
             raise BadInput(str(missing()))
         return code
     other = find(against) if against else None
-    axes = parse_mesh(mesh) if mesh else None
+    axes = parse_mesh(mesh) if mesh is not None else None
 
     def hardware_in(layout: str, axes: dict[str, int] | None) -> Hardware:
         return hardware_for(cluster, layout, axes, memory_fraction)

@@ -53,7 +53,7 @@ def sample(
         mesh: Spread the parameters over these devices, for example data=8.
     """
     use_compile_cache()
-    axes = parse_mesh(mesh) if mesh else None
+    axes = parse_mesh(mesh) if mesh is not None else None
     if axes:
         request_cpu_devices(axes)
     loaded = load_model(model, make_mesh(axes) if axes else None)

@@ -10,10 +10,12 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
+from tyro.constructors import PrimitiveConstructorSpec
 
 from jspeed.errors import BadInput, run_script
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.run.find import known_recipes
 from jspeed.run.output.console import layout_table
 from jspeed.run.prepare import Options, find_and_place
 from jspeed.run.train import train
@@ -22,6 +24,20 @@ from jspeed.terminal import escaped
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
+RECIPE_HELP = f"""Name of a recipe ({", ".join(known_recipes())}), or path of a recipe file (FILE.py); default:
+    {BEST_ON_FINEWEB} with a GPU and FineWeb, else {EMBEDDED}."""
+
+
+def named(words: list[str]) -> Path:
+    """Return the path that was given; an empty one, as of an unset shell variable, would be the current folder."""
+    if not words[0]:
+        raise ValueError("an empty path; give a folder, or leave the flag out")
+    return Path(words[0])
+
+
+Folder = Annotated[
+    Path, PrimitiveConstructorSpec(1, "DIR", named, lambda value: isinstance(value, Path), lambda path: [str(path)])
+]
 
 
 def default_recipe(data: Path | None) -> str:
@@ -48,11 +64,11 @@ def speak(run_dir: Path) -> None:
 
 
 def speedrun(
-    recipe: Positional[str | None] = None,
-    data: Path | None = None,
+    recipe: Positional[Annotated[str | None, arg(metavar="RECIPE", help=RECIPE_HELP)]] = None,
+    data: Folder | None = None,
     seed: int = 1,
     steps: int | None = None,
-    run_dir: Path | None = None,
+    run_dir: Folder | None = None,
     layout: str = DEFAULT_LAYOUT,
     mesh: str | None = None,
     show_layout: bool = False,
@@ -65,7 +81,7 @@ def speedrun(
     log: str | None = None,
     profile: int = 0,
     sample: bool = True,
-    init_from: Path | None = None,
+    init_from: Folder | None = None,
     checkpoint_every: int = 0,
     resume: bool = False,
     plan: str | None = None,
@@ -79,7 +95,6 @@ def speedrun(
     143 SIGTERM.
 
     Args:
-        recipe: Name of a recipe, or path of a recipe file (FILE.py); default: r29 with a GPU and FineWeb, else stdlib.
         data: Folder of token shards; default: prepared or found in the cache folder.
         seed: Seed of the initial weights and of the data order.
         steps: Stop after this many steps; every schedule stays as it is.
@@ -110,7 +125,7 @@ def speedrun(
     """
     sets = tuple(text for group in set for text in group)
     options = Options(
-        recipe=recipe or default_recipe(data),
+        recipe=default_recipe(data) if recipe is None else recipe,
         data=data,
         seed=seed,
         steps=steps,
@@ -123,8 +138,9 @@ def speedrun(
         max_minutes=max_minutes,
         sets=sets,
         progress=progress,
-        log=tuple(log.split(",")) if log else (),
+        log=tuple(log.split(",")) if log is not None else (),
         profile=profile,
+        sample=sample,
         init_from=init_from,
         checkpoint_every=checkpoint_every,
         resume=resume,
@@ -136,7 +152,7 @@ def speedrun(
         found, placed = find_and_place(options)
         layout_table(Console(highlight=False), found.recipe, layout, placed)
         return 0
-    if plan:
+    if plan is not None:
         return run_series(options, plan)
     return train(options, afterwards=speak if sample else lambda run_dir: None)
 

@@ -1,6 +1,7 @@
 """Recipes as tables: counts, FLOPs, hashes and what is refused."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 
@@ -189,7 +190,33 @@ def test_describe_names_the_total():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"lanes": 0}, "lanes=0"),
+        ({"lanes": 0}, "lanes is 0 .int.; expected a whole number from 1"),
+        ({"lanes": 64.0}, "lanes is 64.0 .float."),
+        ({"eval_every": 0}, "eval_every is 0"),
+        ({"eval_every": -3}, "eval_every is -3"),
+        ({"target_loss": math.nan}, "target_loss is nan .float.; expected a finite number"),
+        ({"target_loss": math.inf}, "target_loss is inf"),
+        ({"name": 7}, "name is 7"),
+        ({"name": ""}, "name is ''; expected .* letters"),
+        ({"name": "../../evil"}, "name is '../../evil'"),
+        ({"name": "<script>"}, "name is '<script>'"),
+        ({"track": "a/../../b"}, "track is 'a/../../b'"),
+        ({"layers": 10**9}, "layers is 1000000000"),
+        ({"loss": None}, "loss is None; expected a function"),
+        ({"parameters": None}, "parameters is None"),
+        ({"parameters": {"w": 3}}, "parameter w is 3 .int.; expected a ParamSpec"),
+        ({"parameters": {"w": [3]}}, r"parameter w/\[0\] is 3"),
+        (
+            {"parameters": {"w": r.ParamSpec((2.0,), ("model",), jax.nn.initializers.zeros, "g")}},
+            r"parameter w.shape\[0\] is 2.0",
+        ),
+        ({"data": r.Data("../x", 257, 256)}, "data.name is '../x'"),
+        ({"data": r.Data("x", 10**6, 256)}, "data.vocab_size is 1000000"),
+        ({"data": r.Data("x", 257, 256, align="eos")}, "data.align is 'eos'"),
+        ({"sample": r.Sample(temperature=-1)}, "sample.temperature is -1"),
+        ({"stages": (r.Stage(steps=2.5, lane_len=128),)}, r"stages\[0\].steps is 2.5"),
+        ({"stages": (r.Stage(steps=0, lane_len=128),)}, r"stages\[0\].steps is 0"),
+        ({"eval_len": 512, "eval_tokens": 100}, "eval_tokens is 100, less than one row of eval_len=512"),
         ({"stages": ()}, "STAGES is empty"),
         ({"stages": (r.Stage(steps=1, lane_len=100),)}, "not a multiple of the lane length 100"),
         ({"stages": (r.Stage(steps=1, lane_len=128, windows=(3,)),)}, "1 attention windows for"),

@@ -6,16 +6,21 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jspeed.errors import BadInput
+from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, misfits, whole
 from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+
+ATTENTION = ("xla", "cudnn", "fa4")  # backends, as model/attention.py has them
+MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
+MOST_IDS = 2**16  # shards hold token ids as uint16
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,14 @@ class ParamSpec:
     ``twin`` names the row of the table that this one starts equal to.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[CountOrZero, ...]
     axes: tuple[str, ...]
     init: Init
     group: str
     compute: Any = None
-    padding: int = 0
+    padding: CountOrZero = 0
     dtype: Any = jnp.float32
-    every: int = 1
+    every: Count = 1
     twin: str | None = None
 
     @property
@@ -129,21 +134,21 @@ class Data:
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
     """
 
-    name: str
-    vocab_size: int
-    bos_id: int
-    align: str | None = None
-    shuffle_block: int | None = None
+    name: FolderName
+    vocab_size: Annotated[int, whole(1, MOST_IDS)]
+    bos_id: Annotated[int, whole(0, MOST_IDS - 1)]
+    align: Literal["bos"] | None = None
+    shuffle_block: Count | None = None
 
 
 @dataclass(frozen=True)
 class Sample:
     """What a finished run says: ``number`` texts of at most ``tokens`` new tokens, each after ``prompt``."""
 
-    number: int = 1
-    tokens: int = 128
-    temperature: float = 0.8
-    top_k: int | None = None
+    number: CountOrZero = 1
+    tokens: Count = 128
+    temperature: NotNegative = 0.8
+    top_k: Count | None = None
     prompt: str = ""
 
 
@@ -167,9 +172,9 @@ class Recipe:
     Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
     """
 
-    name: str
-    parent: str | None
-    track: str
+    name: FolderName
+    parent: FolderName | None
+    track: FolderPath
     data: Data
     target_loss: float
     parameters: Mapping[str, Any]
@@ -177,15 +182,15 @@ class Recipe:
     loss: Callable[..., tuple[jax.Array, jax.Array]]
     optimizer: Callable[[], optax.GradientTransformation]
     stages: tuple[Stage, ...]
-    lanes: int
-    eval_every: int
-    eval_tokens: int
-    eval_len: int
-    attention_width: int
-    layers: int
-    eval_windows: tuple[int, ...] = ()
+    lanes: Count
+    eval_every: Count
+    eval_tokens: Count
+    eval_len: Count
+    attention_width: Count
+    layers: Annotated[int, whole(1, MOST_LAYERS)]
+    eval_windows: tuple[Count, ...] = ()
     alike: bool = False
-    heads: int | None = None
+    heads: Count | None = None
     weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     sample: Sample = Sample()
 
@@ -209,8 +214,12 @@ class Recipe:
         return sum(stage.steps * self.tokens_per_step(stage) for stage in self.stages)
 
     def validate(self) -> None:
-        """Raise :class:`BadInput` when the parts do not fit together."""
+        """Raise :class:`BadInput` for a field of another type or range than it declares, or parts that do not fit."""
+        for where, expected, found in misfits(self, Recipe):
+            raise BadInput(f"recipe {self.name}: {where} is {found}; expected {expected}")
         for path, spec in leaves(self.parameters):
+            for where, expected, found in misfits(spec, ParamSpec, f"parameter {path}"):
+                raise BadInput(f"recipe {self.name}: {where} is {found}; expected {expected}")
             if len(spec.axes) != len(spec.shape):
                 raise BadInput(
                     f"recipe {self.name}: parameter {path} has shape {spec.shape} but names {len(spec.axes)} axes "
@@ -231,11 +240,6 @@ class Recipe:
         if not self.stages:
             raise BadInput(f"recipe {self.name}: STAGES is empty; a recipe needs at least one Stage")
         for number, stage in enumerate(self.stages, 1):
-            if stage.steps < 1 or stage.lane_len < 1:
-                raise BadInput(
-                    f"recipe {self.name}: stage {number} has {stage.steps} steps of {stage.lane_len} tokens a lane; "
-                    "both must be at least 1"
-                )
             if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
                 raise BadInput(
                     f"recipe {self.name}: stage {number} cuts documents at {stage.max_doc_len} tokens but a lane has "
@@ -258,17 +262,17 @@ class Recipe:
                     f"recipe {self.name}: shuffle block of {block} tokens is not a multiple of the lane length "
                     f"{stage.lane_len}; change one of them"
                 )
-        if self.lanes < 1 or self.eval_len < 1 or self.eval_tokens < self.eval_len:
+        if self.eval_tokens < self.eval_len:
             raise BadInput(
-                f"recipe {self.name}: found lanes={self.lanes}, eval_tokens={self.eval_tokens}, "
-                f"eval_len={self.eval_len}; all must be positive and eval_tokens at least eval_len"
+                f"recipe {self.name}: eval_tokens is {self.eval_tokens}, less than one row of "
+                f"eval_len={self.eval_len}; give at least as many"
             )
 
 
 def leaves(parameters: Mapping[str, Any]) -> list[tuple[str, ParamSpec]]:
     """Return (slash-joined path, spec) for every row of a parameter table, in pytree order."""
     flat, _ = jax.tree.flatten_with_path(parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return [("/".join(str(key.key) for key in path), spec) for path, spec in flat]
+    return [("/".join(str(getattr(key, "key", key)) for key in path), spec) for path, spec in flat]
 
 
 def map_specs(function: Callable[[ParamSpec], Any], parameters: Mapping[str, Any]) -> Any:

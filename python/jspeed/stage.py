@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from jspeed.fields import Count
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -15,10 +17,10 @@ class Stage:
     to know of the stage besides, fixed at compile time; nobody else reads it.
     """
 
-    steps: int
-    lane_len: int
-    max_doc_len: int | None = None
-    max_docs: int | None = None
-    windows: tuple[int, ...] = ()
-    scored: int | None = None
+    steps: Count
+    lane_len: Count
+    max_doc_len: Count | None = None
+    max_docs: Count | None = None
+    windows: tuple[Count, ...] = ()
+    scored: Count | None = None
     own: Any = None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.run.find import FOLDER, find
+from jspeed.run.find import FOLDER, borrowed_name, find
 
 
 def test_a_copied_and_edited_file_runs_from_anywhere(tmp_path: Path):
@@ -18,6 +18,49 @@ def test_a_copied_and_edited_file_runs_from_anywhere(tmp_path: Path):
     assert mine.hash != original.hash
     copy.write_text(source)
     assert find(str(copy)).hash == original.hash
+
+
+def edited(tmp_path: Path, *changes: tuple[str, str]) -> str:
+    """The path of a copy of stdlib with lines changed."""
+    source = (FOLDER / "stdlib.py").read_text()
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("LANES = 16", "LANES = 64.0", "lanes is 64.0"),
+        ('name="stdlib",', "name=7,", "name is 7"),
+        ('name="stdlib",', 'name="../../evil",', "name is '../../evil'"),
+        ("TARGET_LOSS = 1.4", 'TARGET_LOSS = float("nan")', "target_loss is nan"),
+        ("TARGET_LOSS = 1.4", "TARGET_LOSS = 1e999", "target_loss is inf"),
+        ("by_group = {", "import sys; sys.exit(0)\n    by_group = {", "ends the program at line 1"),
+        ("optimizer=optimizer", "optimizer=list", "mine.py fails with AttributeError"),
+    ],
+)
+def test_refuses_what_a_copy_says(tmp_path: Path, old, new, words):
+    with pytest.raises(BadInput, match=words) as caught:
+        find(edited(tmp_path, (old, new)))
+    assert "line ?" not in str(caught.value)
+
+
+def test_what_json_cannot_hold_is_no_field(tmp_path: Path):
+    found = find(edited(tmp_path, ("STEPS = 250", "STEPS = 250\nBYTES = b'x'\nNO_CAP = 1e999\nMANY = {1, 2}")))
+    assert found.hash and not {"BYTES", "NO_CAP", "MANY"} & found.fields.keys()
+
+
+def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
+    assert borrowed_name(find("stdlib", ["STEPS=3"])) is None
+    assert borrowed_name(find(edited(tmp_path))) is None
+    assert "mine.py is not the stdlib that comes with jspeed" in str(
+        borrowed_name(find(edited(tmp_path, ("STEPS = 250", "STEPS = 251"))))
+    )
+    assert borrowed_name(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
 
 
 def test_set_reaches_everything_derived():
@@ -34,10 +77,22 @@ def test_set_reaches_everything_derived():
         ("fineweb_cpu", (), "did you mean 'fineweb-cpu'"),
         ("none.py", (), "does not exist"),
         ("stdlib", ("WIDHT=3",), "did you mean 'WIDTH'"),
-        ("stdlib", ("WIDTH",), "write FIELD=VALUE"),
-        ("stdlib", ("WIDTH=wide",), "of type int"),
-        ("stdlib", ("WIDTH=1.5",), "is float"),
+        ("", (), "recipe '' is unknown; known recipes"),
+        ("x/" + "y" * 5000, (), "does not exist"),
+        ("stdlib", ("WIDTH",), r"--set WIDTH: there is no value; write WIDTH=VALUE \(now 192\)"),
+        ("stdlib", ("WIDTH=",), "is a whole number .now 192., found ''; give a whole number"),
+        ("stdlib", ("WIDTH=wide",), "is a whole number .now 192., found 'wide'; give a whole number"),
+        ("stdlib", ("WIDTH=1.5",), "found '1.5'; give a whole number"),
+        ("stdlib", ("WIDTH=True",), "found 'True'"),
+        ("stdlib", ("MUON_LR=1e999",), "is a finite number .now 0.035., found '1e999'"),
+        ("stdlib", ("MUON_LR=nan",), "found 'nan'"),
+        ("stdlib", ("WIDTH={[]: 1}",), "found '{.]: 1}'"),
+        ("stdlib", ("WIDTH=" + "(" * 500,), "give a whole number"),
+        ("stdlib", ("WIDTH=0x" + "f" * 5000,), "give a whole number"),
         ("stdlib", ("HEADS=0",), "fails at line"),
+        ("stdlib", ("EVAL_EVERY=0",), "eval_every is 0"),
+        ("stdlib", ("EVAL_EVERY=-3",), "eval_every is -3"),
+        ("stdlib", ("LAYERS=1000000000",), "layers is 1000000000"),
     ],
 )
 def test_refuses(name, sets, words):
@@ -52,6 +107,11 @@ def test_refuses(name, sets, words):
         ("RECIPE = 1\n", "defines no RECIPE"),
         ("def\n", "cannot be read as Python"),
         ("import nothing_like_this\n", "fails at line 1 with ModuleNotFoundError"),
+        ("import sys\n\nsys.exit(0)\n", r"ends the program at line 3 by sys.exit\(0\); a recipe only defines"),
+        ("raise GeneratorExit\n", "fails at line 1 with GeneratorExit"),
+        ("return\n", r"cannot be read as Python: SyntaxError: 'return' outside function .* line 1"),
+        ("x = '\0'\n", "cannot be read as Python"),
+        ("A = {[1]: 2}\n", "fails at line 1 with TypeError"),
     ],
 )
 def test_refuses_files(tmp_path: Path, text, words):

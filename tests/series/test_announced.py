@@ -1,5 +1,6 @@
 """Plans: what they mean, that runs keep to them, series that go on, races; with a quick stand-in for the trainer."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -60,7 +62,12 @@ def test_what_a_plan_means(text, seeds):
     assert planned.parse_seeds(text) == seeds
 
 
-@pytest.mark.parametrize("text", ["n=0", "4", "n=x", "n=3,seeds=1..4", "seeds=4..1", "seeds=1-4", "n=2,m=3", "n=-1"])
+@pytest.mark.parametrize(
+    "text",
+    ["n=0", "4", "n=x", "n=3,seeds=1..4", "seeds=4..1", "seeds=1-4", "n=2,m=3", "n=-1", "", "n=²", "n=3,n=4"]
+    + ["n=1000000000,seeds=1..1000000000", "seeds=1..1000000000000", "n=1001", "n=" + "9" * 5000]
+    + ["seeds=4294967295..4294967296"],
+)
 def test_what_cannot_be_meant(text):
     with pytest.raises(BadInput, match=f"--plan {text}"):
         planned.parse_seeds(text)
@@ -76,8 +83,17 @@ def test_a_series_makes_what_it_announced_and_goes_on(trainer, capfd):
     (trainer / "s" / "2-stdlib-s2" / "run.json").unlink()
     assert announced.run_series(options, "n=3") == 0 and len(calls(trainer)) == 4 and "--seed 2" in calls(trainer)[3]
     assert (trainer / "s" / "plan.json").read_bytes() == plan
+    for wrong, says in [({"seed": 5}, "leave --seed out"), ({"steps": 0}, "--steps 0"), ({"target_loss": nan}, "nan")]:
+        with pytest.raises(BadInput, match=says):
+            announced.run_series(dataclasses.replace(options, **wrong), "n=3")
     with pytest.raises(BadInput, match="holds another plan"):
         announced.run_series(options, "n=4")
+
+
+def test_every_option_reaches_the_runs(trainer):
+    options = Options("stdlib", run_dir=trainer / "s", sample=False, checkpoint_every=5, layout="dp")
+    assert announced.run_series(options, "n=1") == 0
+    assert "--layout dp --checkpoint-every 5 --no-sample" in calls(trainer)[0]
 
 
 def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):

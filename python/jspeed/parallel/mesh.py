@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -9,8 +10,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.cluster.distributed import process_count
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, nearest
 
+AXES = ("data", "model", "pipe")
+MOST_DEVICES = 2**20
+MOST_CPU_DEVICES = 256  # each has threads of its own
 ROW_AXES = ("data", "pipe")  # the mesh axes that shard the rows of a batch
 
 
@@ -18,26 +22,36 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Read ``data=4,model=2`` into axis sizes, in that order; one size may be -1 (all remaining devices)."""
     axes: dict[str, int] = {}
     for part in text.split(","):
-        name, _, size = part.partition("=")
-        try:
-            axes[name.strip()] = int(size)
-        except ValueError:
-            raise BadInput(
-                f"--mesh {text}: '{part}' is not NAME=SIZE with a whole number; write for example data=8"
-            ) from None
+        name, _, size = (word.strip() for word in part.partition("="))
+        if not re.fullmatch("-1|[0-9]{1,9}", size):
+            raise BadInput(f"--mesh {text}: '{part}' is not NAME=SIZE with a whole number; write for example data=8")
+        if name not in AXES:
+            raise BadInput(f"--mesh {text}: axis '{name}' is unknown{nearest(name, AXES)}; axes: {', '.join(AXES)}")
+        if name in axes:
+            raise BadInput(f"--mesh {text}: '{name}' is there twice; give each axis one size")
+        axes[name] = int(size)
     if "data" not in axes:
         raise BadInput(f"--mesh {text}: there is no 'data' axis; write for example data=8")
-    if any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
+    if 0 in axes.values() or list(axes.values()).count(-1) > 1:
         raise BadInput(f"--mesh {text}: sizes must be positive, and at most one -1 (all remaining devices)")
+    if math.prod(axes.values()) > MOST_DEVICES:
+        raise BadInput(f"--mesh {text}: asks for {math.prod(axes.values())} devices; give at most {MOST_DEVICES}")
     return axes
 
 
 def request_cpu_devices(axes: Mapping[str, int]) -> None:
     """Split the CPU into as many devices as ``axes`` need of each process; call before anything asks for devices.
 
-    No effect on GPUs, or where XLA_FLAGS or JAX_NUM_CPU_DEVICES already set the number.
+    No effect on GPUs, or where XLA_FLAGS or JAX_NUM_CPU_DEVICES already set the number. Raises :class:`BadInput` for
+    more devices than one process can have.
     """
     count = math.prod(axes.values()) // process_count()
+    if count > MOST_CPU_DEVICES:
+        asked = ",".join(f"{name}={size}" for name, size in axes.items())
+        raise BadInput(
+            f"--mesh {asked} asks for {count} devices of one process; give at most {MOST_CPU_DEVICES}, or start more "
+            "processes (scripts/launch.py)"
+        )
     given = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count > 1 and not given and "JAX_NUM_CPU_DEVICES" not in os.environ:
         jax.config.update("jax_num_cpu_devices", count)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspeed import fields
 from jspeed.errors import BadInput
 from jspeed.files import read_regular, write_whole
 from jspeed.record.runfile import content_hash, parse_json
@@ -21,23 +22,29 @@ SCHEMA = 1
 PLAN_KINDS = ("seeds", "race")
 FIELDS = {"schema": "count", "kind": "text", "made": "moment", "steps": "positive or null", "runs": "list"}
 RUN_FIELDS = {"folder": "text", "recipe": "text", "recipe_hash": "text", "seed": "count"}
-FOLDER = re.compile(r"\d+-[A-Za-z0-9_][A-Za-z0-9._+-]*-s\d+")
+FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
+PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
+MOST_RUNS = 1000
+MOST_SEED = 2**32 - 1  # --seed is a uint32
 REMEDY = "a plan.json comes from speedrun.py --plan or leaderboard.py race and is not edited"
 
 
 def parse_seeds(text: str) -> list[int]:
     """Return the seeds of ``n=4``, ``seeds=1..4`` or both; n alone means 1 to n. Raises BadInput for anything else."""
-    usage = f"--plan {text}: expected n=N, seeds=A..B or both, such as n=4,seeds=1..4"
-    parts = dict(part.partition("=")[::2] for part in text.split(","))
-    if not parts.keys() <= {"n", "seeds"}:
-        raise BadInput(usage)
-    ends = re.fullmatch(r"(\d+)\.\.(\d+)", parts["seeds"]) if "seeds" in parts else None
-    if ("seeds" in parts and not ends) or not parts.get("n", "1").isdigit():
-        raise BadInput(usage)
-    seeds = list(range(int(ends[1]), int(ends[2]) + 1)) if ends else list(range(1, int(parts["n"]) + 1))
-    if not seeds or len(seeds) != int(parts.get("n", len(seeds))):
-        raise BadInput(f"--plan {text}: n={parts.get('n')} but there are {len(seeds)} seeds; make them agree")
-    return seeds
+    parts = [part.partition("=") for part in text.split(",")]
+    given = {name: re.fullmatch(PLAN_PARTS.get(name, "(?!)"), value) for name, _, value in parts}
+    if not all(given.values()) or len(given) < len(parts):
+        raise BadInput(f"--plan {text}: expected n=N, seeds=A..B or both, such as n=4,seeds=1..4")
+    count, ends = given.get("n"), given.get("seeds")
+    first, last = (int(ends[1]), int(ends[2])) if ends else (1, int(count[0]) if count else 0)
+    number = last - first + 1
+    if number < 1:
+        raise BadInput(f"--plan {text}: the last seed is below the first; turn them round")
+    if count and number != int(count[0]):
+        raise BadInput(f"--plan {text}: n={count[0]} but there are {number} seeds; make them agree")
+    if number > MOST_RUNS or last > MOST_SEED:
+        raise BadInput(f"--plan {text}: at most {MOST_RUNS} runs, with seeds up to {MOST_SEED}")
+    return list(range(first, last + 1))
 
 
 def make_plan(kind: str, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
+from jspeed.fields import FOLDER
 from jspeed.files import read_regular, write_whole
 from jspeed.record import planned
 from jspeed.record.consistent import PROBES
@@ -28,8 +29,6 @@ from jspeed.record.schema import SCHEMA
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
 
-# What may become a folder's name: never hidden, never "..", the same on every file system.
-FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 RUN = re.compile(r"\d{8}T\d{6}Z-s\d+-[0-9a-f]{8}\.json")
 PLAN = re.compile(r"plan-[0-9a-f]{8}\.json")
 SOURCE = re.compile(r"recipe-[0-9a-f]{8}\.py")

@@ -1,8 +1,11 @@
 """Find a recipe by name or path, read its file with fields replaced by ``--set``, and hash what came out."""
 
 import ast
+import json
+import os
 import types
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.errors import BadInput, nearest
+from jspeed.fields import expected
 from jspeed.recipe import Context, Recipe, init_parameters, recipe_hash
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -40,29 +44,29 @@ def known_recipes() -> list[str]:
 def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> Found:
     """Read the recipe called ``name_or_path`` (a name, or a path that ends in ``.py``).
 
-    A *field* is a module-level ``NAME = literal`` with an upper-case name. ``sets`` are ``FIELD=VALUE`` texts;
-    the file is read as if those lines held the new values, so everything derived from them follows.
-    Without ``trace`` its functions are not tried, which takes seconds for a hundred layers.
-    Raises :class:`BadInput` for an unknown name, a file that fails or has no RECIPE, an unknown field or a value
-    of another type.
+    A *field* is a module-level ``NAME = literal`` with an upper-case name, of a value that JSON can hold. ``sets`` are
+    ``FIELD=VALUE`` texts; the file is read as if those lines held the new values, so everything derived from them
+    follows. Without ``trace`` its functions are not tried, which takes seconds for a hundred layers.
+    Raises :class:`BadInput` for an unknown name, a file that fails, ends the program or has no RECIPE, an unknown field
+    or a value of another type.
     """
     path = _locate(name_or_path)
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source, filename=str(path))
-    except (OSError, UnicodeDecodeError, SyntaxError) as error:
-        raise BadInput(f"recipe file {path} cannot be read as Python: {error}") from None
-    literals = _fields(tree)
-    fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
-    overrides = dict(_override(text, fields, path) for text in sets)
-    for name, value in overrides.items():
-        literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
-    ast.fix_missing_locations(tree)
+        literals = _fields(tree)
+        fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
+        overrides = dict(_override(text, fields, path) for text in sets)
+        for name, value in overrides.items():
+            literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
+        code = compile(ast.fix_missing_locations(tree), str(path), "exec")
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
+        raise BadInput(f"recipe file {path} cannot be read as Python: {_reason(error)}") from None
 
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     try:
-        exec(compile(tree, str(path), "exec"), module.__dict__)
+        exec(code, module.__dict__)
         recipe = getattr(module, "RECIPE", None)
         if not isinstance(recipe, Recipe):
             example = FOLDER / "stdlib.py"
@@ -70,13 +74,27 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
         recipe.validate()
         if trace:
             check_functions(recipe)
-    except BadInput:
+    except (BadInput, KeyboardInterrupt):
         raise
-    except Exception as error:
-        line = _line_in(error, str(path))
-        reason = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-        raise BadInput(f"recipe file {path} fails at line {line} with {reason}") from error
+    except SystemExit as error:
+        raise BadInput(
+            f"recipe file {path} ends the program{_line_in(error, path)} by sys.exit({error.code!r}); a recipe only "
+            "defines what to train"
+        ) from None
+    except BaseException as error:
+        raise BadInput(f"recipe file {path} fails{_line_in(error, path)} with {_reason(error)}") from error
     return Found(recipe, path, source, fields | overrides, overrides)
+
+
+def borrowed_name(found: Found) -> str | None:
+    """Return a warning where a file calls its recipe like one of jspeed's and is another: its runs look like theirs."""
+    name = found.recipe.name
+    if name not in known_recipes() or found.source == _place_of(name).read_text(encoding="utf-8"):
+        return None
+    return (
+        f"{found.path} is not the {name} that comes with jspeed but has its name, and so do its runs; "
+        'give it another, name="..." in its RECIPE'
+    )
 
 
 def check_functions(recipe: Recipe) -> None:
@@ -98,53 +116,60 @@ def check_functions(recipe: Recipe) -> None:
 def _locate(name_or_path: str) -> Path:
     if name_or_path.endswith(".py") or "/" in name_or_path:
         path = Path(name_or_path)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise BadInput(
                 f"recipe file {path} does not exist; give the path of a recipe file or one of the names "
                 f"{', '.join(known_recipes())}"
             )
         return path
-    path = FOLDER / f"{name_or_path.replace('-', '_')}.py"
     if name_or_path not in known_recipes():
         raise BadInput(
             f"recipe '{name_or_path}' is unknown{nearest(name_or_path, known_recipes())}; "
             f"known recipes: {', '.join(known_recipes())}; a file is given by its path, ending in .py"
         )
-    return path
+    return _place_of(name_or_path)
+
+
+def _place_of(name: str) -> Path:
+    return FOLDER / f"{name.replace('-', '_')}.py"
 
 
 def _fields(tree: ast.Module) -> dict[str, ast.Assign]:
     fields = {}
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            try:
-                ast.literal_eval(node.value)
-            except ValueError:
-                continue
-            if name.isupper():
-                fields[name] = node
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+            with suppress(ValueError):
+                _plain(node.value)
+                fields[node.targets[0].id] = node
     return fields
+
+
+def _plain(text: str | ast.expr) -> Any:
+    """Return the literal that ``text`` is; raises ValueError where it is none, or none that JSON can hold."""
+    try:
+        value = ast.literal_eval(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return value
 
 
 def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
     name, equals, value_text = text.partition("=")
     name = name.strip().upper().replace("-", "_")
-    if not equals or name not in fields:
-        raise BadInput(
-            f"--set {text}: {path.name} has no field '{name}'{nearest(name, fields)}; write FIELD=VALUE with one of "
-            f"{', '.join(fields)}"
-        )
+    known = ", ".join(fields)
+    if name not in fields:
+        raise BadInput(f"--set {text}: {path.name} has no field '{name}'{nearest(name, fields)}; known: {known}")
     old = fields[name]
-    try:
-        value = ast.literal_eval(value_text)
-    except (ValueError, SyntaxError):
-        value = value_text
-    value = _alike(value, old)
+    if not equals:
+        raise BadInput(f"--set {text}: there is no value; write {name}=VALUE (now {old!r})")
+    value: Any = value_text
+    with suppress(ValueError):
+        value = _alike(_plain(value_text), old)
     if type(value) is not type(old) and old is not None:
+        wanted = expected(type(old))
         raise BadInput(
-            f"--set {text}: field {name} of {path.name} is of type {type(old).__name__} (now {old!r}) but "
-            f"{value_text!r} is {type(value).__name__}; give a {type(old).__name__}"
+            f"--set {text}: field {name} of {path.name} is {wanted} (now {old!r}), found {value_text!r}; give {wanted}"
         )
     return name, value
 
@@ -165,11 +190,16 @@ def _alike(value: Any, old: Any) -> Any:
     return value
 
 
-def _line_in(error: BaseException, filename: str) -> int | str:
-    line: int | str = "?"
+def _reason(error: BaseException) -> str:
+    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+
+
+def _line_in(error: BaseException, path: Path) -> str:
+    """Return `` at line N`` of the file at ``path``, the deepest that ``error`` went through, or nothing."""
+    line = ""
     trace = error.__traceback__
     while trace:
-        if trace.tb_frame.f_code.co_filename == filename:
-            line = trace.tb_lineno
+        if trace.tb_frame.f_code.co_filename == str(path):
+            line = f" at line {trace.tb_lineno}"
         trace = trace.tb_next
     return line

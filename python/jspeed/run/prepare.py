@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.fits import check_fits
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
+from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, replicated, request_cpu_devices
@@ -49,7 +50,7 @@ from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence as Witness
 from jspeed.run.evidence.at_start import checksum
 from jspeed.run.export import fingerprint, read_parameters
-from jspeed.run.find import Found, find
+from jspeed.run.find import Found, borrowed_name, find
 from jspeed.run.output import console as say
 from jspeed.run.output.sinks import check_sinks
 from jspeed.sizes import describe
@@ -61,25 +62,26 @@ class Options:
 
     recipe: str
     data: Path | None = None
-    seed: int = 1
-    steps: int | None = None
+    seed: Annotated[int, whole(0, 2**32 - 1)] = 1
+    steps: Count | None = None
     run_dir: Path | None = None
     layout: str = DEFAULT_LAYOUT
     mesh: str | None = None
-    micro_batch: int | None = None
+    micro_batch: Count | None = None
     attention: str | None = None
     target_loss: float | None = None
-    max_minutes: float | None = None
+    max_minutes: Positive | None = None
     sets: tuple[str, ...] = ()
     init_from: Path | None = None
-    checkpoint_every: int = 0
+    checkpoint_every: CountOrZero = 0
     resume: bool = False
     coordinator: str | None = None
     processes: int | None = None
     process_id: int | None = None
     progress: bool = True
     log: tuple[str, ...] = ()
-    profile: int = 0
+    profile: CountOrZero = 0
+    sample: bool = True
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,6 @@ class Setup:
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
-    check_numbers(options)
     use_compile_cache()
     found, mesh = find_and_place(options)
     recipe = found.recipe
@@ -140,6 +141,10 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     run_dir, step = claimed.run_dir, claimed.step
     forget = at_failure(claimed.abandon)
     try:
+        if step is not None and options.steps is not None and step > options.steps:
+            raise BadInput(
+                f"--steps {options.steps}: the run in {run_dir} has made {step} already; give more, or no --steps"
+            )
         config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
         config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}
         config |= {"options": dataclasses.asdict(options)}
@@ -167,6 +172,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
         say.opening(console, facts)
+        if warning := borrowed_name(found):
+            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
         with clock.section("compile"), say.waiting(console, "compiling"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
             barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
@@ -217,9 +224,13 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
 
 
 def find_and_place(options: Options) -> tuple[Found, Mesh]:
-    """Return the recipe and the mesh it is to lie on. Raises :class:`BadInput` where the layout does not fit."""
+    """Return the recipe and the mesh it is to lie on, with no device used yet.
+
+    Raises :class:`BadInput` for options that cannot be meant, and where the layout does not fit.
+    """
+    check_options(options)
     found = find(options.recipe, options.sets)
-    axes = parse_mesh(options.mesh) if options.mesh else None
+    axes = parse_mesh(options.mesh) if options.mesh is not None else None
     if axes:
         request_cpu_devices(axes)
     mesh = make_mesh(axes)
@@ -260,18 +271,11 @@ def identity(options: Options, found: Found, shards: Shards, val_shards: Shards)
     return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
 
 
-def check_numbers(options: Options) -> None:
-    """Raise :class:`BadInput` for counts that cannot be meant."""
-    for name in ("steps", "micro_batch", "max_minutes"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: must be more than 0")
-    for name in ("checkpoint_every", "profile"):
-        if getattr(options, name) < 0:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 (none) or more")
+def check_options(options: Options) -> None:
+    """Raise :class:`BadInput` for values that no option may have, whatever the recipe."""
+    for where, expected, found in misfits(options, Options):
+        raise BadInput(f"--{where.replace('_', '-')} {getattr(options, where)}: expected {expected}, found {found}")
     check_sinks(options.log)
-    if not 0 <= options.seed < 2**32:
-        raise BadInput(f"--seed {options.seed}: must be a whole number from 0 to {2**32 - 1}")
 
 
 def data_folder(recipe: Recipe, given: Path | None) -> Path:

@@ -22,7 +22,7 @@ from jspeed.record.remarks import remarks
 from jspeed.record.runfile import read_run
 from jspeed.run.clock import utc_now
 from jspeed.run.find import find
-from jspeed.run.prepare import Options
+from jspeed.run.prepare import Options, check_options
 
 SPEEDRUN = Path(__file__).parents[3] / "scripts" / "speedrun.py"  # of a checkout
 OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are
@@ -38,6 +38,9 @@ def run_series(options: Options, text: str) -> int:
         raise BadInput("--plan and --resume: give the --plan command again without --resume, and it goes on")
     if find_place(os.environ, options.coordinator, options.processes, options.process_id):
         raise BadInput("--plan makes its runs in one process each; leave the launcher and --coordinator away")
+    if options.seed != Options.seed:
+        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan says the seeds; leave --seed out")
+    check_options(options)
     found = find(options.recipe, options.sets)
     runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in planned.parse_seeds(text)]
     folder = options.run_dir or default_folder(found.recipe.name)

@@ -6,9 +6,11 @@ import types
 import jax
 import pytest
 
+from jspeed import recipe as recipe_module
 from jspeed.errors import BadInput
+from jspeed.model import attention
 from jspeed.parallel.layout import check_layout
-from jspeed.parallel.mesh import make_mesh, parse_mesh
+from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
 from jspeed.run.compute import device, program
 from jspeed.run.find import find
@@ -92,10 +94,30 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
         program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
 
 
-@pytest.mark.parametrize("text", ["data", "data=x", "model=2", "data=0", "data=-1,model=-1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "data", "data=x", "model=2", "data=0", "data=-1,model=-1", "data=-2", "data=2,data=2", "data=2,pip=2"],
+        *["data=100000000", "data=1000000000000", "data=1024,model=1024,pipe=1024", "data=²", "data=1_0"],
+    ],
+)
 def test_refuses_mesh_text(text):
     with pytest.raises(BadInput, match=f"--mesh {text}"):
         parse_mesh(text)
+
+
+def test_a_process_is_not_asked_for_more_cpu_devices_than_it_can_have(monkeypatch):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    with pytest.raises(BadInput, match="--mesh data=500,model=2 asks for 1000 devices of one process; give at most"):
+        request_cpu_devices(parse_mesh("data=500,model=2"))
+
+
+def test_attention_backends_are_those_of_the_devices():
+    assert recipe_module.ATTENTION == attention.BACKENDS
+    assert device.device_of(cuda("9.0"), "cudnn").attention == "cudnn"
+    for mesh, backend in [(mesh_of(1), "nope"), (mesh_of(1), "cudnn"), (mesh_of(1), ""), (cuda("9.0"), "nope")]:
+        with pytest.raises(BadInput, match=f"--attention {backend}: on .* devices the backends are xla"):
+            device.device_of(mesh, backend)
 
 
 def test_mesh_fills_minus_one_and_counts_devices():

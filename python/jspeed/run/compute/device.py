@@ -5,9 +5,9 @@ from importlib.util import find_spec
 
 from jax.sharding import Mesh
 
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import row_shards
-from jspeed.recipe import Recipe, Stage
+from jspeed.recipe import ATTENTION, Recipe, Stage
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
@@ -27,8 +27,17 @@ class Device:
 
 
 def device_of(mesh: Mesh, attention: str | None = None) -> Device:
-    """Return what the devices of ``mesh`` can do; ``attention`` overrides the choice of backend."""
+    """Return what the devices of ``mesh`` can do; ``attention`` overrides the choice of backend.
+
+    Raises :class:`BadInput` for a backend that is unknown, or that these devices do not have.
+    """
     first = mesh.devices.flat[0]
+    known = ATTENTION[:1] if first.platform == "cpu" else ATTENTION
+    if attention is not None and attention not in known:
+        raise BadInput(
+            f"--attention {attention}: on {first.platform} devices the backends are {', '.join(known)}"
+            f"{nearest(attention, known)}"
+        )
     if first.platform == "cpu":
         return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH)
     capability = tuple(int(part) for part in str(first.compute_capability).split("."))

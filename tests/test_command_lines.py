@@ -1,0 +1,78 @@
+"""What command lines refuse before anything is compiled, and what their help says."""
+
+import pytest
+
+from jspeed.parallel.mesh import parse_mesh
+from jspeed.run.find import find
+
+from .called import SCRIPTS, call
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        (["--mesh data=100000000", "devices"], ["--mesh", "data=100000000"]),
+        (["--mesh data=1000", "at most 256"], ["--mesh", "data=1000"]),
+        (["--mesh data=2,data=2", "twice"], ["--mesh", "data=2,data=2"]),
+        (["--mesh ", "data=8"], ["--mesh", ""]),
+        (["--plan n=1000000000", "at most 1000 runs"], ["--plan", "n=1000000000,seeds=1..1000000000"]),
+        (["--plan seeds=1..1000000000000", "at most 1000 runs"], ["--plan", "seeds=1..1000000000000"]),
+        (["--plan ", "such as n=4"], ["--plan", ""]),
+        (["--target-loss nan", "a finite number"], ["--target-loss", "nan"]),
+        (["--target-loss inf", "a finite number"], ["--target-loss", "inf"]),
+        (["--max-minutes nan", "above 0"], ["--max-minutes", "nan"]),
+        (["--max-minutes 0", "above 0"], ["--max-minutes", "0"]),
+        (["--checkpoint-every -1", "from 0"], ["--checkpoint-every", "-1"]),
+        (["--attention nope", "xla"], ["--attention", "nope"]),
+        (["--log  is unknown"], ["--log", ""]),
+        (["recipe '' is unknown", "stdlib"], [""]),
+        (["eval_every is 0"], ["--set", "EVAL_EVERY=0"]),
+        (["--set LANES", "no value", "LANES=VALUE (now 16)"], ["--set", "LANES"]),
+    ],
+)
+def test_speedrun_refuses(tmp_path, words, arguments):
+    done = call(tmp_path, "speedrun.py", *arguments)
+    assert done.code == 2, done
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+    for word in words:
+        assert word in done.err, done.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--data", "--init-from"])
+def test_an_empty_path_is_not_the_current_folder(tmp_path, flag):
+    done = call(tmp_path, "speedrun.py", flag, "")
+    assert done.code == 2 and "an empty path; give a folder" in done.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--items"])
+@pytest.mark.parametrize("count", [0, -1])
+def test_evaluate_refuses_to_measure_nothing(tmp_path, flag, count):
+    done = call(tmp_path, "evaluate.py", "here", flag, count)
+    assert done.code == 2 and done.err == f"error: {flag} {count}: must be at least 1\n"
+
+
+def test_plan_refuses_what_a_recipe_says(tmp_path):
+    done = call(tmp_path, "plan.py", "stdlib", "--no-compile", "--set", "EVAL_EVERY=0")
+    assert done.code == 2 and "eval_every is 0" in done.err
+
+
+def test_help(tmp_path):
+    recipes = call(tmp_path, "speedrun.py", "--help")
+    assert recipes.code == 0 and "shakespeare-char" in recipes.out and "--no-sample" in recipes.out
+    evaluate = call(tmp_path, "evaluate.py", "--help")
+    assert evaluate.code == 0 and "hellaswag_val.jsonl, or the word download" in evaluate.out
+    launch = call(tmp_path, "launch.py", "--help")
+    assert launch.code == 0 and "--standalone  " in launch.out and "--node-rank R, --node_rank R" in launch.out
+
+
+def test_the_meshes_of_the_readme_fit_its_recipe():
+    """What the layout of tp needs besides what find_and_place checks: heads that the model axis divides."""
+    readme = (SCRIPTS.parent / "README.md").read_text()
+    lines = [line.partition("#")[0].split()[2:] for line in readme.splitlines() if "speedrun.py --mesh" in line]
+    assert len(lines) == 2
+    found = find("stdlib")
+    for arguments in lines:
+        axes = parse_mesh(arguments[arguments.index("--mesh") + 1])
+        assert found.recipe.lanes % axes["data"] == 0 and found.fields["HEADS"] % axes.get("model", 1) == 0

@@ -1,0 +1,242 @@
+"""Command lines, recipe fields, recipe files and manifests that nobody foresaw: an exit code that is documented, no
+traceback, no file outside the run directory.
+
+Everything goes in by ``scripts/`` and ``python -m jspeed.data`` as a user's does, in this process. Most examples stop
+before anything is compiled, by ``--show-layout``; some train a toy for a step. Examples are the same in every run.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jspeed.run.find import FOLDER, find
+
+from .called import Done, call
+from .several import shards
+from .toys import TOYS
+
+CODES = {0, 1, 2, 75, 130, 143}
+QUICK = settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+THOROUGH = settings(QUICK, max_examples=600)
+HOME = "home"  # where examples run; what is beside it nobody may write
+
+numbers = st.one_of(
+    st.sampled_from(
+        ["0", "-1", "1", "3", "1.5", "nan", "inf", "-inf", "1e999", "", "x", "1_0", "²", "0x10", "9" * 5000]
+    ),
+    st.integers(-(2**70), 2**70).map(str),
+    st.floats().map(repr),
+)
+texts = st.one_of(
+    st.sampled_from(["", ".", "..", "../../evil", "/", "<script>", "-", "--", "=", ",", "a b", "$HOME", "x" * 5000]),
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12),
+)
+axes = st.tuples(st.sampled_from(["data", "model", "pipe", "datta", ""]), numbers | st.just("2")).map("=".join)
+meshes = st.lists(axes, max_size=3).map(",".join) | texts
+plans = st.one_of(texts, numbers.map("n={}".format), st.tuples(numbers, numbers).map("..".join).map("seeds={}".format))
+layouts = st.sampled_from(["zero1", "dp", "fsdp", "tp", "fsdp+tp", "pp", "dp+remat", "pp+remat", "+", ""]) | texts
+names = st.sampled_from(["stdlib", "shakespeare-char", "r21", "stdlb", "none.py", "mine/.py", "/"]) | texts
+FIELDS = sorted(find("stdlib", trace=False).fields)
+values = st.one_of(
+    numbers.filter(lambda text: len(text) < 3),  # sizes are small: a recipe is traced layer by layer
+    st.sampled_from(
+        ["None", "True", "()", "[1, 2]", "{}", "{[]: 1}", "'x'", "(" * 300, "b''", "1j", "lambda: 0", "nan"]
+    ),
+    texts.filter(lambda text: len(text) < 100),
+)
+sets = st.tuples(st.sampled_from(FIELDS) | texts, st.sampled_from(["=", "", "=="]), values).map("".join)
+flags = st.one_of(
+    st.tuples(st.sampled_from(["--seed", "--steps", "--micro-batch", "--target-loss", "--max-minutes"]), numbers),
+    st.tuples(st.sampled_from(["--checkpoint-every", "--profile", "--processes", "--process-id"]), numbers),
+    st.tuples(st.just("--mesh"), meshes),
+    st.tuples(st.just("--layout"), layouts),
+    st.tuples(st.sampled_from(["--attention", "--log", "--coordinator", "--data", "--init-from", "--nope"]), texts),
+    st.tuples(st.just("--set"), sets),
+    st.tuples(st.sampled_from(["--resume", "--no-sample", "--no-progress", "--sample", "--help", "-h"])),
+)
+json_values = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), texts.filter(lambda t: len(t) < 100)
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(texts.filter(lambda t: len(t) < 100), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / HOME).mkdir()
+    shards(tmp_path / "shards")
+    return tmp_path
+
+
+def behaves(place: Path, script: str, *arguments: object, writes: tuple[str, ...] = ()) -> Done:
+    """Call a command line; only folders of HOME that are called one of ``writes`` may be other afterwards."""
+    before = snapshot(place, writes)
+    done = call(place / HOME, script, *arguments)
+    assert done.code in CODES, (arguments, done)
+    assert "Traceback" not in done.out + done.err, (arguments, done)
+    if done.err.startswith("error: "):
+        assert done.code == 2 and done.err.count("\n") == 1 + "".join(map(str, arguments)).count("\n"), (
+            arguments,
+            done,
+        )
+    assert snapshot(place, writes) == before, arguments
+    return done
+
+
+def snapshot(place: Path, writes: tuple[str, ...]) -> dict[str, bytes | None]:
+    """Everything below ``place`` but the folders that may be written."""
+    found: dict[str, bytes | None] = {}
+    for folder, folders, files in os.walk(place):
+        if Path(folder) == place / HOME:
+            folders[:] = [name for name in folders if name not in writes]
+        found |= {str(Path(folder, name)): None for name in folders}
+        found |= {str(Path(folder, name)): Path(folder, name).read_bytes() for name in files}
+    return found
+
+
+def try_command_lines(how: settings, place: Path) -> None:
+    @how
+    @given(st.lists(flags, max_size=4), names | st.just("stdlib"))
+    def each(chosen, name):
+        words = [word for flag in chosen for word in flag]
+        behaves(place, "speedrun.py", name, *words, "--show-layout")
+
+    each()
+
+
+def test_command_lines(place):
+    try_command_lines(QUICK, place)
+
+
+@pytest.mark.slow
+def test_many_command_lines(place):
+    try_command_lines(THOROUGH, place)
+
+
+def try_fields(how: settings, place: Path) -> None:
+    @how
+    @given(st.lists(sets, min_size=1, max_size=3))
+    def each(fields):
+        behaves(place, "speedrun.py", "stdlib", "--show-layout", "--set", *TOYS["stdlib"], *fields)
+
+    each()
+
+
+def test_fields(place):
+    try_fields(QUICK, place)
+
+
+@pytest.mark.slow
+def test_many_fields(place):
+    try_fields(THOROUGH, place)
+
+
+LINES = [line for line in (FOLDER / "stdlib.py").read_text().splitlines() if line[:4] == "    " and "=" in line][-21:]
+PYTHON = [
+    "None",
+    "0",
+    "-1",
+    "1e999",
+    "'../../evil'",
+    "''",
+    "64.0",
+    "()",
+    "print",
+    "[]",
+    "sys.exit(0)",
+    "1 / 0",
+    "recipe",
+]
+
+
+def try_recipe_files(how: settings, place: Path) -> None:
+    source = (FOLDER / "stdlib.py").read_text().replace("import jax\n", "import sys\nimport jax\n", 1)
+
+    @how
+    @given(st.sampled_from(LINES), st.sampled_from(PYTHON) | json_values.map(repr))
+    def each(line, value):
+        (place / HOME / "mine.py").write_text(source.replace(line, f"{line.partition('=')[0]}={value},"))
+        behaves(place, "speedrun.py", "mine.py", "--show-layout")
+        behaves(place, "plan.py", "mine.py", "--no-compile")
+
+    each()
+
+
+def test_recipe_files(place):
+    try_recipe_files(settings(QUICK, max_examples=8), place)
+
+
+@pytest.mark.slow
+def test_many_recipe_files(place):
+    try_recipe_files(THOROUGH, place)
+
+
+def try_plans(how: settings, place: Path) -> None:
+    """A plan that can be meant is stopped by what the run is given; the rest by what it says."""
+
+    @how
+    @given(plans)
+    def each(plan):
+        behaves(place, "speedrun.py", "--plan", plan, "--steps", "0")
+
+    each()
+
+
+def test_plans(place):
+    try_plans(QUICK, place)
+
+
+GOOD = {
+    "format_version": 1,
+    "tokenizer": "bytes",
+    "vocab_size": 257,
+    "bos_id": 256,
+    "files": [],
+}
+
+
+def try_manifests(how: settings, place: Path) -> None:
+    @how
+    @given(
+        st.dictionaries(st.sampled_from([*GOOD, "symbols", "pad_id", "other"]), json_values, max_size=3), st.booleans()
+    )
+    def each(changes, verify):
+        (place / "shards" / "manifest.json").write_text(json.dumps(GOOD | changes))
+        behaves(place, "jspeed.data", place / "shards", *["--verify"] * verify)
+
+    each()
+
+
+@pytest.mark.slow  # until numbers of manifests are checked when read
+def test_manifests(place):
+    try_manifests(QUICK, place)
+
+
+@pytest.mark.slow
+def test_whole_runs(place):
+    """Flags that reach a run: a step of a toy, and what it writes lies in its run directory."""
+
+    @settings(QUICK, max_examples=30)
+    @given(
+        st.lists(flags.filter(lambda flag: flag[0] not in ("--coordinator", "--processes", "--process-id")), max_size=2)
+    )
+    def each(chosen):
+        words = [word for flag in chosen for word in flag]
+        common = ["--data", place / "shards", "--steps", 1, "--no-sample", "--set", *TOYS["stdlib"]]
+        behaves(place, "speedrun.py", *common, *words, writes=("runs",))
+
+    each()
