@@ -11,10 +11,9 @@ from jspeed.errors import BadInput
 from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
 from jspeed.inference.trained import Model
 from jspeed.model.cache import advance, empty
-from jspeed.model.layers import token_before as previous
+from jspeed.model.layers import token_before
 from jspeed.parallel.layout import partitions
-from jspeed.parallel.mesh import make_mesh
-from jspeed.parallel.mesh import put as place
+from jspeed.parallel.mesh import make_mesh, put
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 from jspeed.run.find import find, known_recipes
@@ -111,10 +110,10 @@ def test_logits_with_a_cache_in_any_pieces():
 def test_previous_tokens_with_and_without_a_cache():
     tokens = jnp.asarray([[4, 5, 6, 7], [8, 9, 1, 2]])
     expected = np.array([[0, 0, 4, 5], [0, 0, 8, 9]])
-    np.testing.assert_array_equal(previous(tokens, 2, 0), expected)
+    np.testing.assert_array_equal(token_before(tokens, 2, 0), expected)
 
     def forward(tokens):
-        kept = previous(tokens, 2, 0)
+        kept = token_before(tokens, 2, 0)
         return kept
 
     cache = empty(lambda t: attention_and(forward, t), 2, 4)
@@ -222,7 +221,7 @@ def test_seeds_rows_and_meshes():
     assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts, strict=True))
     mesh = make_mesh({"data": 4, "model": 2})
     cuts = partitions(model.recipe.parameters, "zero1", mesh)
-    spread = jax.tree.map(lambda array, cut: place(np.asarray(array), jax.NamedSharding(mesh, cut)), model.params, cuts)
+    spread = jax.tree.map(lambda array, cut: put(np.asarray(array), jax.NamedSharding(mesh, cut)), model.params, cuts)
     assert sample(Model(model.found, spread, mesh, BYTES), prompts, 8, Sampling(1.0, seed=3)) == texts
 
 

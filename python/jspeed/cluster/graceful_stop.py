@@ -19,21 +19,21 @@ class GracefulStop:
         self._lock = threading.Lock()
         self._step = -1
         self._stop: tuple[int, str] | None = None
-        self._request: str | None = None
+        self._why: str | None = None
         self._sent = False
         when_told(_REQUEST, self._agree)
 
-    def wish(self, why: str) -> None:
+    def request(self, why: str) -> None:
         """Request a stop; ``why`` is the status to record. Safe in a signal handler; the first request counts."""
-        self._request = self._request or why
+        self._why = self._why or why
 
     def reached(self, step: int) -> str | None:
         """Report that ``step`` is about to begin; return why to stop instead, on all processes at the same step."""
         if process_count() == 1:
-            return self._request
-        if self._request and not self._sent:
+            return self._why
+        if self._why and not self._sent:
             self._sent = True
-            tell(_REQUEST, self._request)
+            tell(_REQUEST, self._why)
         with self._lock:
             if self._stop and step >= self._stop[0]:
                 return self._stop[1]

@@ -161,7 +161,7 @@ class Generator:
         if np.max(np.abs(read - alone)) > 0.05 * (1 + np.max(np.abs(read))):
             raise BadInput(
                 f"recipe {self._name} looks across positions by something else than jspeed.model's attention, rotary, "
-                "positions, previous and find_documents, so it cannot be generated from; use these"
+                "positions, token_before and find_documents, so it cannot be generated from; use these"
             )
         return cache
 

@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import DEFAULT_LAYOUT
-from jspeed.parallel.mesh import make_mesh
-from jspeed.parallel.mesh import put as place
+from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
@@ -65,7 +64,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
         arrays = read_parameters(path, found.recipe)
-        params = jax.tree.map(place, arrays, shardings["params"])
+        params = jax.tree.map(put, arrays, shardings["params"])
     else:
         params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
     return Model(found, params, mesh, facts)

@@ -19,7 +19,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster import distributed
-from jspeed.cluster.timeout import with_timeout as within
+from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
 from jspeed.run.compute.step import State
@@ -50,7 +50,7 @@ class Checkpoints:
             self._manager.close()
             return
         with suppress(Exception):  # the one that is being written may be the last; what went wrong is known already
-            within(60, self._manager.wait_until_finished)
+            with_timeout(60, self._manager.wait_until_finished)
         remove_unfinished(self._folder)
 
     def save(self, step: int, state: State, record: Mapping[str, Any]) -> None:

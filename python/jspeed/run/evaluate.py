@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 
 from jspeed.data import Shards, TokenLoader
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows
-from jspeed.parallel.mesh import put as spread
+from jspeed.parallel.mesh import batch_rows, put
 from jspeed.recipe import Recipe
 from jspeed.run.compute.step import mean_weight
 
@@ -63,7 +62,7 @@ def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Validati
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
     full = np.zeros((padded, rows.shape[1]), np.uint16)
     full[: len(rows)] = rows
-    array = spread(full, batch_rows(mesh))
+    array = put(full, batch_rows(mesh))
     return ValidationSet(array, full[0], len(rows), len(rows) * recipe.eval_len, float(mean_weight(recipe, rows)))
 
 

@@ -61,7 +61,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         surroundings = {
             "git": provenance.git(Path(__file__).parent),
             "machine": provenance.machine(),
-            "gpus": provenance.gpu_facts(setup.witness.gpus),
+            "gpus": provenance.gpu_facts(setup.at_start.gpus),
             "container": provenance.container(),
             "environment": provenance.environment(),
         }
@@ -112,8 +112,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         },
         "ledger": ledger,
         "resumed": progress.resumed,
-        "plan": setup.witness.plan,
-        "initial_state": setup.witness.fresh,
+        "plan": setup.at_start.plan,
+        "initial_state": setup.at_start.fresh,
         "curve": progress.curve,
         "probes": verdicts,
         "versions": provenance.versions(),

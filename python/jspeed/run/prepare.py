@@ -25,8 +25,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
-from jspeed.parallel.mesh import make_mesh, parse_mesh, replicated, request_cpu_devices
-from jspeed.parallel.mesh import put as place
+from jspeed.parallel.mesh import make_mesh, parse_mesh, put, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
@@ -34,7 +33,7 @@ from jspeed.run import evaluate
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
-from jspeed.run.compute import carry as held
+from jspeed.run.compute import carry
 from jspeed.run.compute.cache import use_compile_cache
 from jspeed.run.compute.cpu import keep_freed_memory
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
@@ -47,8 +46,7 @@ from jspeed.run.compute.program import (
 )
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
-from jspeed.run.evidence.at_start import StartEvidence as Witness
-from jspeed.run.evidence.at_start import checksum
+from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.export import fingerprint, read_parameters
 from jspeed.run.find import Found, borrowed_name, find
 from jspeed.run.output import console as say
@@ -105,7 +103,7 @@ class Setup:
     state: State
     identity: dict[str, Any]
     record: dict[str, Any] | None
-    witness: Witness
+    at_start: StartEvidence
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
@@ -177,7 +175,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         with clock.section("compile"), say.waiting(console, "compiling"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
             barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
-        seed = place(np.asarray(options.seed, np.uint32), replicated(mesh))
+        seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))
             validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
@@ -186,8 +184,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             record: dict[str, Any] | None = None
             if step is not None:
                 shapes, _ = state_shardings(recipe, options.layout, mesh)
-                state, record = restore(run_dir / "checkpoints", step, held.without(shapes))
-                state["held"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["held"])
+                state, record = restore(run_dir / "checkpoints", step, carry.without(shapes))
+                state["carry"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
                 loader.load_state_dict(record["loader"])
                 after_warm_up = checksum(program.init(seed))
             else:
@@ -196,7 +194,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 if given is not None:
                     state = given_state(recipe, given, state)
             jax.block_until_ready(state)
-            witness = Witness(fresh, after_warm_up, provenance.gpus(), plan)
+            at_start = StartEvidence(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
         claimed.abandon()
         raise
@@ -219,7 +217,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         state=state,
         identity=same,
         record=record,
-        witness=witness,
+        at_start=at_start,
     )
 
 
@@ -252,7 +250,7 @@ def start_from(found: Found, path: Path) -> Found:
 
 def given_state(recipe: Recipe, given: Any, state: State) -> State:
     """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
-    params = jax.tree.map(lambda array, old: place(array, old.sharding), given, state["params"])
+    params = jax.tree.map(lambda array, old: put(array, old.sharding), given, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
     optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)
     return state | {"params": params, "optimizer": optimizer}

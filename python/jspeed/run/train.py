@@ -13,14 +13,14 @@ import jax
 from rich.console import Console
 
 from jspeed.cluster import distributed, failure
-from jspeed.cluster.graceful_stop import GracefulStop as Agreement
+from jspeed.cluster.graceful_stop import GracefulStop
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
-from jspeed.run.compute import carry as held
+from jspeed.run.compute import carry
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss
@@ -53,18 +53,18 @@ def run(options: Options) -> tuple[int, Path]:
     console, clock = Console(highlight=False, quiet=not first), Clock()
     setup = prepare(options, clock, console)
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
-    agreement = Agreement()
+    stop = GracefulStop()
     logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
-    with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: agreement.wish("terminated")):
+    with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
         with Display(console, asked, options.progress) as display:
             progress = Progress(clock, setup.claim.metrics, display, sinks=opened)
             try:
                 setup.claim.begin()
                 if setup.record:
                     progress.resume(setup.record)
-                with ctrl_c_ends(agreement), jax.transfer_guard("disallow"):
+                with ctrl_c_ends(stop), jax.transfer_guard("disallow"):
                     with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
-                        state = loop(setup, progress, agreement, checkpoints, asked)
+                        state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
                     setup.claim.abandon()
@@ -76,7 +76,7 @@ def run(options: Options) -> tuple[int, Path]:
         return finish(setup, progress, state, console), setup.run_dir
 
 
-def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Checkpoints, asked: int) -> State:
+def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Checkpoints, asked: int) -> State:
     """Run up to ``asked`` steps under the clock and return the last state.
 
     The host reads one number a step, the loss of the step before, while the device works on the current one; so
@@ -103,7 +103,7 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
         read()
         with clock.section("checkpoint", wait_for=state):
             record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
-            checkpoints.save(progress.steps, held.without(state), record)
+            checkpoints.save(progress.steps, carry.without(state), record)
         saved = progress.steps
 
     clock.start(state)
@@ -131,9 +131,9 @@ def loop(setup: Setup, progress: Progress, agreement: Agreement, checkpoints: Ch
         if progress.steps == asked < recipe.steps:
             progress.end("stopped")
         if clock.timed_seconds > limit:
-            agreement.wish("stopped")
+            stop.request("stopped")
         # Between two updates of slow parameters there is more to keep than a checkpoint does.
-        if progress.steps % recipe.period == 0 and (why := agreement.reached(progress.steps)):
+        if progress.steps % recipe.period == 0 and (why := stop.reached(progress.steps)):
             progress.end(why)
         if progress.status != "finished":
             break
@@ -157,11 +157,11 @@ def every_step(
 
 
 @contextmanager
-def ctrl_c_ends(agreement: Agreement) -> Iterator[None]:
+def ctrl_c_ends(stop: GracefulStop) -> Iterator[None]:
     """Let the first Ctrl-C end the run after the current step, with its record; a second one ends it at once."""
 
     def handler(signum: int, frame: Any) -> None:
-        agreement.wish("interrupted")
+        stop.request("interrupted")
         signal.signal(signal.SIGINT, previous)
 
     previous = signal.signal(signal.SIGINT, handler)

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from jspeed.cluster.rank import find_rank as find_place
+from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, writable_folder
 from jspeed.leaderboard import as_text, stats
 from jspeed.record import planned
@@ -36,7 +36,7 @@ def run_series(options: Options, text: str) -> int:
     """
     if options.resume:
         raise BadInput("--plan and --resume: give the --plan command again without --resume, and it goes on")
-    if find_place(os.environ, options.coordinator, options.processes, options.process_id):
+    if find_rank(os.environ, options.coordinator, options.processes, options.process_id):
         raise BadInput("--plan makes its runs in one process each; leave the launcher and --coordinator away")
     if options.seed != Options.seed:
         raise BadInput(f"--plan {text} and --seed {options.seed}: the plan says the seeds; leave --seed out")

@@ -46,7 +46,7 @@ def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
 
 def without(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state without the carry, which the first step of a period does not read: what a checkpoint keeps."""
-    return {name: part for name, part in state.items() if name != "held"}
+    return {name: part for name, part in state.items() if name != "carry"}
 
 
 def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:

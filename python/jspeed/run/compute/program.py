@@ -200,7 +200,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         is_leaf=absent,
     )
     carried = shardings_of(carry.specs(recipe, layout, mesh))
-    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "held": carried}
+    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "carry": carried}
     placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return placed, shardings
 

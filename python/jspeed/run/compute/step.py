@@ -37,7 +37,7 @@ def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, me
     to the next (:mod:`jspeed.run.compute.carry`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
     params = init_parameters(recipe.parameters, jax.random.key(seed))
     optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
-    return {"params": params, "optimizer": optimizer, "step": step, "held": carry.zeros(recipe, layout, mesh)}
+    return {"params": params, "optimizer": optimizer, "step": step, "carry": carry.zeros(recipe, layout, mesh)}
 
 
 def train_step(
@@ -72,7 +72,7 @@ def train_step(
 
     rows, lie = rows_spec(mesh), rows_only(cuts)
     grads, kept, row_losses = manual(mesh, on_device, (lie, holds, PartitionSpec(), rows), (lie, holds, rows))(
-        state["params"], state["held"], state["step"], tokens
+        state["params"], state["carry"], state["step"], tokens
     )
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
     optimizer = optax.with_extra_args_support(recipe.optimizer())
@@ -80,7 +80,7 @@ def train_step(
     with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).through_matrices else nullcontext():
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
     params = optax.apply_updates(state["params"], updates)
-    done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "held": kept}
+    done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "carry": kept}
     return done, {"loss": jnp.mean(row_losses) / mean}
 
 

@@ -30,7 +30,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
 
     With several processes each must call this, and gets the same.
     """
-    params, start = state["params"], setup.witness
+    params, start = state["params"], setup.at_start
     row = setup.validation.first
     before = checksum(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
