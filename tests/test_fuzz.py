@@ -221,7 +221,6 @@ def try_manifests(how: settings, place: Path) -> None:
     each()
 
 
-@pytest.mark.slow  # until numbers of manifests are checked when read
 def test_manifests(place):
     try_manifests(QUICK, place)
 

@@ -198,9 +198,10 @@ def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
 
 
 def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_path):
+    # The first shard is read before the run starts.
     text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8).astype(np.uint16)
     text[-1000:] = 300
-    write_shard(next(shards.glob("*_train_*")), text)
+    write_shard(shards / "toy_train_000002.bin", text)
     run_dir = tmp_path / "run"
     done = speedrun("--data", shards, "--run-dir", run_dir, *toy("STEPS=500"))
     assert done.returncode == 2 and "300" in done.stderr and done.stderr.startswith("error: ")
@@ -242,7 +243,7 @@ def test_bad_shards(speedrun, shards, tmp_path, name, split):
         (["stdlbi", "did you mean 'stdlib'"], ["stdlbi"]),
         (["mine.py", "does not exist"], ["mine.py"]),
         (["WIDHT", "did you mean 'WIDTH'"], ["--set", "WIDHT=3"]),
-        (["WIDTH=wide", "type int"], ["--set", "WIDTH=wide"]),
+        (["WIDTH=wide", "whole number"], ["--set", "WIDTH=wide"]),
         (["nowhere", "prepare.py"], ["--data", "nowhere"]),
         (["3 devices", "2048 tokens"], ["--mesh", "data=3"]),
         (["2048 tokens", "100"], ["--micro-batch", "100"]),

@@ -16,9 +16,9 @@ from jspeed.files import sha256_of, whole
 from jspeed.recipe import Recipe, leaves
 
 FILE = "model.safetensors"
-OWN = {"format": "jspeed"}  # what our files say of themselves; Hugging Face's say "pt"
-SEAL = "sha256"  # in the metadata of every file of ours: its hash, taken with UNSEALED there
+SEAL = "sha256"  # in the metadata of our own files: the file's hash, taken with UNSEALED there
 SEALED, UNSEALED = b'"sha256":"%s"', b"0" * 64
+OWN = {"format": "jspeed", SEAL: UNSEALED.decode()}  # what our files say of themselves; Hugging Face's say "pt"
 Tensors = dict[str, np.ndarray]
 
 # Parameters of a recipe that is a GPT-2 (gpt2, llmc) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
@@ -71,20 +71,21 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file that appears whole or not at all, with its own hash in its metadata.
+    """Write a safetensors file that appears whole or not at all; a hash that its ``metadata`` asks for is filled in.
 
     Raises BadInput when there is no room for it, or another reason why it cannot be written.
     """
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     with whole(path) as temporary:
         try:
-            safetensors.numpy.save_file(contiguous, temporary, {**metadata, SEAL: UNSEALED.decode()})
+            safetensors.numpy.save_file(contiguous, temporary, dict(metadata))
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from None
-        with open(temporary, "r+b") as file:
-            header, digest = _digest(file)
-            file.seek(8)
-            file.write(header.replace(SEALED % UNSEALED, SEALED % digest, 1))
+        if SEAL in metadata:
+            with open(temporary, "r+b") as file:
+                header, digest = _digest(file)
+                file.seek(8)
+                file.write(header.replace(SEALED % UNSEALED, SEALED % digest, 1))
 
 
 def _digest(file: BinaryIO) -> tuple[bytes, bytes]:

@@ -30,6 +30,7 @@ RUN = {
         "dropped_tokens": 1234,
     },
     "probes": {"causality": {"passed": True}},
+    "data": {},
 }
 
 
