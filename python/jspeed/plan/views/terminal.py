@@ -61,7 +61,7 @@ def plan(made: Plan, console: Console | None = None) -> None:
 
 def stage_table(made: Plan) -> Table:
     """Stage by stage: FLOPs, bytes, memory, milliseconds."""
-    table = _table("stage", "steps", "tokens", "TFLOPs", "GB moved", "GB peak", "compute", "memory", "communication")
+    table = _table("stage", "steps", "tokens", "TFLOPs", "GB moved", "GB peak", "compute", "memory", "comm")
     table.add_column("exposed ms", justify="right")
     table.add_column("predicted ms", justify="right")
     for stage in made["stages"]:
