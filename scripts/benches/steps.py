@@ -144,7 +144,7 @@ def run(
         resident = jax.device_put(synthetic(recipe, stage), rows)
 
     def placed(batch: Any) -> jax.Array:
-        return to_global(batch, rows).tokens if loader else resident
+        return to_global(batch, rows) if loader else resident
 
     def one() -> dict[str, jax.Array]:
         nonlocal state
