@@ -37,7 +37,8 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "scripts").symlink_to(REPOSITORY / "scripts")
+        for name in ("scripts", "pyproject.toml"):
+            (folder / name).symlink_to(REPOSITORY / name)
 
     def line(self, heading: str, number: int = 0, **instead: str) -> str:
         text = block(heading, number)
