@@ -4,6 +4,8 @@ from jspeed.terminal import starts
 
 starts(__name__)
 
+from typing import Any
+
 import tyro
 
 from benches.cpu import cpu
@@ -15,6 +17,6 @@ from benches.text import generate, tokenise
 from jspeed.errors import run_script
 
 if __name__ == "__main__":
-    benches = {"cpu": cpu, "fused": fused, "gpu": gpu, "generate": generate, "loader": loader}
+    benches: dict[str, Any] = {"cpu": cpu, "fused": fused, "gpu": gpu, "generate": generate, "loader": loader}
     benches |= {"quality": quality, "tokenise": tokenise}
     run_script(lambda: tyro.extras.subcommand_cli_from_dict(benches, description=__doc__))

@@ -9,7 +9,7 @@ import json
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -217,7 +217,7 @@ def now() -> datetime:
 
 
 def main() -> int | None:
-    commands = {
+    commands: dict[str, Any] = {
         "add": add_,
         "verify": verify_,
         "show": show_,

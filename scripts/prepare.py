@@ -128,7 +128,7 @@ def text(
         end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.
         processes: Processes that tokenise; default: one for each core, or one for little text. The result is the same.
     """
-    options = {"seed": seed, "val_inputs": val_input, "mark": end_of_text, "processes": processes}
+    options: dict[str, Any] = {"seed": seed, "val_inputs": val_input, "mark": end_of_text, "processes": processes}
     _prepare(
         lambda progress: tokenise.prepare_text(inputs, out, tokenizer, val_fraction, progress=progress, **options),
         "bytes",
@@ -236,7 +236,7 @@ def openwebtext(
 
 def main() -> None:
     """Read the command line and prepare."""
-    commands = {
+    commands: dict[str, Any] = {
         "fineweb": fineweb_,
         "text": text,
         "names": names,

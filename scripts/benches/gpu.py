@@ -137,8 +137,8 @@ def opening(setting: Setting) -> Iterator[str]:
     yield f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, attention {device.attention}, FP8 {device.fp8}"
     tokens = "token shards, through the loader" if setting.shards else "synthetic tokens, on the devices already"
     yield f"{setting.steps} steps one by one, then as many in a row; {tokens}; compiled without a cache"
-    if peak(mesh):
-        yield f"MFU = {MFU_FORMULA}; peak {peak(mesh) / 1e12:.1f} T; {FLOPS_FORMULA}"
+    if flops := peak(mesh):
+        yield f"MFU = {MFU_FORMULA}; peak {flops / 1e12:.1f} T; {FLOPS_FORMULA}"
     else:
         yield f"no MFU: the peak FLOP/s of '{kind}' are not in this script's table"
 

@@ -8,9 +8,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from rich.console import Console
@@ -102,7 +103,7 @@ def opening(folder: Path) -> Iterator[Row]:
     for count, below in (103, 10), (1030, 100):
         yield Row(
             f"open and validate {count} shards of 200 MB",
-            median(9, lambda n=count: open_shards(paths[:n])),
+            median(9, partial(open_shards, paths[:count])),
             "ms",
             below,
         )
@@ -142,16 +143,16 @@ def resuming(shards: Shards, steps: int) -> Iterator[Row]:
             if index % (3 * steps // 10) == 0:
                 states.append(loader.state_dict())
 
-    def resume(state: dict, read: bool) -> None:
+    def resume(state: dict[str, Any], read: bool) -> None:
         with parity(shards, steps) as loader:
             loader.load_state_dict(state)
             if read:
                 next(loader)
 
     resume(states[0], True)
-    without = [median(15, lambda s=state: resume(s, False)) for state in states]
-    inner = [state for state in states if state["step"] < steps]  # of one stage, so that batches are of one size
-    with_read = [median(15, lambda s=state: resume(s, True)) for state in inner]
+    without = [median(15, partial(resume, state, False)) for state in states]
+    inner = [state for state in states if int(state["step"]) < steps]  # of one stage, so that batches are of one size
+    with_read = [median(15, partial(resume, state, True)) for state in inner]
     at = f"steps {states[0]['step']} to {states[-1]['step']}"
     yield Row("resume, worst step", max(without), "ms", 1, at)
     yield Row("resume, worst over best step", max(without) / min(without), "x", None, at)
@@ -216,8 +217,8 @@ def torch_loader(shards: Shards, steps: int) -> Iterator[object] | None:
 
 
 def against_others(shards: Shards, steps: int) -> Iterator[Row]:
-    for ours, theirs in islice(zip(parity(shards, steps), memmap(shards, steps), strict=True), 3 * steps):
-        assert np.array_equal(ours.tokens, theirs), "the two do not follow the same rules"
+    for batch, tokens in islice(zip(parity(shards, steps), memmap(shards, steps), strict=True), 3 * steps):
+        assert np.array_equal(batch.tokens, tokens), "the two do not follow the same rules"
 
     def rate(batches: Iterator[object]) -> float:
         began = time.perf_counter()
@@ -235,8 +236,8 @@ def against_others(shards: Shards, steps: int) -> Iterator[Row]:
 
 def show(rows: list[Row]) -> None:
     table = Table(box=None, pad_edge=False)
-    for name, justify in ("what", "left"), ("measured", "right"), ("must be", "right"), ("", "left"), ("", "left"):
-        table.add_column(name, justify=justify, no_wrap=True)
+    for name in ("what", "measured", "must be", "", ""):
+        table.add_column(name, justify="right" if name in ("measured", "must be") else "left", no_wrap=True)
     for row in rows:
         mark = {True: "[green]pass[/]", False: "[bold red]FAIL[/]", None: ""}[row.passed]
         bound = "" if row.below is None else f"< {row.below:g} {row.unit}"

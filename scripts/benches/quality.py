@@ -17,7 +17,7 @@ from rich.table import Table
 from benches.versus import our_run
 from jspeed.corpus import pieces
 from jspeed.corpus.sources import text_files
-from jspeed.data.folder import write_folder
+from jspeed.data.folder import Batch, write_folder
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
@@ -135,17 +135,17 @@ def write_tokens(out: Path, texts: Sequence[Path]) -> None:
     encoding = tiktoken.Encoding("gpt2-short", pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens={})
     *train, last = [path for _, path in text_files(texts)]
 
-    def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
+    def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[Batch]:
         total = 0
         for path in paths:
             for segment in pieces.segments(path):
                 for document in pieces.documents(segment):
                     ids = np.array([VOCAB - 1, *encoding.encode_ordinary(document.decode())], np.uint16)
-                    yield split, ids, np.array([len(ids)])
+                    yield Batch(split, ids, np.array([len(ids)]))
                     if (total := total + len(ids)) > limit:
                         return
 
-    def both() -> Iterable[tuple[str, np.ndarray, np.ndarray]]:
+    def both() -> Iterable[Batch]:
         yield from documents(train or [last], "train", TOKENS)
         yield from documents([last], "val", 2 * VAL_TOKENS)
 

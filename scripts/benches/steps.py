@@ -162,7 +162,7 @@ def run(
             one()
             alone.append((now() - began) / len(steps))
         began = now()
-        for step in steps * setting.steps:
+        for step in [*steps] * setting.steps:
             asked = now()
             batch = next(feed)
             waits += now() - asked

@@ -113,7 +113,7 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
 
     ways: dict[str, Callable[[], list[int]]] = {"with the cache": cached, "whole forward passes": forwards}
     same = [way() for way in ways.values()]  # also compiles
-    seconds = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             seconds[name].append(timed(way)[1])
