@@ -75,15 +75,18 @@ sys.exit(0 if jax.default_backend() == "gpu" else "error: JAX finds no GPU; the 
   done
 
   if [ -n "$tokens" ]; then
-    # A run that ends before its target has exit code 1, as a crash has; its record says which it was.
+    # A run that ends above its target has exit code 1; more is a refusal or a crash, and no record of today.
     printf '\n=== training\n'
     timeout "${PART_SECONDS:-3600}" "$python" scripts/speedrun.py "$recipe" --data "$tokens" --max-minutes "$minutes" \
       --run-dir "$out/$recipe" --no-progress
+    code=$?
     part training "$python" -c '
 import json, sys
+if int(sys.argv[2]) > 1:
+    sys.exit("speedrun.py ended with exit code " + sys.argv[2])
 run = json.load(open(sys.argv[1]))
 print(run["status"], "after", run["steps"], "steps; loss curve:", sys.argv[1].replace("run.json", "loss.svg"))
-sys.exit(run["status"] not in ("finished", "stopped"))' "$out/$recipe/run.json"
+sys.exit(run["status"] not in ("finished", "stopped"))' "$out/$recipe/run.json" "$code"
   else
     printf '\n=== training: no TOKEN_FOLDER given, skipped\n'
   fi

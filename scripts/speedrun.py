@@ -12,7 +12,7 @@ from rich.console import Console
 from tyro.conf import Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from jspeed.errors import BadInput, run_script
+from jspeed.errors import run_script
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.run.find import known_recipes
@@ -54,13 +54,14 @@ def speak(run_dir: Path) -> None:
     try:
         model = load_model(run_dir)
         asked = model.recipe.sample
+        if not asked.number:
+            return
         sampling = Sampling(asked.temperature, asked.top_k)
         texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
-    except (BadInput, RuntimeError) as error:  # no vocabulary, a recipe of its own kind, no memory: the run ended well
-        print(f"no sample: {error}")
-        return
-    write_whole(run_dir / "samples.txt", joined(texts) + "\n")
-    print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
+        print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
+        write_whole(run_dir / "samples.txt", joined(texts) + "\n")
+    except Exception as error:  # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
+        print(f"no sample: {type(error).__name__ if not str(error) else str(error).splitlines()[0]}")
 
 
 def speedrun(

@@ -1,6 +1,7 @@
 """Eight virtual CPU devices and strict numerics for every test; tests/gpu runs in a session of its own."""
 
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,6 +15,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 
+# A shell has what it starts in the background ignore Ctrl-C, and so would every program that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if not os.environ.get("JSPEED_TEST_GPU"):
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -20,6 +20,10 @@ class BadInput(Exception):
     """
 
 
+class Terminated(SystemExit):
+    """SIGTERM or SIGUSR1 before there is a state to save: exit code 143."""
+
+
 def say(line: str) -> None:
     """Print a line on stderr in one write: unbuffered, ``print`` makes two, and lines of several processes mix."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

@@ -51,7 +51,9 @@ def test_no_more_processes_than_items(monkeypatch):
 
 def test_a_killed_process_is_a_sentence():
     with pytest.raises(NoRoom, match="was killed, most likely for want of memory.*fewer --processes"):
-        list(in_order(os._exit, [1], 2))
+        list(in_order(signal.raise_signal, [signal.SIGKILL], 2))
+    with pytest.raises(NoRoom, match="ended with exit code 3"):
+        list(in_order(os._exit, [3], 2))
 
 
 def children(pid: int) -> list[int]:

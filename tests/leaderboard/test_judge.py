@@ -308,8 +308,12 @@ DAMAGE = {
     "validated on other data": on(**OTHER),
     "trained on other data": on(train_shards=[FIRST_SHARD | {"sha256": "ab" * 32}]),
     "from another second shard on": shards("ab", "cd"),
+    "shuffled, with a second shard": on(
+        train_shards=[FIRST_SHARD, FIRST_SHARD | {"name": "2.bin", "sha256": "ab" * 32}],
+        position=as_run()["data"]["position"] | {"shuffle": "block"},
+    ),
     "of a tree with changes": {"git": {"commit": "c0ffee00", "dirty": True}},
-    "cut short": {"asked_steps": 4, "steps": 4, "status": "stopped", "losses": [3.9, 4.0, 4.2]},
+    "cut short": {"asked_steps": 4, "steps": 4, "planned_steps": 300, "status": "stopped", "losses": [3.9, 4.0, 4.2]},
 }
 
 
@@ -362,6 +366,36 @@ def test_more_shards_on_disk_or_a_longer_run_are_the_same_data(records, tmp_path
     assert entry["valid"] and entry["seconds"]["n"] == 5
 
 
+def test_a_second_shard_is_other_data_where_the_first_is_pinned_too(records, tmp_path):
+    path = records / "stdlib/cpu/track.toml"
+    pins = f'val_sha256 = "{"dd" * 32}"\ntrain_sha256 = "{"ab" * 32}"\n[hardware]'
+    path.write_text(path.read_text().replace("[hardware]", pins))
+    store.add([make_series(tmp_path / "s", [60.0, 61.0, 62.0], **shards("ab", "cd"))], records)
+    store.add([two_days_later(tmp_path / "t", **shards("ab", "ef"))], records)
+    why = [entry["why_not"] for entry in judge.board(store.load(records))[0]["entries"]]
+    assert why == [[], ["trained on other shards than the track's"]]
+
+
+def test_asking_for_the_whole_schedule_in_steps_starts_no_new_entry(records, tmp_path):
+    store.add([make_series(tmp_path / "s", [60.0, 61.0, 62.0], [1.390, 1.391, 1.389])], records)
+    store.add([two_days_later(tmp_path / "t", losses=[1.390, 1.391, 1.389], asked_steps=99_999)], records)
+    (entry,) = [each for each in judge.board(store.load(records))[0]["entries"] if each["recipe"] == "stdlib"]
+    assert len(entry["runs"]) == 6
+
+
+def test_a_plan_may_span_machines_where_steps_are_ranked(records, tmp_path):
+    path = records / "stdlib/cpu/track.toml"
+    path.write_text(path.read_text().replace('rank = "timed_seconds"', 'rank = "steps"'))
+    folder = make_series(tmp_path / "s", [60.0, 61.0, 62.0])
+    plan = planned.read_plan(folder / "plan.json")
+    place = {"plan": {"sha256": plan["sha256"], "folder": "3-stdlib-s3"}}
+    other = as_run()["devices"] | {"kind": "another", "processes": 4}
+    make_run(folder / "3-stdlib-s3", 9.0, 3, 1.390, started=START + timedelta(minutes=31), devices=other, **place)
+    store.add([folder], records)
+    (entry,) = judge.board(store.load(records))[0]["entries"]
+    assert entry["missing"] == 0 and len(entry["runs"]) == 3
+
+
 def test_planned_runs_that_ran_on_other_data_are_missing(records, tmp_path):
     """Nobody gets rid of a bad run by sending it to other data, or to another machine."""
     folder = make_series(tmp_path / "s", [60.0, 61.0, 62.0, 63.0])
@@ -381,7 +415,13 @@ def test_only_complete_plans_of_a_clean_commit_feed_sigma(valid, tmp_path):
     sigma = entries(valid)["track"]["sigma"]
     junk = {"recipe": "junk", "source": source_of(0.5), "fields": {"RATE": 0.5}}
     store.add([two_days_later(tmp_path / "d", [9, 9], [1.2, 1.39], git={"commit": "c0", "dirty": True}, **junk)], valid)
-    cut = {"asked_steps": 4, "steps": 4, "status": "stopped", "started": START + timedelta(days=4)}
+    cut = {
+        "asked_steps": 4,
+        "steps": 4,
+        "planned_steps": 300,
+        "status": "stopped",
+        "started": START + timedelta(days=4),
+    }
     store.add([make_series(tmp_path / "c", [9.0, 9.1], [3.0, 4.0], **cut, **junk)], valid)
     folder = make_series(tmp_path / "m", [9.0, 9.1, 9.2], [1.2, 1.3, 1.39], **junk)
     (folder / "3-junk-s3" / "run.json").unlink()

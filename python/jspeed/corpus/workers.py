@@ -79,9 +79,10 @@ def in_order(
 def _started() -> Worker:
     # -P: the current folder may hold a module of a name that Python imports.
     command = [sys.executable, "-P", "-c", SERVE]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # as this process finds modules
     pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
     except OSError as error:
         raise NoRoom(f"another process cannot be started ({error.strerror}); give fewer --processes") from None
 
@@ -89,7 +90,7 @@ def _started() -> Worker:
 def _feed(worker: Worker, function: Callable[[Any], Any], tasks: "SimpleQueue[Task | None]") -> None:
     """Have ``worker`` do tasks until there are no more (None) or it is gone."""
     assert worker.stdin and worker.stdout
-    with worker, suppress(BrokenPipeError):
+    with suppress(BrokenPipeError), worker:  # leaving ``worker`` writes what its input still holds
         first = [function]
         while task := tasks.get():
             item, future = task
@@ -100,12 +101,7 @@ def _feed(worker: Worker, function: Callable[[Any], Any], tasks: "SimpleQueue[Ta
                 worker.stdin.flush()
                 result = pickle.load(worker.stdout)
             except (OSError, EOFError, pickle.UnpicklingError):
-                future.set_exception(
-                    NoRoom(
-                        "a tokenising process was killed, most likely for want of memory; run the same command again "
-                        "with fewer --processes, which goes on where this ended"
-                    )
-                )
+                future.set_exception(_gone(worker))
                 return
             except BaseException as error:
                 future.set_exception(error)
@@ -114,6 +110,16 @@ def _feed(worker: Worker, function: Callable[[Any], Any], tasks: "SimpleQueue[Ta
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+
+def _gone(worker: Worker) -> NoRoom:
+    """Say how a worker ended that gives no answer any more."""
+    if (code := worker.wait()) > 0:
+        return NoRoom(f"a tokenising process ended with exit code {code}, for the reason above; nothing done is lost")
+    return NoRoom(
+        "a tokenising process was killed, most likely for want of memory; run the same command again with fewer "
+        "--processes, which goes on where this ended"
+    )
 
 
 def serve() -> None:

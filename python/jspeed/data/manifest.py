@@ -13,7 +13,7 @@ from jspeed.files import read_regular
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 SUMMED = ("bytes", "tokens", "documents")  # what the manifest adds up for each split
-MAKE = "make the folder again with `python scripts/prepare.py`"
+MAKE = "make the folder again with `python scripts/prepare.py`, or remove manifest.json: shards need none"
 
 Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is right, and what was expected where it is not."""
@@ -108,7 +108,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise _wrong(path, "the length of symbols", f"at most vocab_size, {vocab_size}", count)
     if len({file["name"] for file in files}) < len(files):
         raise _wrong(path, "files", "files of different names", [file["name"] for file in files])
-    if manifest.get("splits") != (right := sums(files)):
+    if "splits" in manifest and manifest["splits"] != (right := sums(files)):
         raise _wrong(path, "splits", f"the sums of files, {json.dumps(right)},", manifest.get("splits"))
     return dict(manifest)
 

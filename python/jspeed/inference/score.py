@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from jspeed.files import cache_folder
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel.layout import DEFAULT_LAYOUT
-from jspeed.recipe import Context, Recipe, Stage, replace
+from jspeed.recipe import Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import compiled, eval_context, lower_evaluation
@@ -178,13 +178,12 @@ def score(group: Sequence[Encoded], losses: Losses) -> list[tuple[int, int, int]
 def token_losses(model: Model) -> Losses:
     """Return what gives the model's loss of every token."""
     recipe = model.recipe
-    attention = device_of(model.mesh, "xla").attention
+    base = eval_context(recipe, device_of(model.mesh, "xla"))
     params = jax.jit(lambda p: computing(recipe, p))(model.params)
 
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
-        stage = Stage(1, rows.shape[1] - 1, windows=recipe.stages[-1].windows)
-        ctx = Context(stage, training=False, attention=attention)
+        ctx = replace(base, stage=replace(base.stage, lane_len=rows.shape[1] - 1, max_docs=None))
         return recipe.loss(params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx)[1]
 
     return lambda rows: np.asarray(run(params, rows))

@@ -76,7 +76,7 @@ def judged_track(
     """Return one track with its judged entries."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in found.rows:
-        groups[entry_key(row, found.sets[row.path])].append(row)
+        groups[entry_key(row, found.sets[row.path], track)].append(row)
     entries = [entry_of(records, group) for group in groups.values()]
     for entry, group in zip(entries, groups.values(), strict=True):
         entry["data"] = data_of(found, group[0])
@@ -101,15 +101,22 @@ def judged_track(
             "val_sha256": found.pinned.val_sha256, "hardware": track.hardware(), "entries": entries}  # fmt: skip
 
 
-def entry_key(row: Row, data: DataSet) -> tuple[Any, ...]:
+def entry_key(row: Row, data: DataSet, track: Track) -> tuple[Any, ...]:
     """Return what the runs of one entry have in common.
 
     Runs that no rule would count beside others (on other data, cut short, not planned, not of a clean commit) are an
-    entry of their own, so that they change no other.
+    entry of their own, so that they change no other. Devices divide entries where seconds count.
     """
     run, device = row.run, row.run["devices"]
-    same = run["recipe"], run["recipe_hash"], device["kind"], device["count"], device["processes"], run["target_loss"]
-    return *same, id(data), run.get("asked_steps"), run.get("plan") is not None, run["git"]["dirty"] is False
+    same = run["recipe"], run["recipe_hash"], run["target_loss"]
+    timed = () if track["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
+    return *same, *timed, id(data), asked_for_less(run), run.get("plan") is not None, run["git"]["dirty"] is False
+
+
+def asked_for_less(run: Mapping[str, Any]) -> int | None:
+    """Return the number of steps after which ``run`` was to stop, if that is before the end of its schedule."""
+    asked = run.get("asked_steps")
+    return None if asked is None or asked >= run.get("planned_steps", math.inf) else asked
 
 
 def data_of(found: Rows, row: Row) -> dict[str, Any]:
@@ -206,7 +213,7 @@ def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | Non
     entry["loss"] = spread(losses(entry))
     entry["why_not"] = list(reasons(entry, [row.run for row in rows], track, other_data))
     missed = entry["loss"] is None or entry["loss"]["mean"] > track["target_loss"]
-    entry["cut_short"] = rows[0].run.get("asked_steps") is not None and missed
+    entry["cut_short"] = asked_for_less(rows[0].run) is not None and missed
     entry["counted"] = not entry["why_not"] and not entry["cut_short"]
     if not track.ruled:
         entry["why_not"].insert(0, "the track has no rules")

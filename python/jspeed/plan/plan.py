@@ -81,6 +81,7 @@ def make_plan(
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
         "fitted_seconds": sum(s["steps"] * s["roofline_ms"] for s in stages) / 1e3 * predict.slowdown(),
+        # A name of schema 1, as held_up_by is.
         "hindrances": predict.bottlenecks([(step.stage.steps, step.kernels) for step in steps], cluster),
         "predicted_cost": {
             "currency": "USD",

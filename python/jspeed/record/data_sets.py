@@ -1,8 +1,9 @@
 """Which runs trained and validated on the same data, told by the SHA-256 sums in their run.json.
 
 Validation data are the same when the evaluated token ids are (``data.val_sha256``). Training data are the same when
-the shards read were the same files in the same order (``data.train_shards``) as far as both runs went: more shards on
-disk, or a longer run, are no other data. ``data.fingerprint`` is of names, sizes and headers only, so that it counts
+the shards read were the same files in the same order (``data.train_shards``), as far as both runs went if they read in
+order: more shards on disk, or a longer run, are no other data. Runs that shuffled, or went on after an epoch, read all
+of their shards, which must be equal. ``data.fingerprint`` is of names, sizes and headers only, so that it counts
 for runs without sums alone: those of schema 1, and interrupted ones.
 """
 
@@ -15,16 +16,20 @@ from jspeed.record.plan_status import ByFolder, complete
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track
 
+ALL = "all"  # ends the list of a run that read all of its shards
+
 
 @dataclass
 class DataSet:
-    """What some runs trained and validated on; ``shards`` are the SHA-256 sums of the longest list among them."""
+    """What some runs trained and validated on; ``shards`` is the longest list of SHA-256 sums among them, or ALL's."""
 
     val_sha256: str | None
     shards: tuple[str, ...]
 
     def same_shards(self, shards: Sequence[str]) -> bool:
-        """Whether one list of shards begins with the other."""
+        """Whether one list of shards begins with the other; or is it, where one of them ends in ALL."""
+        if ALL in (*self.shards[-1:], *shards[-1:]):
+            return [sha for sha in self.shards if sha != ALL] == [sha for sha in shards if sha != ALL]
         return all(mine == other for mine, other in zip(self.shards, shards, strict=False))
 
     def difference(self, other: "DataSet") -> str | None:
@@ -35,9 +40,13 @@ class DataSet:
 
 
 def shards_of(run: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the sums of the shards that ``run`` trained on; None where it has none."""
-    sums = [shard["sha256"] for shard in run["data"].get("train_shards", [])]
-    return tuple(sums) if run["data"].get("val_sha256") and None not in sums else None
+    """Return the sums of the shards that ``run`` trained on, and ALL if it read all; None where it has none."""
+    data = run["data"]
+    sums = [shard["sha256"] for shard in data.get("train_shards", [])]
+    if not data.get("val_sha256") or None in sums:
+        return None
+    position = data.get("position") or {}
+    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
 
 
 def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
@@ -73,18 +82,19 @@ def data_of_track(
 ) -> DataSet:
     """Return the data that ``track`` is competed in on: what its file pins, and for the rest those of its first run.
 
-    The first run is the earliest of a complete plan and a clean commit on the pinned data, or the earliest of all
-    where there is none. Without any run everything is the track's data.
+    The first run is the earliest of a complete plan and a clean commit on the pinned data, on the track's hardware and
+    number of validation tokens; where there is none, the earliest of all. Without any run everything is the track's.
     """
     val, train = track["data.val_sha256"], track["data.train_sha256"]
 
     def rank(row: Row) -> tuple[bool, str]:
         plan = row.planned_and_clean and records.plans.get(row.run["plan"]["sha256"])
-        return not (plan and complete(plan[1], there)), row.run["started"]
+        ruled = track.fits(row.run["devices"]) and track["data.val_tokens"] in (None, row.run["data"].get("val_tokens"))
+        return not (plan and complete(plan[1], there) and ruled), row.run["started"]
 
     for row in sorted(rows, key=rank):
         shards = shards_of(row.run)
         if shards is None or val not in (None, row.run["data"]["val_sha256"]) or train not in (None, *shards[:1]):
             continue
-        return DataSet(row.run["data"]["val_sha256"], (train,) if train else sets[row.path].shards)
+        return DataSet(row.run["data"]["val_sha256"], sets[row.path].shards)
     return DataSet(val, (train,) if train else ())

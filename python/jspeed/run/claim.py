@@ -15,6 +15,7 @@ from jspeed.files import Lines
 from jspeed.record.runfile import read_run
 from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now
+from jspeed.run.export import FILE
 
 RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg")
 METRICS = "metrics.jsonl"
@@ -39,9 +40,9 @@ class Claim:
             self.metrics.file.close()
 
     def begin(self) -> None:
-        """Drop what an earlier part of this run wrote and this one will write again."""
+        """Drop what an earlier part of this run wrote and this one will write again, or leave to its checkpoints."""
         if self.metrics:
-            for name in ("run.json", "loss.svg"):
+            for name in ("run.json", "loss.svg", FILE, "samples.txt"):
                 (self.run_dir / name).unlink(missing_ok=True)
             self.metrics.clear()
 

@@ -115,7 +115,7 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
         try:
             with safetensors.safe_open(file, "np") as opened:
                 about = opened.metadata() or {}
-                if SEAL in about:
+                if about.get("format") == OWN["format"] and SEAL in about:
                     _check_seal(file, about[SEAL])
                 metadata |= about
                 for name in opened.keys():

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput, Terminated, nearest
 from jspeed.fields import expected
 from jspeed.recipe import Context, Recipe, init_parameters, recipe_hash
 
@@ -74,7 +74,7 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
         recipe.validate()
         if trace:
             check_functions(recipe)
-    except (BadInput, KeyboardInterrupt):
+    except (BadInput, KeyboardInterrupt, Terminated):
         raise
     except SystemExit as error:
         raise BadInput(

@@ -57,7 +57,11 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     if process_index():
         return exit_code(setup, progress, reached)
     with clock.section("evidence"), say.waiting(console, "evidence for run.json"):
-        data = of_data(setup, hashed=progress.status != "interrupted")
+        try:
+            data = of_data(setup, hashed=progress.status != "interrupted")
+        except KeyboardInterrupt:  # many gigabytes are hashed: the run is kept without
+            progress.status, verdicts, val_loss, reached = "interrupted", {}, None, False
+            data = of_data(setup, hashed=False)
         surroundings = {
             "git": provenance.git(Path(__file__).parent),
             "machine": provenance.machine(),

@@ -2,7 +2,6 @@
 
 import math
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count, islice
@@ -15,7 +14,7 @@ from rich.console import Console
 from jspeed.cluster import distributed, failure
 from jspeed.cluster.graceful_stop import GracefulStop
 from jspeed.data.batches import to_global
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, Terminated
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
 from jspeed.run.checkpoint import Checkpoints
@@ -38,7 +37,7 @@ def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir:
     143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
 
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
-    with failure.ends_all(), sigterm_is(lambda: sys.exit(143)):
+    with failure.ends_all(), sigterm_is(_terminate):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
         failure.watch()
         code, run_dir = run(options)
@@ -70,7 +69,7 @@ def run(options: Options) -> tuple[int, Path]:
                     setup.claim.abandon()
                     raise
                 progress.status = "interrupted"
-                with suppress(BadInput):  # there may be no room for this either
+                with suppress(BadInput, OSError):  # there may be no room for this either, and no data
                     finish(setup, progress, None, console)
                 raise
         return finish(setup, progress, state, console), setup.run_dir
@@ -169,6 +168,10 @@ def ctrl_c_ends(stop: GracefulStop) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _terminate() -> None:
+    raise Terminated(143)
 
 
 @contextmanager

@@ -45,10 +45,11 @@ def use_compile_cache() -> None:
             usual(message, category, filename, lineno, file, line)
             return
         what, name, why = found.groups()
-        remove(name)
-        ending = (
-            "is damaged and was replaced" if what == "reading" else "could not be written and will be compiled again"
-        )
+        ending = "could not be written and will be compiled again"
+        if not remove(name):
+            ending = "cannot be used and stays there; remove it, or give the folder's files to yourself"
+        elif what == "reading":
+            ending = "is damaged and was replaced"
         say(f"the compiled program '{name}' in {folder()} {ending} ({why.splitlines()[0][:100]})")
 
     warnings.showwarning = show
@@ -60,12 +61,14 @@ def folder() -> Path:
     return Path(config.jax_compilation_cache_dir or ".")
 
 
-def remove(name: str) -> None:
-    """Remove the entry that JAX has just warned of: by its key, which the exception's first frame knows, else all of
-    programs called ``name``."""
+def remove(name: str) -> bool:
+    """Remove the entry that JAX has just warned of, and return whether none is left: by its key, which the exception's
+    first frame knows, else all of programs called ``name``."""
     error = sys.exception()
     trace = error.__traceback__ if error else None
     key = trace.tb_frame.f_locals.get("cache_key") if trace else None
-    for path in folder().glob(f"{key}{SUFFIX}" if key else f"{name}-*{SUFFIX}"):
+    found = list(folder().glob(f"{key}{SUFFIX}" if key else f"{name}-*{SUFFIX}"))
+    for path in found:
         with suppress(OSError):
             path.unlink()
+    return not any(path.exists() for path in found)

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from jspeed.data import Shards
 from jspeed.data.shards import HEADER_BYTES
+from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 from jspeed.run.evaluate import read_rows
 from jspeed.run.evidence.overlap import copied
@@ -20,15 +22,23 @@ Reach = tuple[Path, int, int]
 
 
 def of_data(setup: Setup, hashed: bool) -> dict[str, Any]:
-    """Return the fields under ``data`` that identify the tokens; hashes are null unless ``hashed``."""
+    """Return the fields under ``data`` that identify the tokens; hashes are null unless ``hashed``.
+
+    Of shards that are gone there is nothing to say: the record of a run is worth more than their hashes.
+    """
     position = setup.loader.state_dict()
-    reach = trained_on(setup.shards, position)
-    hashes: list[str | None] = [None] * len(reach)
-    if hashed:
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            hashes = list(pool.map(lambda piece: sha256_of(piece[0]), reach))
+    reach: list[Reach] = []
+    hashes: list[str | None] = []
+    val_sha256 = None
+    with suppress(OSError, BadInput):
+        found = trained_on(setup.shards, position)
+        reach, hashes = found, [None] * len(found)
+        if hashed:
+            with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+                hashes = list(pool.map(lambda piece: sha256_of(piece[0]), reach))
+            val_sha256 = hashlib.sha256(evaluated(setup).astype("<u2").tobytes()).hexdigest()
     return {
-        "val_sha256": hashlib.sha256(evaluated(setup).astype("<u2").tobytes()).hexdigest() if hashed else None,
+        "val_sha256": val_sha256,
         "train_shards": [
             {"name": path.name, "sha256": digest, "first": first, "end": end}
             for (path, first, end), digest in zip(reach, hashes, strict=True)
