@@ -14,6 +14,8 @@ from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.program import eval_context
 from jspeed.run.find import find
 
 from ..data.on_disk import shard_bytes
@@ -78,6 +80,17 @@ def test_hellaswag_with_a_model_s_own_losses(tmp_path):
         expected.append(int(np.argmin(sums)))
     group = [score.encode_item(BYTES, item, 16) for item in items]
     assert [choice for choice, _, _ in score.score(group, score.token_losses(own))] == expected
+
+
+def test_losses_of_a_recipe_with_stages_are_those_of_its_evaluation():
+    """Record 62's forward pass reads its stage's own number and evaluates with windows of its own."""
+    staged = model("r62")
+    recipe = staged.recipe
+    rows = np.asarray(jax.random.randint(jax.random.key(0), (2, recipe.eval_len + 1), 6, 257))
+    found = score.token_losses(staged)(rows)
+    ctx = eval_context(recipe, device_of(staged.mesh, "xla"))
+    ones = np.ones((2, recipe.eval_len), np.float32)
+    np.testing.assert_allclose(found, recipe.loss(staged.params, rows[:, :-1], rows[:, 1:], ones, ctx)[1], rtol=1e-5)
 
 
 def test_a_long_beginning_is_cut_from_the_left():
