@@ -1,12 +1,14 @@
 """Recipes found by name or path, and fields set from the command line."""
 
+import hashlib
 import re
 from pathlib import Path
 
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.run.find import FOLDER, borrowed_name, find
+from jspeed.record.remarks import taken_name
+from jspeed.run.find import FOLDER, find
 
 
 def test_a_copied_and_edited_file_runs_from_anywhere(tmp_path: Path):
@@ -55,12 +57,15 @@ def test_what_json_cannot_hold_is_no_field(tmp_path: Path):
 
 
 def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
-    assert borrowed_name(find("stdlib", ["STEPS=3"])) is None
-    assert borrowed_name(find(edited(tmp_path))) is None
-    assert "mine.py is not the stdlib that comes with jspeed" in str(
-        borrowed_name(find(edited(tmp_path, ("STEPS = 250", "STEPS = 251"))))
+    def note(found):
+        sha = hashlib.sha256(found.source.encode()).hexdigest()
+        return taken_name(found.recipe.name, found.recipe.track, sha, tmp_path)
+
+    assert note(find("stdlib", ["STEPS=3"])) is None and note(find(edited(tmp_path))) is None
+    assert "called 'stdlib', as one of another source is" in note(
+        find(edited(tmp_path, ("STEPS = 250", "STEPS = 251")))
     )
-    assert borrowed_name(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
+    assert note(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
 
 
 def test_set_reaches_everything_derived():

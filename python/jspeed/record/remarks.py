@@ -18,7 +18,9 @@ def remarks(run: Mapping[str, Any], records: Path = RECORDS) -> list[str]:
 
     Only what its track pins can be compared (``data.val_sha256``, ``data.train_sha256`` of track.toml).
     """
-    return [said for said in (other_data(run, records), taken_name(run, records)) if said]
+    name, track = str(run.get("recipe", "")), str(run.get("track", ""))
+    sha = run.get("recipe_sha256")
+    return [said for said in (other_data(run, records), sha and taken_name(name, track, sha, records)) if said]
 
 
 def other_data(run: Mapping[str, Any], records: Path) -> str | None:
@@ -40,15 +42,15 @@ def other_data(run: Mapping[str, Any], records: Path) -> str | None:
     )
 
 
-def taken_name(run: Mapping[str, Any], records: Path) -> str | None:
-    """Return that recipes of the same name and another source are known, on the board or in the package."""
-    name, sha = str(run.get("recipe", "")), run.get("recipe_sha256")
-    folder = records / str(run.get("track", "")) / name
+def taken_name(name: str, track: str, sha: str, records: Path = RECORDS) -> str | None:
+    """Return that recipes called ``name`` of another source than that of SHA-256 ``sha`` are known, on the board's
+    ``track`` or in the package; None where there are none, or this is one of them."""
+    folder = records / track / name
     known = {path.stem.removeprefix("recipe-") for path in folder.glob("recipe-*.py")}
     own = RECIPES / f"{name.replace('-', '_')}.py"
     if own.is_file():
         known.add(hashlib.sha256(own.read_bytes()).hexdigest()[:8])
-    if sha is None or not known or sha[:8] in known:
+    if not known or sha[:8] in known:
         return None
     return (
         f"the recipe is called '{name}', as one of another source is; the board shows both under that name, so give a "

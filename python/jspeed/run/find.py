@@ -86,17 +86,6 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
     return Found(recipe, path, source, fields | overrides, overrides)
 
 
-def borrowed_name(found: Found) -> str | None:
-    """Return a warning where a file calls its recipe like one of jspeed's and is another: its runs look like theirs."""
-    name = found.recipe.name
-    if name not in known_recipes() or found.source == _place_of(name).read_text(encoding="utf-8"):
-        return None
-    return (
-        f"{found.path} is not the {name} that comes with jspeed but has its name, and so do its runs; "
-        'give it another, name="..." in its RECIPE'
-    )
-
-
 def check_functions(recipe: Recipe) -> None:
     """Trace loss and optimizer on shapes alone, so that a recipe that cannot work is found before any data is."""
     stage = recipe.stages[0]

@@ -1,6 +1,7 @@
 """Everything before the clock starts: recipe, devices, data, run directory, compiled program, warm-up, first state."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from jspeed.parallel.mesh import make_mesh, parse_mesh, put, replicated, request
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
+from jspeed.record.remarks import taken_name
 from jspeed.run import evaluate
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
@@ -48,7 +50,7 @@ from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.export import fingerprint, read_parameters
-from jspeed.run.find import Found, borrowed_name, find
+from jspeed.run.find import Found, find
 from jspeed.run.output import console as say
 from jspeed.run.output.sinks import check_sinks
 from jspeed.sizes import describe
@@ -170,8 +172,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
         say.opening(console, facts)
-        if warning := borrowed_name(found):
-            console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+        if note := taken_name(recipe.name, recipe.track, hashlib.sha256(found.source.encode()).hexdigest()):
+            console.print(f"note: {note}", markup=False, soft_wrap=True)
         with clock.section("compile"), say.waiting(console, "compiling"):
             program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
             barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
