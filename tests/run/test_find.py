@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, Terminated
 from jspeed.record.remarks import taken_name
 from jspeed.run.find import FOLDER, find
 
@@ -66,6 +66,13 @@ def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
         find(edited(tmp_path, ("STEPS = 250", "STEPS = 251")))
     )
     assert note(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
+
+
+def test_a_signal_while_a_recipe_is_read_is_no_fault_of_the_recipe(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("from jspeed.errors import Terminated\n\nraise Terminated(143)\n")
+    with pytest.raises(Terminated):
+        find(str(path))
 
 
 def test_set_reaches_everything_derived():

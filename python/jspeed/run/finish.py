@@ -131,6 +131,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     unit = unit_of(setup.manifest)
     parts.append(lambda: draw(setup, progress, unit))
     failed = list(progress.failed)
+    if data["val_sha256"] is None and progress.status != "interrupted":
+        failed.append("its shards cannot be read any more, so that run.json has no hashes of its data")
     for write in parts:
         try:
             write()
