@@ -61,30 +61,48 @@ def quality(
         recipes: Names, each with changes of its fields after colons if any: r89:FINAL_RATE=0.3.
         shorter: Every recipe has its own number of steps divided by this, and every step it names.
         seeds: Runs of each recipe, with seeds 1, 2, ...
-        json_file: Write curves and tokens needed here.
+        json_file: Write curves and tokens needed here, after every run. Runs that it has already are not made again: an
+            interrupted comparison goes on, and more seeds or recipes join it.
         svg_file: Draw the validation curves of seed 1 against tokens here.
     """
     if seeds < 1 or shorter <= 0:
         raise BadInput(f"--seeds {seeds} --shorter {shorter}: must be at least 1, and above 0")
     sets = {label: settings(label, shorter) for label in recipes}
     trained = {label: tokens_after(label, sets[label]) for label in recipes}
-    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes}
+    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | earlier(json_file, shorter)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokens(folder / "tokens", texts)
         for seed in range(1, seeds + 1):
             for number, label in enumerate(recipes):
+                if len(curves[label]) >= seed:
+                    continue
                 run_dir = folder / f"{number}-{seed}"
                 run = our_run(parts(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label])
                 curves[label].append([(trained[label][point["step"]], point["val_loss"]) for point in run["curve"]])
-                rows = compare(curves)
-                if json_file:  # after every run: hours of work lose nothing
-                    write_whole(json_file, json.dumps({"curves": curves, "compared": rows}, indent=1) + "\n")
+                if json_file:
+                    found = {"shorter": shorter, "curves": curves, "compared": compare(curves)}
+                    write_whole(json_file, json.dumps(found, indent=1) + "\n")
+    rows = compare(curves)
     Console().print(table(rows))
     if svg_file:
         points = {label: [(tokens / 1e6, loss) for tokens, loss in found[0]] for label, found in curves.items()}
         goal = rows[recipes[0]]["loss"]
         picture.curves_svg(svg_file, points, goal, "width 128, same tokens in the same order", "million tokens")
+
+
+def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple[int, float]]]]:
+    """Return the curves that ``json_file`` has, by recipe; the first is of seed 1.
+
+    Raises:
+        BadInput: They are of runs of another length.
+    """
+    if json_file is None or not json_file.exists():
+        return {}
+    found = json.loads(json_file.read_text())
+    if found["shorter"] != shorter:
+        raise BadInput(f"{json_file} is of --shorter {found['shorter']}, not {shorter}; name another file")
+    return {label: [[(t, loss) for t, loss in curve] for curve in curves] for label, curves in found["curves"].items()}
 
 
 def parts(label: str) -> list[str]:
@@ -97,7 +115,7 @@ def settings(label: str, shorter: float) -> list[str]:
     name, *own = parts(label)
     if name not in SETS:
         raise BadInput(f"recipe '{name}' has no small size here; those that have: {', '.join(SETS)}")
-    fields = find(name, own, trace=False).fields
+    fields = find(name, [*SETS[name], *own], trace=False).fields
     # A cooldown may also be a fraction of the steps.
     counts = [field for field in IN_STEPS if not isinstance(fields.get(field, 0.0), float)]
     scaled = {field: fewer(fields[field], shorter) for field in counts}
