@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.find import find
@@ -160,6 +161,38 @@ def test_recipes_at_small_size_keep_their_schedule(monkeypatch, name):
     assert tokens_after(name, settings(name, 4.0))[-1] == small.tokens
     own = find(name, settings(f"{name}:EVAL_CHUNK=8", 4.0), trace=False)
     assert own.fields["EVAL_CHUNK"] == 8
+
+
+def test_texts_become_a_folder_that_trains(monkeypatch, tmp_path, gpt2_vocabulary):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches.quality import VOCAB, write_tokens
+
+    for name, text in (("a.txt", "One document.\n\nAnother one.\n"), ("b.txt", "To validate.\n" * 50)):
+        (tmp_path / name).write_text(text)
+    write_tokens(tmp_path / "tokens", [tmp_path / "a.txt", tmp_path / "b.txt"])
+    manifest = read_manifest(tmp_path / "tokens")
+    assert manifest and manifest["bos_id"] == VOCAB - 1 and manifest["source"]["texts"] == ["a.txt", "b.txt"]
+
+
+def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches import quality
+
+    made = []
+
+    def our_run(name, data, run_dir, seed, flags, sets):
+        made.append((name, seed))
+        return {"curve": [{"step": 0, "val_loss": 8.0}, {"step": 1, "val_loss": 5.0 - seed / 10}]}
+
+    monkeypatch.setattr(quality, "our_run", our_run)
+    monkeypatch.setattr(quality, "write_tokens", lambda out, texts: None)
+    kept = tmp_path / "kept.json"
+    quality.quality((), ("r29",), seeds=2, json_file=kept)
+    quality.quality((), ("r29", "r62"), seeds=2, json_file=kept)
+    assert made == [("r29", 1), ("r29", 2), ("r62", 1), ("r62", 2)]
+    assert json.loads(kept.read_text())["compared"]["r29"]["losses"] == [4.9, 4.8]
+    with pytest.raises(BadInput, match="is of --shorter 4.0, not 2.0"):
+        quality.quality((), ("r29",), shorter=2.0, json_file=kept)
 
 
 def test_a_change_of_a_recipe_may_hold_colons(monkeypatch):

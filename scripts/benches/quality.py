@@ -168,7 +168,9 @@ def write_tokens(out: Path, texts: Sequence[Path]) -> None:
         yield from documents([last], "val", 2 * VAL_TOKENS)
 
     # Ids are GPT-2's own, as ranks are; only the mark is another.
-    write_folder(out, both(), {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1}, "small")
+    source = {"texts": [path.name for path in texts]}
+    head = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
+    write_folder(out, both(), head, "small")
 
 
 def compare(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> dict[str, dict[str, Any]]:
