@@ -75,6 +75,7 @@ def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others
     assert "no MFU" in done.stdout and row["profile"] in done.stdout
 
 
+@pytest.mark.slow
 def test_two_programs_race_on_the_same_tokens(shards, tmp_path):
     files = ["--json", tmp_path / "race.json", "--svg", tmp_path / "race.svg"]
     done = bench("gpu", "--recipe", "stdlib", "--data", shards, "--versus", THEIR_LOG, *files, *GPU_TOY)

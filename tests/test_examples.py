@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -29,6 +31,7 @@ def test_three_ways_to_shard(tmp_path):
     assert out.endswith("all three agree to 1e-6\n")
 
 
+@pytest.mark.slow
 def test_notebook_from_top_to_bottom(tmp_path):
     notebook = json.loads((EXAMPLES / "names.ipynb").read_text())
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])

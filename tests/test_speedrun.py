@@ -170,6 +170,7 @@ def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_pa
     assert losses("other", "--seed", "2") != one
 
 
+@pytest.mark.slow
 def test_a_run_that_misses_its_target_exits_1_and_one_that_was_cut_short_0(speedrun, shards, tmp_path):
     missed = speedrun("--data", shards, "--run-dir", tmp_path / "a", "--target-loss", "0.01", *toy("STEPS=2"))
     assert missed.returncode == 1 and not read(tmp_path / "a")["reached"]

@@ -14,6 +14,7 @@ def data(tmp_path):
     return shards(tmp_path / "shards")
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     arguments = ["--data", data, "--steps", 10, *toy("EVAL_EVERY=5")]
     proxies = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}  # where nobody answers

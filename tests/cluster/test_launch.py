@@ -57,6 +57,7 @@ def test_dry_run_prints_each_node(launch):
     assert all("MASTER_ADDR=n0 MASTER_PORT=29500" in line and "'of the program'" in line for line in lines[1::2])
 
 
+@pytest.mark.slow
 def test_one_that_fails_ends_all_and_its_code_counts(launch):
     """Rank 1 dies; rank 0 neither ends by itself nor on SIGTERM."""
     before = time.monotonic()

@@ -63,7 +63,9 @@ def one_step(tokens, devices, parts):
 LENGTHS = [2, 2, 3, 2, 15, 14, 15, 13]  # the second half of the devices has five times the letters of the first
 
 
-@pytest.mark.parametrize(("devices", "parts"), [(1, 4), (2, 1), (8, 1)])
+@pytest.mark.parametrize(
+    ("devices", "parts"), [(2, 2), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((1, 4), (2, 1), (8, 1)))]
+)
 def test_the_mean_is_over_the_whole_batch(devices, parts):
     tokens = rows(LENGTHS)
     after, loss = one_step(tokens, devices, parts)

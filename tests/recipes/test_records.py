@@ -91,6 +91,7 @@ def test_r62_rates_of_the_second_of_two_steps():
         np.testing.assert_allclose(updates[name], -rate - decay, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["r62", "r89"])
 def test_first_loss_of_a_head_that_is_not_zero(name):
     """Published logs begin at 10.828 to 10.831. Targets are independent of the head: their mean is over all of it."""

@@ -62,6 +62,7 @@ def test_25_steps_and_25_resumed_are_50_bit_for_bit(runs, tmp_path):
     assert code == 2 and "has ended" in err
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_path):
     folder = copy(runs, tmp_path)
     damage(folder, 25)

@@ -166,6 +166,7 @@ def test_a_run_keeps_to_its_plan(tmp_path):
     assert planned.place_in_plan(None, "abc", 1, 40) is None
 
 
+@pytest.mark.slow
 def test_two_real_runs_of_a_plan(tmp_path):
     """And that a run for the wrong folder is refused before it begins."""
     shards(tmp_path / "shards")
