@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may import, all of it on floors below
     {
         name: set()
-        for name in ("_dataloader", "errors", "fields", "files", "markup", "model", "stage", "recipe", "terminal")
+        for name in ("_dataloader", "errors", "fields", "files", "model", "pages", "stage", "recipe", "terminal")
     },
     {"cluster": set(), "sizes": {"recipe"}},
     {"data": {"_dataloader"}, "parallel": {"cluster", "recipe"}, "record": set()},
@@ -26,7 +26,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         "series": {"cluster", "leaderboard", "record", "run"},
     },
 ]
-UNDER_ALL = {"errors", "fields", "files", "markup", "stage", "terminal"}
+UNDER_ALL = {"errors", "fields", "files", "pages", "stage", "terminal"}
 WITHOUT_JAX = {"corpus", "leaderboard", "record"}
 DOZEN = 12
 

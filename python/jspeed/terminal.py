@@ -62,6 +62,12 @@ def lost_output() -> OSError | None:
     return None if failure and failure.errno == errno.EPIPE else failure
 
 
+def printable(value: object, most: int | None = None) -> str:
+    """Return ``value`` without the control characters that XML does not allow, cut after ``most`` characters."""
+    clean = "".join(character if character.isprintable() else " " for character in str(value))
+    return clean if most is None or len(clean) <= most else f"{clean[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
+
+
 def escaped(text: str) -> str:
     r"""Return ``text`` with its control characters, which terminals obey, as ``\x1b``; newlines and tabs stay."""
     return "".join(f"\\x{ord(c):02x}" if _controls(c) else c for c in text)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspeed.files import write_whole
-from jspeed.markup import printable
+from jspeed.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
+from markupsafe import Markup
+
 from jspeed.leaderboard import as_text
-from jspeed.markup import printable, text
+from jspeed.terminal import printable
 
 Entry = Mapping[str, Any]
 WIDTH, LEFT, RIGHT, TOP = 360.0, 46.0, 8.0, 10.0
@@ -23,11 +25,9 @@ LINES = 6  # curves that can be told apart
 
 def figure(title: str, said: str, height: float, parts: Sequence[str]) -> str:
     """Return a figure with a caption; ``said`` is what a screen reader says of it."""
-    drawn = "".join(parts)
-    return (
-        f'<figure><figcaption>{text(title)}</figcaption><svg role="img" viewBox="0 0 {WIDTH:g} {height:g}" '
-        f'aria-label="{text(said)}">{drawn}</svg></figure>\n'
-    )
+    return Markup(
+        '<figure><figcaption>{}</figcaption><svg role="img" viewBox="0 0 {:g} {:g}" aria-label="{}">{}</svg></figure>'
+    ).format(printable(title), WIDTH, height, printable(said), Markup("".join(parts)))
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
@@ -38,7 +38,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 def word(x: float, y: float, what: str, kind: str = "", anchor: str = "start") -> str:
     """Return text at a point; ``anchor`` is start, middle or end."""
     attributes = (f' class="{kind}"' if kind else "") + (f' text-anchor="{anchor}"' if anchor != "start" else "")
-    return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{text(what)}</text>'
+    return Markup('<text x="{:.1f}" y="{:.1f}"{}>{}</text>').format(x, y, Markup(attributes), printable(what))
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:

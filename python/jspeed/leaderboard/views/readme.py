@@ -7,7 +7,7 @@ from typing import Any
 from jspeed.errors import BadInput
 from jspeed.leaderboard import as_text
 from jspeed.leaderboard.history import NAMES
-from jspeed.markup import printable
+from jspeed.terminal import printable
 
 BEGIN = "<!-- leaderboard: made by scripts/leaderboard.py page -->"
 END = "<!-- /leaderboard -->"

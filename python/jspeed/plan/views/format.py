@@ -1,94 +1,36 @@
-"""Values of a plan, any of which may be missing, as text for tables and pictures."""
+"""Values of a plan as text for tables and pictures."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jspeed.markup import NONE as NONE
-from jspeed.markup import printable as printable
-
+NONE = "-"
 UNITS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))  # seconds in each
-
-
-def number(value: Any) -> float | None:
-    """Return ``value`` as a float if it is a finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def span(value: Any) -> tuple[float, float] | None:
-    """Return ``[low, high]`` as two floats, else None."""
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return None
-    low, high = number(value[0]), number(value[1])
-    return None if low is None or high is None else (low, high)
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """Return ``value`` if it is a mapping, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def pairs(value: Any) -> list[tuple[str, Any]]:
-    """Return the items of a mapping, none of anything else."""
-    return list(mapping(value).items())
-
-
-def mappings(value: Any) -> list[Mapping[str, Any]]:
-    """Return the mappings in a list, none of anything else."""
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
-
-
-def mean(plan: Mapping[str, Any], get: Callable[[Mapping[str, Any]], Any]) -> float | None:
-    """Return the mean over a plan's steps of ``get(stage)``; None where a stage has no such number."""
-    total, steps = 0.0, 0.0
-    for stage in mappings(plan.get("stages")):
-        found, times = number(get(stage)), number(stage.get("steps"))
-        if found is None or times is None:
-            return None
-        total, steps = total + times * found, steps + times
-    return total / steps if steps else None
-
-
-def stage_name(stage: Mapping[str, Any]) -> str:
-    """Return what a stage is called."""
-    return str(stage.get("name", "a step"))
 
 
 def array(buffer: Mapping[str, Any]) -> str:
     """Return a buffer's dtype and dimensions."""
-    return f"{buffer.get('dtype', '')}[{shape(buffer.get('dims'))}]"
+    return f"{buffer['dtype']}[{shape(buffer['dims'])}]"
 
 
-def shape(dims: Any) -> str:
+def shape(dims: Sequence[int]) -> str:
     """Return dimensions as ``8 x 128``."""
-    return " x ".join(str(n) for n in dims) if isinstance(dims, list | tuple) else NONE
+    return " x ".join(map(str, dims))
 
 
-def whole(value: Any) -> str:
-    """Return a number without decimals, thousands apart."""
-    found = number(value)
-    return NONE if found is None else f"{round(found):,}"
-
-
-def figures(value: Any, unit: float = 1.0) -> str:
-    """Three figures of ``value`` in ``unit``."""
-    found = number(value)
-    if found is None:
+def figures(value: float | None, unit: float = 1.0) -> str:
+    """Three figures of ``value`` in ``unit``; ``-`` for None."""
+    if value is None:
         return NONE
-    found /= unit
-    return f"{found:.3g}" if abs(found) < 1000 or abs(found) >= 1e6 else f"{found:,.0f}"
+    value /= unit
+    return f"{value:.3g}" if abs(value) < 1000 or abs(value) >= 1e6 else f"{value:,.0f}"
 
 
-def size(value: Any) -> str:
+def size(value: float) -> str:
     """Return bytes as ``21.50 GB``, or in MB or kB where that would show nothing."""
-    found = number(value)
-    if found is None:
-        return NONE
-    if found >= 1e8:
-        return f"{found / 1e9:,.2f} GB"
-    return f"{found / 1e6:.3g} MB" if found >= 1e5 else f"{found / 1e3:.3g} kB"
+    if value >= 1e8:
+        return f"{value / 1e9:,.2f} GB"
+    return f"{value / 1e6:.3g} MB" if value >= 1e5 else f"{value / 1e3:.3g} kB"
 
 
 def short(value: float) -> str:
@@ -97,25 +39,19 @@ def short(value: float) -> str:
     return f"{value / 1000**power:.4g} {' kMGTPEZY'[power]}".rstrip()
 
 
-def percent(value: Any, whole: float) -> str:
+def percent(value: float, whole: float) -> str:
     """Return ``value`` as a share of ``whole``."""
-    found = number(value)
-    if found is None or not whole:
-        return NONE
-    share = 100 * found / whole
+    share = 100 * value / whole
     return f"{share:.3g} %" if abs(share) >= 0.1 or not share else "under 0.1 %"
 
 
-def between(value: Any, unit: str) -> str:
+def between(span: Sequence[float], unit: str) -> str:
     """Return ``[low, high]`` as ``68 to 97 ms``."""
-    found = span(value)
-    return NONE if found is None else f"{figures(found[0])} to {figures(found[1])} {unit}".rstrip()
+    low, high = span
+    return f"{figures(low)} to {figures(high)} {unit}"
 
 
-def duration(value: Any) -> str:
+def duration(seconds: Sequence[float]) -> str:
     """Seconds as a range in the unit that suits its end."""
-    found = span(value)
-    if found is None:
-        return NONE
-    length, unit = next(unit for unit in UNITS if found[1] >= 2 * unit[0] or unit[0] == 1)
-    return between([found[0] / length, found[1] / length], unit)
+    length, unit = next(unit for unit in UNITS if seconds[1] >= 2 * unit[0] or unit[0] == 1)
+    return between([end / length for end in seconds], unit)

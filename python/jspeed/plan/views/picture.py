@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
-from jspeed.plan.views.format import between, number, printable, size, span
+from jspeed.plan.views.format import between, size
+from jspeed.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +30,7 @@ def plan_svg(path: Path, plan: Plan) -> None:
 
     Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels and exposed
     communication, end to end; under them all communication, and the predicted step as a range.
-    Below: memory of the stage that needs most, by kind, and the size of a device. What a plan lacks is left out.
+    Below: memory of the stage that needs most, by kind, and the size of a device.
     """
     write_whole(path, drawing(plan, "white").encode())
 
@@ -40,9 +41,7 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    stages = list(plan.get("stages") or [])
-    kinds = memory_by_kind(plan)
-    heights = [1.1 + 0.52 * max(1, len(stages)), 1.4 + 0.19 * len(kinds)]
+    heights = [1.1 + 0.52 * len(plan["stages"]), 1.4 + 0.19 * len(memory_by_kind(plan))]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # the user's own style would make other bytes
         matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
@@ -50,7 +49,7 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
         figure.get_layout_engine().set(h_pad=0.08, hspace=0.06)  # type: ignore[union-attr, call-arg]
         above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": heights})
         if heading:
-            title = printable(f"{plan.get('recipe', 'a recipe')} on {plan.get('target', 'a target')}", 50)
+            title = printable(f"{plan['recipe']} on {plan['target']}", 50)
             figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
         for axes in (above, below):
             axes.set_facecolor("none")
@@ -60,28 +59,21 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
             axes.tick_params(axis="y", length=0)
             axes.grid(axis="x", color=PALE, linewidth=0.6)
             axes.set_axisbelow(True)
-        _times(above, stages)
-        _memory(below, plan, kinds)
+        _times(above, plan["stages"])
+        _memory(below, plan)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
     return buffer.getvalue().decode()
 
 
 def fullest(plan: Plan) -> Mapping[str, Any]:
-    """Return the stage that needs most memory; an empty one if there is none."""
-    stages = plan.get("stages") or [{}]
-    return max(stages, key=lambda stage: number((stage.get("memory_bytes") or {}).get("peak")) or 0.0)
+    """Return the stage that needs most memory."""
+    return max(plan["stages"], key=lambda stage: stage["memory_bytes"]["peak"])
 
 
 def memory_by_kind(plan: Plan) -> dict[str, float]:
-    """Return bytes by kind of the fullest stage, or only its arguments and temporaries where no kinds are known."""
-    stage = fullest(plan)
-    found = stage.get("memory_by_kind")
-    if not found:
-        sizes = stage.get("memory_bytes") or {}
-        found = {name: sizes.get(name) for name in ("arguments", "temporaries")}
-    sizes = {str(kind): number(value) or 0.0 for kind, value in found.items()}
-    return {kind: value for kind, value in sizes.items() if value > 0}
+    """Return bytes by kind of the fullest stage, without kinds that have none."""
+    return {kind: value for kind, value in fullest(plan)["memory_by_kind"].items() if value > 0}
 
 
 def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
@@ -89,29 +81,22 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     axes.set_title("milliseconds of one step", loc="left", fontsize=10, color=INK)
     right = 0.0
     for row, stage in enumerate(stages):
-        times = stage.get("time_ms") or {}
+        times = stage["time_ms"]
         left = 0.0
         for name, colour in TIMES.items():
-            value = number(times.get(name.replace(" ", "_"))) or 0.0
+            value = times[name.replace(" ", "_")]
             axes.barh(row - 0.18, value, 0.32, left=left, color=COLOURS[colour], zorder=2)
             left += value
-        communication = number(times.get("communication")) or 0.0
-        axes.barh(row + 0.08, communication, 0.14, color=COLOURS[ALL_COMMUNICATION], zorder=2)
-        right = max(right, left, communication)
-        if bounds := span(stage.get("predicted_ms")):
-            low, high = bounds
-            height = row + 0.3
-            axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
-            label = between([low, high], "ms")
-            axes.annotate(label, (high, height), (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
-            right = max(right, high)
-    names = [printable(stage.get("name", f"stage {n}"), 16) for n, stage in enumerate(stages, 1)]
-    axes.set_yticks(range(len(stages)), names, parse_math=False)
-    axes.set_ylim(max(1, len(stages)) - 0.5, -0.5)
-    axes.set_xlim(0, 1.34 * right or 1.0)  # room for the words after a range
-    if not stages:
-        axes.text(0.5, 0.5, "no stage in this plan", transform=axes.transAxes, ha="center", color=INK)
-        return
+        axes.barh(row + 0.08, times["communication"], 0.14, color=COLOURS[ALL_COMMUNICATION], zorder=2)
+        low, high = stage["predicted_ms"]
+        height = row + 0.3
+        axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
+        label = between([low, high], "ms")
+        axes.annotate(label, (high, height), (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+        right = max(right, left, times["communication"], high)
+    axes.set_yticks(range(len(stages)), [printable(stage["name"], 16) for stage in stages], parse_math=False)
+    axes.set_ylim(len(stages) - 0.5, -0.5)
+    axes.set_xlim(0, 1.34 * right)  # room for the words after a range
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -121,27 +106,25 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     _legend(axes, handles, 2)
 
 
-def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
+def _memory(axes: "Axes", plan: Plan) -> None:
     """Draw one bar of all kinds end to end, the compiler's peak, and the device's size."""
     from matplotlib.patches import Patch
 
-    stage, device = fullest(plan), number(plan.get("device_memory_bytes"))
-    peak = number((stage.get("memory_bytes") or {}).get("peak"))
-    title = f"GB of one device in {stage.get('name', 'a step')}, the fullest"
+    stage = fullest(plan)
+    marks = {"peak": stage["memory_bytes"]["peak"], "device": plan["device_memory_bytes"]}
+    title = f"GB of one device in {stage['name']}, the fullest"
     axes.set_title(printable(title, 50), loc="left", fontsize=10, color=INK, parse_math=False)
     left = 0.0
     handles: list[Any] = []
-    for index, (kind, amount) in enumerate(kinds.items()):
+    for index, (kind, amount) in enumerate(memory_by_kind(plan).items()):
         colour = COLOURS[index % len(COLOURS)]
         axes.barh(0, amount / 1e9, 0.6, left=left / 1e9, color=colour, zorder=2)
         if amount >= MIB:
             handles.append(Patch(color=colour, label="_"))
             handles[-1].set_label(f" {printable(kind, 40)}, {size(amount)}")
         left += amount
-    marks = {"peak": peak, "device": device}
+    widest = max(left, *marks.values())
     for name, at in marks.items():
-        if at is None:
-            continue
         axes.plot([at / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.4, linestyle="-" if name == "device" else ":")
         above = name == "device"
         axes.annotate(
@@ -149,22 +132,18 @@ def _memory(axes: "Axes", plan: Plan, kinds: Mapping[str, float]) -> None:
             (at / 1e9, -0.42 if above else 0.42),
             (0, 3 if above else -3),
             textcoords="offset points",
-            ha="right" if at > 0.8 * max(left, peak or 0, device or 0) else "left",
+            ha="right" if at > 0.8 * widest else "left",
             va="bottom" if above else "top",
             fontsize=9,
             color=INK,
         )
-    if limit := number(plan.get("memory_limit_bytes")):
-        [line] = axes.plot([limit / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
-        line.set_label(f"JAX may take {size(limit)}")
-        handles.append(line)
+    limit = plan["memory_limit_bytes"]
+    [line] = axes.plot([limit / 1e9] * 2, [-0.42, 0.42], color=INK, linewidth=1.0, linestyle=(0, (4, 2)))
+    line.set_label(f"JAX may take {size(limit)}")
     axes.set_yticks([])
     axes.set_ylim(0.85, -0.85)
-    axes.set_xlim(0, 1.04 * max(left, peak or 0.0, device or 0.0) / 1e9 or 1.0)
-    if handles:
-        _legend(axes, handles, 1)
-    else:
-        axes.text(0.5, 0.5, "no memory in this plan", transform=axes.transAxes, ha="center", color=INK)
+    axes.set_xlim(0, 1.04 * widest / 1e9)
+    _legend(axes, [*handles, line], 1)
 
 
 def _legend(axes: "Axes", handles: list[Any], columns: int) -> None:

@@ -1,286 +1,190 @@
 """A plan as one self-contained HTML page: the tables of the terminal and the picture.
 
-The page is a pure function of the dict that ``plan.py --json`` writes. It loads no other file and runs no script; all
-text is escaped.
+The page is a pure function of the dict that ``plan.py --json`` writes. It loads no other file and runs no script.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from jspeed import markup
+from markupsafe import Markup
+
 from jspeed.files import write_whole
-from jspeed.markup import section, table, text
+from jspeed.pages import render
 from jspeed.plan.views import compare
-from jspeed.plan.views.format import (
-    NONE,
-    array,
-    between,
-    duration,
-    figures,
-    mapping,
-    mappings,
-    number,
-    pairs,
-    percent,
-    shape,
-    size,
-    stage_name,
-    whole,
-)
-from jspeed.plan.views.picture import INK, PALE, drawing, fullest, memory_by_kind
-from jspeed.plan.views.picture import plan_svg as plan_svg
+from jspeed.plan.views.format import NONE, array, between, duration, figures, percent, shape, size
+from jspeed.plan.views.picture import INK, PALE, drawing, fullest
 
 Plan = Mapping[str, Any]
+ALT = "Bars of compute, memory and communication time of every stage, and of device memory by kind; as tables below"
+DIGITS = re.compile(r"(under )?[-+]?[\d,.]+(e[-+]?\d+)?( (to [\d,.]+|x [\d,.]+|[kMG]?B|ms|%))*")
+
+
+class Table(NamedTuple):
+    """A section of the page: title, names of the columns, rows of text, and what is said above them."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The CSS class of every column: n for numbers, l for long words, t for others."""
+        return [
+            "n" if all(cell in (NONE, "") or DIGITS.fullmatch(cell) for cell in column)
+            else "l" if any(len(cell) > 40 for cell in column)
+            else "t"
+            for column in zip(*self.rows, strict=True)
+        ]  # fmt: skip
 
 
 def plan_html(path: Path, plan: Plan) -> None:
-    """Write the report of ``plan`` to ``path``: one file without a script. Raises OSError when that cannot be.
-
-    What the dict does not have is left out or shown as ``-``.
-    """
-    write_whole(path, page(plan).encode())
+    """Write the report of ``plan`` to ``path``: one file without a script. Raises OSError when that cannot be."""
+    write_whole(path, page(plan))
 
 
 def page(plan: Plan) -> str:
     """Return the report as HTML text, what matters most at the top."""
-    parts = (
-        _summary, _figure, _stages, _doctor, _warnings, _memory, _buffers, _search, _against, _flops, _matmuls,
-        _kernels, _collectives, _calibration, _facts, _sure,
-    )  # fmt: skip
-    title = f"{plan.get('recipe', 'a recipe')} on {plan.get('target', 'a target')}"
-    return markup.page(title, [part(plan) for part in parts])
+    first = {"stages": stages(plan), "doctor": doctor(plan)}
+    return render(
+        "plan/views/report.html",
+        title=f"{plan['recipe']} on {plan['target']}",
+        plan=plan,
+        cards=cards(plan),
+        figure=figure(plan),
+        tables=first | {"rest": list(tables(plan))},
+    )
 
 
-def _summary(plan: Plan) -> str:
-    mesh = " ".join(f"{axis}={n}" for axis, n in pairs(plan.get("mesh")))
-    cost = mapping(plan.get("predicted_cost"))
-    price = f"{figures(cost.get('per_device_hour'))} {cost.get('currency', '')} a device and hour".strip()
-    cards = {
-        "step": between(plan.get("predicted_step_ms"), "ms"),
-        "time to target": duration(plan.get("predicted_seconds")),
-        f"cost at {price}": between([cost.get("low"), cost.get("high")], str(cost.get("currency", ""))),
-        "devices": f"{plan.get('devices', NONE)} x {plan.get('device_kind', plan.get('target', NONE))}",
-        "mesh and layout": f"{mesh or NONE}, {plan.get('layout', NONE)}",
-        "parameters": whole(plan.get("parameters")),
+def cards(plan: Plan) -> dict[str, str]:
+    """Return what matters most, by name."""
+    cost = plan["predicted_cost"]
+    return {
+        "step": between(plan["predicted_step_ms"], "ms"),
+        "time to target": duration(plan["predicted_seconds"]),
+        f"cost at {figures(cost['per_device_hour'])} {cost['currency']} a device and hour": between(
+            (cost["low"], cost["high"]), cost["currency"]
+        ),
+        "devices": f"{plan['devices']} x {plan['device_kind']}",
+        "mesh and layout": f"{' '.join(f'{axis}={n}' for axis, n in plan['mesh'].items())}, {plan['layout']}",
+        "parameters": f"{plan['parameters']:,}",
     }
-    if not cost:
-        del cards[f"cost at {price}"]
-    boxes = "".join(f"<div><dt>{text(name)}</dt><dd>{text(value)}</dd></div>" for name, value in cards.items())
-    lines = []
-    if plan.get("fit"):
-        kind = {"yes": "good", "no": "bad"}.get(_yes(plan.get("fits")), "")
-        lines.append(f'<p class="{kind}">{text(plan["fit"])}</p>')
-    if plan.get("sets"):
-        lines.append(f"<p>with {text(', '.join(map(str, plan['sets'])))}</p>")
-    if plan.get("compiled") is False:
-        lines.append("<p>nothing was compiled: formulas only</p>")
-    if plan.get("recipe_hash"):
-        lines.append(f'<p class="dim">recipe {text(plan["recipe_hash"])}</p>')
-    return "\n".join([lines[0] if lines else "", f"<dl>{boxes}</dl>", *lines[1:]])
 
 
-def _figure(plan: Plan) -> str:
-    """The picture, in the colours of the page."""
+def figure(plan: Plan) -> Markup:
+    """Return the picture as an SVG element in the colours of the page."""
     svg = drawing(plan, heading=False)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = svg.replace(INK, "currentColor").replace(PALE, "var(--line)")
-    what = (
-        "Bars of compute, memory and communication time of every stage, and of device memory by kind; as tables below"
-    )
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{what}"', 1)
-    return f'<figure class="wide" tabindex="0">{svg}</figure>'
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{ALT}"', 1))
 
 
-def _stages(plan: Plan) -> str:
+def stages(plan: Plan) -> Table:
+    """Return milliseconds, memory and work of every stage."""
     head = ["stage", "steps", "tokens a step", "predicted step", "compute ms", "memory ms", "communication ms",
             "exposed communication ms", "peak memory", "TFLOPs", "bytes moved", "tokens at once", "from"]  # fmt: skip
-
-    def row(stage: Plan) -> list[str]:
-        times = mapping(stage.get("time_ms"))
-        return [
-            stage_name(stage),
-            whole(stage.get("steps")),
-            whole(stage.get("tokens_per_step")),
-            between(stage.get("predicted_ms"), "ms"),
-            *(figures(times.get(kind)) for kind in ("compute", "memory", "communication", "exposed_communication")),
-            size(mapping(stage.get("memory_bytes")).get("peak")),
-            figures(stage.get("flops"), 1e12),
-            size(stage.get("bytes_moved")),
-            f"{whole(stage.get('micro_batch_tokens'))} x {whole(stage.get('micro_batches'))}",
-            _origin(plan, stage),
-        ]
-
+    kinds = ("compute", "memory", "communication", "exposed_communication")
+    rows = [
+        [s["name"], f"{s['steps']:,}", f"{s['tokens_per_step']:,}", between(s["predicted_ms"], "ms"),
+         *(figures(s["time_ms"][kind]) for kind in kinds), size(s["memory_bytes"]["peak"]), figures(s["flops"], 1e12),
+         size(s["bytes_moved"]), f"{s['micro_batch_tokens']:,} x {s['micro_batches']:,}",
+         "compiled" if s["compiled"] else "another stage's program"]
+        for s in plan["stages"]
+    ]  # fmt: skip
     note = (
         "One device, one step. Compute and memory are compute-bound and memory-bound kernels; with the exposed "
         "communication they add up to the roofline of the step."
     )
-    return section("stages", table(head, map(row, mappings(plan.get("stages")))), note)
+    return Table("stages", head, rows, note)
 
 
-def _origin(plan: Plan, stage: Plan) -> str:
-    if stage.get("scaled_from"):
-        return f"scaled from {stage['scaled_from']}"
-    if stage.get("compiled", True):
-        return "compiled"
-    return "another stage's program" if plan.get("compiled") else "formulas"
+def doctor(plan: Plan) -> Table:
+    """Return the doctor's findings."""
+    rows = [[f["level"], f["name"], f["text"], figures(f["value"]), figures(f["threshold"])] for f in plan["doctor"]]
+    return Table("doctor", ["level", "finding", "what", "value", "threshold"], rows)
 
 
-def _memory(plan: Plan) -> str:
-    stage = fullest(plan)
-    kinds, peak = memory_by_kind(plan), number(mapping(stage.get("memory_bytes")).get("peak"))
-    device = number(plan.get("device_memory_bytes"))
-    limit = number(plan.get("memory_limit_bytes"))
-    listed = {**kinds, "peak": peak, "JAX may take": limit, "a device has": device} if kinds else {}
-    share = device or peak or 0.0
-    rows = [[kind, size(value), percent(value, share)] for kind, value in listed.items() if value]
-    head = ["kind", "size", "of the device" if device else "of the peak"]
-    return section(f"memory of one device, {stage_name(stage)}", table(head, rows))
-
-
-def _buffers(plan: Plan) -> str:
-    head = ["buffer", "array", "source", "from"]
+def tables(plan: Plan) -> Iterator[Table]:
+    """Yield the other tables, in the order of the page."""
+    stage, device = fullest(plan), plan["device_memory_bytes"]
+    limits = {"peak": stage["memory_bytes"]["peak"], "JAX may take": plan["memory_limit_bytes"], "a device has": device}
+    memory = {kind: value for kind, value in stage["memory_by_kind"].items() if value > 0} | limits
+    rows = [[kind, size(value), percent(value, device)] for kind, value in memory.items()]
+    yield Table(f"memory of one device, {stage['name']}", ["kind", "size", "of the device"], rows)
+    rows = [[size(b["bytes"]), array(b), b["source"] or NONE, b["op"] or NONE] for b in stage["largest_buffers"]]
+    yield Table("largest buffers", ["buffer", "array", "source", "from"], rows)
+    head = ["layout", "mesh", "tokens at once", "peak memory", "fits", "predicted step"]
     rows = [
-        [size(b.get("bytes")), array(b), str(b.get("source") or NONE), str(b.get("op") or NONE)]
-        for b in mappings(fullest(plan).get("largest_buffers"))
-    ]
-    return section("largest buffers", table(head, rows))
+        [s["layout"], ", ".join(f"{axis}={n}" for axis, n in s["mesh"].items()), f"{s['micro_batch_tokens']:,}",
+         size(s["peak_bytes"]), yes(s["fits"]), between(s["predicted_ms"], "ms")]
+        for s in plan.get("search", ())
+    ]  # fmt: skip
+    yield Table("layouts and micro-batches tried", head, rows, "Best first.")
+    if before := plan.get("against"):
+        note = "One device, means over all steps."
+        yield Table("against another recipe", compare.heading(before, plan), compare.rows(before, plan), note)
+    for title, key, note in (
+        ("part of the model", "flops_by_part", "One device, one step."),
+        ("dtype", "flops_by_dtype", ""),
+    ):
+        yield by_stage(plan, f"TFLOPs by {title}", key, lambda value: figures(value, 1e12), note)
+    head = ["source", "name", "dtype", "shape", "times", "TFLOPs", "redundancy"]
+    rows = [
+        [m["source"] or NONE, m["name"], m["dtype"], shape(m["shape"]), f"{m['count']:,}", figures(m["flops"], 1e12),
+         figures(m["redundancy"])]
+        for m in plan["matmuls"]
+    ]  # fmt: skip
+    yield Table("matmuls", head, rows, "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.")
+    yield by_stage(plan, "kernels", "kernels", lambda value: f"{value:,}")
+    yield collectives(plan)
+    head = ["recipe", "measured ms", "predicted", "error", "used to fit", "source"]
+    rows = [
+        [c["recipe"], figures(c["measured_ms"]), between(c["predicted_ms"], "ms"), percent(c["error"], 1),
+         yes(c["used_to_fit"]), c["source"]]
+        for c in plan["calibration"]
+    ]  # fmt: skip
+    yield Table("predictions against measured steps", head, rows)
+    rows = [[kind.replace("_", " "), percent(share, 1)] for kind, share in plan["fractions"].items()]
+    yield Table("assumed fraction of the peak", ["kind", "share"], rows)
+    yield facts(plan["facts"])
 
 
-def _flops(plan: Plan) -> str:
-    return "".join(
-        section(f"TFLOPs by {what}", _matrix(plan, key, lambda value: figures(value, 1e12)), note)
-        for what, key, note in (
-            ("part of the model", "flops_by_part", "One device, one step."),
-            ("dtype", "flops_by_dtype", ""),
-        )
-    )
+def by_stage(plan: Plan, title: str, key: str, show: Callable[[Any], str], note: str = "") -> Table:
+    """Return a table with a row for every stage and a column for everything that any stage has under ``key``."""
+    names = list(dict.fromkeys(name for stage in plan["stages"] for name in stage[key]))
+    rows = [[s["name"], *(show(s[key][n]) if n in s[key] else NONE for n in names)] for s in plan["stages"]]
+    return Table(title, ["stage", *(name.replace("_", " ") for name in names)], rows if names else [], note)
 
 
-def _kernels(plan: Plan) -> str:
-    return section("kernels", _matrix(plan, "kernels", whole))
-
-
-def _collectives(plan: Plan) -> str:
+def collectives(plan: Plan) -> Table:
+    """Return the collectives of every stage that has others than those before it."""
     head = ["stage", "kind", "axis", "times", "bytes", "dtype", "asynchronous", "ms", "overlapping compute ms",
             "exposed ms", "source"]  # fmt: skip
     rows, seen = [], []
-    for stage in mappings(plan.get("stages")):
-        found = mappings(stage.get("collectives"))
-        same = [[c.get(key) for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in found]
-        if same in seen:
-            continue
-        seen.append(same)
-        for c in found:
-            rows.append([
-                stage_name(stage), str(c.get("kind", NONE)), str(c.get("axis", NONE)), whole(c.get("count")),
-                size(c.get("bytes")), str(c.get("dtype") or NONE), _yes(c.get("async")), figures(c.get("ms")),
-                figures(c.get("compute_ms_between")), figures(c.get("exposed_ms")), str(c.get("source") or NONE),
-            ])  # fmt: skip
-    note = "A stage that is not listed has the same collectives as one that is."
-    return section("collectives", table(head, rows), note)
+    for stage in plan["stages"]:
+        same = [[c[key] for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in stage["collectives"]]
+        if same not in seen:
+            seen.append(same)
+            rows += [
+                [stage["name"], c["kind"], c["axis"], f"{c['count']:,}", size(c["bytes"]), c["dtype"], yes(c["async"]),
+                 figures(c["ms"]), figures(c["compute_ms_between"]), figures(c["exposed_ms"]), c["source"] or NONE]
+                for c in stage["collectives"]
+            ]  # fmt: skip
+    return Table("collectives", head, rows, "A stage that is not listed has the same collectives as one that is.")
 
 
-def _doctor(plan: Plan) -> str:
-    found = mappings(plan.get("doctor"))
-    rows = [
-        [str(f.get("level", NONE)), str(f.get("name", NONE)), str(f.get("text", NONE)), figures(f.get("value")),
-         figures(f.get("threshold"))]
-        for f in found
-    ]  # fmt: skip
-    if "doctor" in plan and not found:
-        return section("doctor", "<p>nothing found</p>")
-    return section("doctor", table(["level", "finding", "what", "value", "threshold"], rows))
-
-
-def _matmuls(plan: Plan) -> str:
-    head = ["source", "name", "dtype", "shape", "times", "TFLOPs", "redundancy"]
-    rows = [
-        [str(m.get("source") or NONE), str(m.get("name", NONE)), str(m.get("dtype", NONE)), shape(m.get("shape")),
-         whole(m.get("count")), figures(m.get("flops"), 1e12), figures(m.get("redundancy"))]
-        for m in mappings(plan.get("matmuls"))
-    ]  # fmt: skip
-    note = "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs."
-    return section("matmuls", table(head, rows), note)
-
-
-def _search(plan: Plan) -> str:
-    head = ["layout", "mesh", "tokens at once", "peak memory", "fits", "predicted step"]
-    rows = [
-        [str(s.get("layout", NONE)), ", ".join(f"{axis}={n}" for axis, n in s.get("mesh", {}).items()) or NONE,
-         whole(s.get("micro_batch_tokens")), size(s.get("peak_bytes")),
-         _yes(s.get("fits")), between(s.get("predicted_ms"), "ms")]
-        for s in mappings(plan.get("search"))
-    ]  # fmt: skip
-    return section("layouts and micro-batches tried", table(head, rows), "Best first.")
-
-
-def _against(plan: Plan) -> str:
-    """What changes from another plan for the same target to this one."""
-    before = mapping(plan.get("against"))
-    if not before:
-        return ""
-    return section(
-        "against another recipe",
-        table(compare.heading(before, plan), compare.rows(before, plan)),
-        "One device, means over all steps.",
-    )
-
-
-def _calibration(plan: Plan) -> str:
-    rows = [
-        [str(c.get("recipe", NONE)), figures(c.get("measured_ms")), between(c.get("predicted_ms"), "ms"),
-         percent(c.get("error"), 1), _yes(c.get("used_to_fit")), str(c.get("source", NONE))]
-        for c in mappings(plan.get("calibration"))
-    ]  # fmt: skip
-    head = ["recipe", "measured ms", "predicted", "error", "used to fit", "source"]
-    fractions = mapping(plan.get("fractions"))
-    ends = [(name, mapping(value)) for name, value in fractions.items() if isinstance(value, Mapping)]
-    flat = {name: value for name, value in fractions.items() if not isinstance(value, Mapping)}
-    if flat:
-        ends.insert(0, ("share", flat))
-    kinds = list(dict.fromkeys(kind for _, values in ends for kind in values))
-    reached = [[kind.replace("_", " "), *(percent(values.get(kind), 1) for _, values in ends)] for kind in kinds]
-    columns = ["kind", *(name.removesuffix("_ms") for name, _ in ends)]
-    return section("predictions against measured steps", table(head, rows)) + section(
-        "assumed fraction of the peak", table(columns, reached)
-    )
-
-
-def _facts(plan: Plan) -> str:
-    """The device's facts, each with its source."""
-    facts = mapping(plan.get("facts"))
-    sources = mapping(facts.get("sources"))
+def facts(found: Mapping[str, Any]) -> Table:
+    """Return the device's facts, each with its source."""
     rows = []
-    for name, value in facts.items():
+    for name, value in found.items():
         if name != "sources":
-            each = [f"{kind} {figures(rate)}" for kind, rate in pairs(value)] or [figures(value)]
-            rows.append([name.replace("_", " "), ", ".join(each), str(sources.get(name, NONE))])
-    return section("facts of the device", table(["fact", "value", "source"], rows))
+            each = [f"{k} {figures(v)}" for k, v in value.items()] if isinstance(value, dict) else [figures(value)]
+            rows.append([name.replace("_", " "), ", ".join(each), found["sources"].get(name, NONE)])
+    return Table("facts of the device", ["fact", "value", "source"], rows)
 
 
-def _warnings(plan: Plan) -> str:
-    return _words(plan, "warnings")
-
-
-def _sure(plan: Plan) -> str:
-    """What is sure and what is not."""
-    return _words(plan, "bounds") + _words(plan, "guesses")
-
-
-def _words(plan: Plan, key: str) -> str:
-    items = "".join(f"<li>{text(line)}</li>" for line in plan.get(key) or ())
-    return section(key, f"<ul>{items}</ul>" if items else "")
-
-
-def _matrix(plan: Plan, key: str, show: Callable[[Any], str]) -> str:
-    """A table with a row for every stage and a column for everything that any stage has under ``key``."""
-    stages = mappings(plan.get("stages"))
-    names = list(dict.fromkeys(name for stage in stages for name in mapping(stage.get(key))))
-    rows = [[stage_name(stage), *(show(mapping(stage.get(key)).get(name)) for name in names)] for stage in stages]
-    return table(["stage", *(str(name).replace("_", " ") for name in names)], rows if names else [])
-
-
-def _yes(value: Any) -> str:
-    return ("yes" if value else "no") if isinstance(value, bool) else NONE
+def yes(value: bool) -> str:
+    """Return ``yes`` or ``no``."""
+    return "yes" if value else "no"
