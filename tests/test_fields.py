@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
 
-from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, Positive, misfits
+from jspeed.errors import BadInput
+from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, Positive, check_json, misfits
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,41 @@ def test_where_and_what():
         ("rate", "a finite number or None", "nan (float)"),
     ]
     assert list(misfits(Outer("x", None), Outer)) == [("inner", "a Inner", "None")]
+
+
+class Line(TypedDict):
+    seconds: Annotated[NotNegative, "seconds"]
+    timed: NotRequired[bool | None]
+
+
+class File(TypedDict):
+    lines: list[Line]
+    sizes: dict[str, Count]
+    line: Line | None
+
+
+def test_json_is_checked_against_a_typed_dict():
+    good = {"lines": [{"seconds": 1, "timed": None}], "sizes": {"data": 1}, "line": None, "newer": object()}
+    check_json(good, File)
+    seconds = "a finite number of 0 or more (seconds)"
+    for change, sentence in (
+        (
+            {"lines": [{"seconds": 1.0}, {}]},
+            f"field 'lines[1].seconds': expected {seconds}, found no such field",
+        ),
+        (
+            {"lines": [{"seconds": 1.0, "timed": 1}]},
+            "field 'lines[0].timed': expected true or false or null, found 1 (int)",
+        ),
+        ({"sizes": {"data": 0}}, "field 'sizes.data': expected a whole number from 1 to 2147483647, found 0 (int)"),
+        (
+            {"line": {"seconds": "x"}},
+            f"field 'line.seconds': expected {seconds}, found 'x' (str)",
+        ),
+        ({"line": 3}, "field 'line': expected an object or null, found 3 (int)"),
+    ):
+        with pytest.raises(BadInput) as caught:
+            check_json(good | change, File)
+        assert str(caught.value) == sentence
+    with pytest.raises(BadInput, match=r"^expected an object with the fields of a file, found \[\] \(list\)$"):
+        check_json([], File)

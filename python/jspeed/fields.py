@@ -1,16 +1,20 @@
 """Values checked against annotations: type, range, finite numbers; no jax in here.
 
-``lanes: Count`` in a dataclass says what ``lanes`` may be, once; :func:`misfits` reads it.
+``lanes: Count`` in a dataclass, or in a TypedDict of what a JSON file holds, says what ``lanes`` may be, once;
+:func:`misfits` and :func:`check_json` read it.
 """
 
 import re
 import reprlib
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Union, get_args, get_origin, get_type_hints
+from typing import is_typeddict as is_typed_dict
+
+from jspeed.errors import BadInput
 
 # What may name a folder: never hidden, never "..", the same on every file system.
 FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,99}")
@@ -45,8 +49,14 @@ FolderPath = Annotated[
     ),
 ]
 
+MISSING = object()  # stands for the value of a key that is not there
 WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False", tuple: "a tuple"}
-WORDS |= {dict: "a dict", list: "a list", type(None): "None"}
+WORDS |= {dict: "an object", list: "a list", type(None): "None"}
+TESTS: dict[Any, Callable[[Any], bool]] = {
+    int: lambda value: isinstance(value, int) and not isinstance(value, bool),
+    # Neither NaN nor a whole number of hundreds of digits is at most the largest float.
+    float: lambda v: isinstance(v, float | int) and not isinstance(v, bool) and abs(v) <= sys.float_info.max,
+}
 
 
 def misfits(value: Any, hint: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
@@ -55,56 +65,108 @@ def misfits(value: Any, hint: Any, where: str = "") -> Iterator[tuple[str, str, 
     ``hint`` is a type, a dataclass (all of its fields are looked at), ``X | None``, ``tuple[X, ...]``, a Callable, a
     Mapping or a Literal, perhaps Annotated with :class:`Rule`. Every float must be finite; a bool is no number.
     """
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        if any(misfits(value, args[0])) or not all(rule.holds(value) for rule in args[1:]):
-            yield where, expected(hint), shown(value)
-    elif origin is tuple and isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from misfits(item, args[0], f"{where}[{index}]")
-    elif isinstance(hint, type) and is_dataclass(hint) and isinstance(value, hint):
-        hints = _hints(hint)
-        for field in fields(hint):
-            yield from misfits(getattr(value, field.name), hints[field.name], f"{where}.{field.name}".lstrip("."))
-    elif not _is_a(value, hint, origin, args):
-        yield where, expected(hint), shown(value)
+    for place, wanted, found in _misfits(value, shape(hint), where):
+        yield place, wanted, shown(found)
 
 
-def _is_a(value: Any, hint: Any, origin: Any, args: tuple[Any, ...]) -> bool:
-    if hint is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(not any(misfits(value, each)) for each in args)
-    if origin is Literal:
-        return value in args
-    if origin is Callable:
-        return callable(value)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint is float:
-        # Neither NaN nor a whole number of hundreds of digits is at most the largest float.
-        return isinstance(value, float | int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return isinstance(value, origin or hint)
+def check_json(value: Any, hint: Any) -> None:
+    """Raise BadInput naming the first place in ``value``, as JSON has it, that is not as its type ``hint`` says.
+
+    ``hint`` is as of :func:`misfits`, a TypedDict (other keys are free), ``list[X]`` or ``dict[str, X]``; a text beside
+    the rules of an Annotated is the unit.
+    """
+    for where, wanted, item in _misfits(value, shape(hint), ""):
+        for python, json in (("True or False", "true or false"), ("None", "null")):
+            wanted = wanted.replace(python, json)
+        place = f"field '{where}': " if where else ""
+        fields = "" if where else f" with the fields of a {hint.__name__.lower()}"
+        raise BadInput(f"{place}expected {wanted}{fields}, found {found(item)}")
+
+
+class Shape(NamedTuple):
+    """What a hint asks of a value: in words, how to tell of the value itself, and what of each (key, value) inside."""
+
+    expected: str
+    holds: Callable[[Any], object]
+    inside: Callable[[Any], Iterable[tuple[str | int, Any, "Shape"]]] | None = None
+
+
+def _fits(value: Any, shape: Shape) -> bool:
+    return not any(_misfits(value, shape, ""))
+
+
+def _misfits(value: Any, shape: Shape, where: str) -> Iterator[tuple[str, str, Any]]:
+    if not shape.holds(value):
+        yield where, shape.expected, value
+    elif shape.inside:
+        for key, item, each in shape.inside(value):
+            if each.inside or not each.holds(item):  # the place of a leaf that is right need not be spelled
+                place = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".lstrip(".")
+                yield from _misfits(item, each, place)
 
 
 @cache
-def _hints(of: type) -> Mapping[str, Any]:
-    return get_type_hints(of, include_extras=True)
+def shape(hint: Any) -> Shape:
+    """Return what ``hint`` asks for; hints as in :func:`misfits` and :func:`check_json`."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _annotated(shape(args[0]), args[1:])
+    if origin in (Union, types.UnionType):
+        return _union([shape(each) for each in args if each is not type(None)], type(None) in args)
+    if origin in (list, tuple, dict) and args:
+        of, each = origin, shape(args[-1] if origin is dict else args[0])
+        items: Any = dict.items if of is dict else enumerate
+        return Shape(WORDS[of], lambda v: isinstance(v, of), lambda v: ((key, item, each) for key, item in items(v)))
+    if is_typed_dict(hint):
+        return Shape(WORDS[dict], lambda v: isinstance(v, dict), _keys(hint))
+    if isinstance(hint, type) and is_dataclass(hint):
+        hints = [(f.name, shape(get_type_hints(hint, include_extras=True)[f.name])) for f in fields(hint)]
+        inside = lambda v: ((name, getattr(v, name), each) for name, each in hints)  # noqa: E731
+        return Shape(f"a {hint.__name__}", lambda v: isinstance(v, hint), inside)
+    if origin is Literal:
+        return Shape(" or ".join(map(repr, args)), lambda v: v in args)
+    if hint is Any:
+        return Shape("anything", lambda v: v is not MISSING)
+    if origin is Callable:
+        return Shape("a function", callable)
+    return Shape(
+        WORDS.get(kind := origin or hint, f"a {kind.__name__}"), TESTS.get(kind) or (lambda v: isinstance(v, kind))
+    )
+
+
+def _annotated(base: Shape, extras: tuple[Any, ...]) -> Shape:
+    rules = [each for each in extras if isinstance(each, Rule)]
+    unit = "".join(f" ({each})" for each in extras if isinstance(each, str))
+    words = (rules[0].expected if rules else base.expected) + unit
+    return Shape(words, lambda v: _fits(v, base) and all(rule.holds(v) for rule in rules), base.inside)
+
+
+def _union(shapes: list[Shape], or_none: bool) -> Shape:
+    words = " or ".join([each.expected for each in shapes] + ["None"] * or_none)
+    if len(shapes) == 1 and or_none:
+        [one] = shapes
+        inside = one.inside
+        return Shape(words, lambda v: v is None or one.holds(v), inside and (lambda v: () if v is None else inside(v)))
+    return Shape(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
+
+
+def _keys(hint: Any) -> Callable[[dict], Iterator[tuple[str, Any, Shape]]]:
+    """What is inside a TypedDict ``hint``."""
+    hints = get_type_hints(hint, include_extras=True)
+    optional = {name for name, each in hints.items() if get_origin(each) is NotRequired}
+    shapes = [(name, shape(get_args(h)[0] if name in optional else h), name in optional) for name, h in hints.items()]
+
+    def inside(value: dict) -> Iterator[tuple[str, Any, Shape]]:
+        for name, each, may_lack in shapes:
+            if not may_lack or name in value:
+                yield name, value.get(name, MISSING), each
+
+    return inside
 
 
 def expected(hint: Any) -> str:
     """Return what ``hint`` asks for, in words."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return args[1].expected
-    if origin in (Union, types.UnionType):
-        return " or ".join(map(expected, args))
-    if origin is Literal:
-        return " or ".join(map(repr, args))
-    if origin is Callable:
-        return "a function"
-    kind = origin or hint
-    return WORDS.get(kind, f"a {kind.__name__}")
+    return shape(hint).expected
 
 
 def shown(value: Any) -> str:
@@ -114,3 +176,10 @@ def shown(value: Any) -> str:
     except Exception:  # a whole number of more digits than Python prints, an object that cannot say what it is
         text = "something unprintable"
     return text if value is None or isinstance(value, bool | str) else f"{text} ({type(value).__name__})"
+
+
+def found(value: Any) -> str:
+    """Return what a sentence says was found in a JSON file: the value and its type."""
+    if value is MISSING:
+        return "no such field"
+    return "null" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -100,7 +100,7 @@ def our_run(
     if done.returncode not in (0, 1):
         raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")
     print(f"{recipe}, seed {seed}: {done.stdout.splitlines()[-1]}", flush=True)
-    return read_run(run_dir / "run.json")
+    return dict(read_run(run_dir / "run.json"))
 
 
 def their_curve(command: str, data: Path) -> Curve:

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jspeed.record.schema import Devices, Git
+
 NONE = "-"
 
 
@@ -29,13 +31,13 @@ def short(count: float) -> str:
     return f"{count:g}"
 
 
-def devices(found: Mapping[str, Any]) -> str:
+def devices(found: Devices) -> str:
     """Return devices as ``8 x NVIDIA H100 in 8 processes``."""
     among = f" in {found['processes']} processes" if found["processes"] > 1 else ""
     return f"{found['count']} x {found['kind']}{among}"
 
 
-def commit(git: Mapping[str, Any]) -> str:
+def commit(git: Git) -> str:
     """Return the short commit, with "+" when files differed from it, or "no commit"."""
     return f"{git['commit'][:8]}{'+' if git['dirty'] else ''}" if git["commit"] else "no commit"
 

@@ -17,6 +17,7 @@ from jspeed.leaderboard.parents import compare_with_parent, losses
 from jspeed.leaderboard.recipe_card import card
 from jspeed.record.data_sets import DataSet, data_of_track, data_sets
 from jspeed.record.plan_status import ByFolder, Rounds, by_folder, extra, rounds
+from jspeed.record.schema import Run
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, track_without_rules
 
@@ -113,7 +114,7 @@ def entry_key(row: Row, data: DataSet, track: Track) -> tuple[Any, ...]:
     return *same, *timed, id(data), asked_for_less(run), run.get("plan") is not None, run["git"]["dirty"] is False
 
 
-def asked_for_less(run: Mapping[str, Any]) -> int | None:
+def asked_for_less(run: Run) -> int | None:
     """Return the number of steps after which ``run`` was to stop, if that is before the end of its schedule."""
     asked = run.get("asked_steps")
     return None if asked is None or asked >= run.get("planned_steps", math.inf) else asked
@@ -131,7 +132,7 @@ def data_of(found: Rows, row: Row) -> dict[str, Any]:
     }
 
 
-def converged(run: dict[str, Any]) -> bool:
+def converged(run: Run) -> bool:
     """Whether a run came to an end of which there is a loss."""
     return run["val_loss"] is not None
 
@@ -175,14 +176,12 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
 def run_line(records: Records, row: Row) -> dict[str, Any]:
     """Return one run as a line of its entry."""
     run = row.run
-    names = ("seed", "status", "val_loss", "timed_seconds", "wall_seconds", "steps", "started")
-    plan = run.get("plan")
-    return {name: run[name] for name in names} | {
-        "file": row.path.relative_to(records.folder).as_posix(),
-        "commit": run["git"]["commit"],
-        "plan": plan and plan["sha256"][:8],
-        "machine": run.get("machine"),
-    }
+    return {
+        "seed": run["seed"], "status": run["status"], "val_loss": run["val_loss"],
+        "timed_seconds": run["timed_seconds"], "wall_seconds": run["wall_seconds"], "steps": run["steps"],
+        "started": run["started"], "file": row.path.relative_to(records.folder).as_posix(),
+        "commit": run["git"]["commit"], "plan": row.plan and row.plan["sha256"][:8], "machine": run.get("machine"),
+    }  # fmt: skip
 
 
 def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFolder) -> None:
@@ -190,7 +189,7 @@ def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFold
 
     A planned run is missing too when it is there but no run of this entry: on other data, or on other devices.
     """
-    mine = {(plan["sha256"], plan["folder"]) for row in rows if (plan := row.run.get("plan"))}
+    mine = {(plan["sha256"], plan["folder"]) for row in rows if (plan := row.plan)}
     digests = {digest for digest, _ in mine}
     plans = [records.plans[digest][1] for digest in digests if digest in records.plans]
     planned = [
@@ -241,7 +240,7 @@ def judge(entry: Entry, track: Track, sigma: float | None) -> None:
     entry["rank"] = None
 
 
-def reasons(entry: Entry, runs: Sequence[dict[str, Any]], track: Track, other_data: str | None) -> Iterable[str]:
+def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | None) -> Iterable[str]:
     """Yield why ``runs`` do not count on ``track``, apart from their mean loss; ``other_data`` is one, if any."""
     if any(run["schema"] < 2 for run in runs):
         yield "from before the evidence of schema 2"

@@ -10,9 +10,9 @@ for runs without sums alone: those of schema 1, and interrupted ones.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jspeed.record.plan_status import ByFolder, complete
+from jspeed.record.schema import Unsealed
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track
 
@@ -39,11 +39,12 @@ class DataSet:
         return None if self.same_shards(other.shards) else "trained on other shards than the track's"
 
 
-def shards_of(run: Mapping[str, Any]) -> tuple[str, ...] | None:
+def shards_of(run: Unsealed) -> tuple[str, ...] | None:
     """Return the sums of the shards that ``run`` trained on, and ALL if it read all; None where it has none."""
     data = run["data"]
-    sums = [shard["sha256"] for shard in data.get("train_shards", [])]
-    if not data.get("val_sha256") or None in sums:
+    shards = data.get("train_shards", [])
+    sums = [shard["sha256"] for shard in shards if shard["sha256"]]
+    if not data.get("val_sha256") or len(sums) < len(shards):
         return None
     position = data.get("position") or {}
     return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
@@ -88,7 +89,7 @@ def data_of_track(
     val, train = track["data.val_sha256"], track["data.train_sha256"]
 
     def rank(row: Row) -> tuple[bool, str]:
-        plan = row.planned_and_clean and records.plans.get(row.run["plan"]["sha256"])
+        plan = row.plan and row.planned_and_clean and records.plans.get(row.plan["sha256"])
         ruled = track.fits(row.run["devices"]) and track["data.val_tokens"] in (None, row.run["data"].get("val_tokens"))
         return not (plan and complete(plan[1], there) and ruled), row.run["started"]
 

@@ -2,8 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from jspeed.record.planned import Plan
 from jspeed.record.store import Records, Row
 
 ByFolder = Mapping[str, Mapping[str, list[Row]]]
@@ -15,25 +15,25 @@ def by_folder(records: Records) -> ByFolder:
     """Return the runs of plans by the plan's hash and folder; more than one in a folder is one too many."""
     found: dict[str, dict[str, list[Row]]] = {}
     for row in records.rows:
-        if plan := row.run.get("plan"):
+        if plan := row.plan:
             found.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
     return found
 
 
-def missing(plan: Mapping[str, Any], there: ByFolder) -> list[int]:
+def missing(plan: Plan, there: ByFolder) -> list[int]:
     """Return the indices of the runs of ``plan`` that are not there."""
     ours = there.get(plan["sha256"], {})
     return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in ours]
 
 
-def extra(plan: Mapping[str, Any], there: ByFolder) -> list[Row]:
+def extra(plan: Plan, there: ByFolder) -> list[Row]:
     """Return runs that name ``plan`` but that it does not mean, or that are the second in their folder."""
     meant = {run["folder"] for run in plan["runs"]}
     ours = there.get(plan["sha256"], {})
     return [row for folder, rows in ours.items() for row in (rows[1:] if folder in meant else rows)]
 
 
-def complete(plan: Mapping[str, Any], there: ByFolder) -> bool:
+def complete(plan: Plan, there: ByFolder) -> bool:
     """Whether every run of ``plan`` is there, and no other."""
     return not missing(plan, there) and not extra(plan, there)
 

@@ -7,26 +7,45 @@ are a plan too: a race, whose times are comparable because both ran on one machi
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypedDict
 
 from jspeed import fields
 from jspeed.errors import BadInput
+from jspeed.fields import Rule
 from jspeed.files import read_regular, write_whole
 from jspeed.record.runfile import content_hash, parse_json
-from jspeed.record.schema import KINDS, found
+from jspeed.record.schema import Count, Moment, PlaceInPlan, Positive
 
 NAME = "plan.json"
 SCHEMA = 1
-PLAN_KINDS = ("seeds", "race")
-FIELDS = {"schema": "count", "kind": "text", "made": "moment", "steps": "positive or null", "runs": "list"}
-RUN_FIELDS = {"folder": "text", "recipe": "text", "recipe_hash": "text", "seed": "count"}
+Kind = Literal["seeds", "race"]
 FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
 PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
 MOST_RUNS = 1000
 MOST_SEED = 2**32 - 1  # --seed is a uint32
 REMEDY = "a plan.json comes from speedrun.py --plan or leaderboard.py race and is not edited"
+
+
+class PlannedRun(TypedDict):
+    """A run that is meant."""
+
+    folder: Annotated[str, Rule("a name such as 1-stdlib-s1", FOLDER.fullmatch)]
+    recipe: str
+    recipe_hash: str
+    seed: Count
+
+
+class Plan(TypedDict):
+    """What a plan.json says."""
+
+    schema: Count
+    kind: Annotated[Kind, Rule("seeds or race", lambda value: True)]
+    made: Moment
+    steps: Positive | None  # that --steps asks for; null for the whole schedule
+    runs: list[PlannedRun]
+    sha256: str  # of all other fields as canonical JSON
 
 
 def parse_seeds(text: str) -> list[int]:
@@ -47,24 +66,26 @@ def parse_seeds(text: str) -> list[int]:
     return list(range(first, last + 1))
 
 
-def make_plan(kind: str, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]) -> dict[str, Any]:
+def make_plan(
+    kind: Literal["seeds", "race"], made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]
+) -> Plan:
     """Return the plan of ``runs``, each (recipe, recipe hash, seed), to be made in this order."""
-    listed = [
+    listed: list[PlannedRun] = [
         {"folder": f"{number}-{recipe}-s{seed}", "recipe": recipe, "recipe_hash": digest, "seed": seed}
         for number, (recipe, digest, seed) in enumerate(runs, 1)
     ]
-    plan = {"schema": SCHEMA, "kind": kind, "made": made, "steps": steps, "runs": listed}
+    plan: Plan = {"schema": SCHEMA, "kind": kind, "made": made, "steps": steps, "runs": listed, "sha256": ""}
     return plan | {"sha256": content_hash(plan)}
 
 
-def write_plan(folder: Path, plan: Mapping[str, Any]) -> Path:
+def write_plan(folder: Path, plan: Plan) -> Path:
     """Write ``plan`` whole as ``folder/plan.json`` and return that path."""
     path = folder / NAME
     write_whole(path, json.dumps(plan, indent=2) + "\n")
     return path
 
 
-def read_plan(path: Path) -> dict[str, Any]:
+def read_plan(path: Path) -> Plan:
     """Return the plan at ``path``, checked; BadInput otherwise."""
     try:
         content = read_regular(path)
@@ -73,42 +94,23 @@ def read_plan(path: Path) -> dict[str, Any]:
     return parse_plan(content, path)
 
 
-def parse_plan(content: bytes, path: Path) -> dict[str, Any]:
+def parse_plan(content: bytes, path: Path) -> Plan:
     """Return the plan that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
     plan = parse_json(content, path, REMEDY)
-    if not isinstance(plan, dict):
-        raise BadInput(f"{path}: expected an object with the fields of a plan, found {found(plan)}; {REMEDY}")
-    _expect(plan, FIELDS, path, "")
-    for index, run in enumerate(plan["runs"]):
-        if not isinstance(run, dict):
-            raise BadInput(f"{path}: field 'runs[{index}]': expected an object, found {found(run)}; {REMEDY}")
-        _expect(run, RUN_FIELDS, path, f"runs[{index}].")
-        if not FOLDER.fullmatch(run["folder"]):
-            wanted = "a name such as 1-stdlib-s1"
-            raise BadInput(
-                f"{path}: field 'runs[{index}].folder': expected {wanted}, found {found(run['folder'])}; {REMEDY}"
-            )
-    if plan["kind"] not in PLAN_KINDS:
-        raise BadInput(f"{path}: field 'kind': expected seeds or race, found {found(plan['kind'])}; {REMEDY}")
-    folders = {run["folder"] for run in plan["runs"]}
-    if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
-        what = f"{len(plan['runs'])} runs in {len(folders)} folders"
-        raise BadInput(f"{path}: field 'runs': expected a folder of its own for every run, found {what}; {REMEDY}")
-    if content_hash(plan) != plan.get("sha256"):
-        raise BadInput(f"{path}: field 'sha256': expected the hash of the other fields, found another; {REMEDY}")
+    try:
+        fields.check_json(plan, Plan)
+        folders = {run["folder"] for run in plan["runs"]}
+        if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
+            what = f"{len(plan['runs'])} runs in {len(folders)} folders"
+            raise BadInput(f"field 'runs': expected a folder of its own for every run, found {what}")
+        if content_hash(plan) != plan["sha256"]:
+            raise BadInput("field 'sha256': expected the hash of the other fields, found another")
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}; {REMEDY}") from None
     return plan
 
 
-def _expect(node: Mapping[str, Any], fields: Mapping[str, str], path: Path, where: str) -> None:
-    for name, kind in fields.items():
-        expected, matches = KINDS[kind]
-        if not matches(node.get(name)):
-            raise BadInput(
-                f"{path}: field '{where}{name}': expected {expected}, found {found(node.get(name))}; {REMEDY}"
-            )
-
-
-def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None) -> dict[str, str] | None:
+def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None) -> PlaceInPlan | None:
     """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies beside that folder.
 
     Raises BadInput when the plan means this folder for another recipe, seed or number of steps, or not at all.

@@ -1,19 +1,18 @@
 """Notes on a run: its data are not those of its track, or its recipe has the name of another."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.record.data_sets import DataSet, shards_of
+from jspeed.record.schema import Unsealed
 from jspeed.record.track import NAME, read_track
 
 RECORDS = Path(__file__).parents[3] / "records"  # of a checkout; an installed package has none
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
-def remarks(run: Mapping[str, Any], records: Path = RECORDS) -> list[str]:
+def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
     """Return sentences on ``run``, the content of a run.json, as the files in the ``records`` folder have it.
 
     Only what its track pins can be compared (``data.val_sha256``, ``data.train_sha256`` of track.toml).
@@ -23,7 +22,7 @@ def remarks(run: Mapping[str, Any], records: Path = RECORDS) -> list[str]:
     return [said for said in (other_data(run, records), sha and taken_name(name, track, sha, records)) if said]
 
 
-def other_data(run: Mapping[str, Any], records: Path) -> str | None:
+def other_data(run: Unsealed, records: Path) -> str | None:
     """Return how the data of ``run`` differ from those that its track pins; None where they do not, or none are."""
     shards = shards_of(run)
     path = records / str(run.get("track", "")) / NAME

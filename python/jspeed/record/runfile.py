@@ -10,19 +10,19 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import read_regular, write_whole
 from jspeed.record import consistent
-from jspeed.record.schema import FIELDS, SCHEMA, check_kinds, check_plain, validate
+from jspeed.record.schema import SCHEMA, Run, Unsealed, check_kinds, check_plain, validate
 
 SEALS = ("digests", "sha256")
 # A number that is not finite is written as null in these, where null is allowed, and refused anywhere else.
 NULLABLE = ("val_loss", "curve", "fields", "overrides", "loader", "probes", "gpus")
 
 
-def write_run(folder: Path, run: Mapping[str, Any]) -> Path:
+def write_run(folder: Path, run: Unsealed) -> Path:
     """Seal and check ``run``, write it whole as ``folder/run.json``, and return that path.
 
     ``digests`` and ``sha256`` are added here. Raises :class:`BadInput`, with nothing written, for a run that is not of
@@ -35,10 +35,10 @@ def write_run(folder: Path, run: Mapping[str, Any]) -> Path:
             raise BadInput(f"field 'schema': expected {SCHEMA}, found {run.get('schema')}; older ones are only read")
         validate(plain | {"digests": {}, "sha256": ""})
         sealed = plain | seals(plain)
-        consistent.check(sealed)
+        consistent.check(cast(Run, sealed))
     except BadInput as error:
         raise BadInput(f"{path} was not written: {error}") from None
-    order = [name for name in FIELDS if name in sealed]
+    order = [name for name in Run.__annotations__ if name in sealed]
     order += sorted(sealed.keys() - set(order))
     text = json.dumps({name: sealed[name] for name in order}, indent=2, allow_nan=False)
     writable_folder(folder, "the run folder")
@@ -46,7 +46,7 @@ def write_run(folder: Path, run: Mapping[str, Any]) -> Path:
     return path
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path) -> Run:
     """Return the run in the run.json at ``path`` (or in the folder ``path``), checked, or raise BadInput."""
     return parse_run(*read_content(path))
 
@@ -62,7 +62,7 @@ def read_content(path: Path) -> tuple[bytes, Path]:
         raise BadInput(f"{path} cannot be read ({error.strerror}); give a readable run.json") from None
 
 
-def parse_run(content: bytes, path: Path) -> dict[str, Any]:
+def parse_run(content: bytes, path: Path) -> Run:
     """Return the run that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
     remedy = "a run.json comes from the trainer and is not edited: copy it again, or make the run again"
     run = parse_json(content, path, remedy)

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import FOLDER
@@ -25,7 +24,7 @@ from jspeed.files import read_regular, write_whole
 from jspeed.record import planned
 from jspeed.record.consistent import PROBES
 from jspeed.record.runfile import parse_run, read_content
-from jspeed.record.schema import SCHEMA
+from jspeed.record.schema import SCHEMA, PlaceInPlan, Run
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
 
@@ -42,12 +41,17 @@ class Row:
 
     path: Path
     track: str
-    run: dict[str, Any]
+    run: Run
+
+    @property
+    def plan(self) -> PlaceInPlan | None:
+        """The plan that announced the run, and which of its runs it is."""
+        return self.run.get("plan")
 
     @property
     def planned_and_clean(self) -> bool:
         """Whether the run was announced in a plan and ran a clean commit: the least that a rule asks for."""
-        return self.run.get("plan") is not None and self.run["git"]["dirty"] is False
+        return self.plan is not None and self.run["git"]["dirty"] is False
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Records:
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
-    plans: dict[str, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
+    plans: dict[str, tuple[Path, planned.Plan]] = field(default_factory=dict)
     sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -137,25 +141,26 @@ def _in_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
         )
 
 
-def run_place(run: Mapping[str, Any], content: bytes, track: str) -> Path:
+def run_place(run: Run, content: bytes, track: str) -> Path:
     """Return where in the records folder the run with that run.json belongs."""
     moment = datetime.fromisoformat(run["started"])
     identity = f"{moment:%Y%m%dT%H%M%SZ}-s{run['seed']}-{hashlib.sha256(content).hexdigest()[:8]}"
     return Path(track, run["recipe"], f"{identity}.json")
 
 
-def planned_recipe(plan: Mapping[str, Any]) -> str:
+def planned_recipe(plan: planned.Plan) -> str:
     """Return the recipe whose folder keeps ``plan``: the one it is about, in a race the challenger, who runs second."""
     return plan["runs"][1 if plan["kind"] == "race" else 0]["recipe"]
 
 
-def check_names(run: Mapping[str, Any], source: Path) -> None:
+def check_names(run: Run, source: Path) -> None:
     """Raise BadInput when track or recipe of ``run`` cannot name a folder."""
-    for name, parts in (("track", run["track"].split("/")), ("recipe", [run["recipe"]])):
+    for name, found in (("track", run["track"]), ("recipe", run["recipe"])):
+        parts = found.split("/") if name == "track" else [found]
         if not all(FOLDER.fullmatch(part) for part in parts) or parts[0] in ASIDE:
             raise BadInput(
                 f"{source}: field '{name}': expected letters, digits and . _ + - because it names a folder of records, "
-                f"found {run[name]!r}; rename it in the recipe"
+                f"found {found!r}; rename it in the recipe"
             )
 
 
@@ -167,7 +172,7 @@ def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
     already, itself or another one in its place of the plan.
     """
     there = load(folder) if folder.exists() else Records(folder)
-    taken = {(plan["sha256"], plan["folder"]): row.path for row in there.rows if (plan := row.run.get("plan"))}
+    taken = {(its["sha256"], its["folder"]): row.path for row in there.rows if (its := row.plan)}
     files: dict[Path, bytes] = {}
     for run_dir in _each(run_dirs):
         content, source = read_content(run_dir)
@@ -178,9 +183,10 @@ def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
         home = folder / run_place(run, content, track_of(run, there.tracks))
         if home.exists():
             raise BadInput(f"{source}: the run is on the leaderboard already, as {home}; a run counts once")
-        if plan and (before := taken.get((plan["sha256"], run["plan"]["folder"]))):
+        place = run.get("plan")
+        if place and (before := taken.get((place["sha256"], place["folder"]))):
             raise BadInput(
-                f"{source}: the leaderboard has another run of {run['plan']['folder']} of this plan, {before}; a plan "
+                f"{source}: the leaderboard has another run of {place['folder']} of this plan, {before}; a plan "
                 "means each of its runs once, so make another plan for new runs"
             )
         files[home] = content
@@ -222,18 +228,17 @@ def _each(run_dirs: Sequence[Path]) -> list[Path]:
     return list(meant.values())
 
 
-def _plan_beside(run: Mapping[str, Any], source: Path) -> dict[str, Any] | None:
-    if run.get("plan") is None:
+def _plan_beside(run: Run, source: Path) -> planned.Plan | None:
+    if (place := run.get("plan")) is None:
         return None
-    plan = planned.read_plan(source.parent.parent / planned.NAME)
-    if plan["sha256"] != run["plan"]["sha256"]:
-        raise BadInput(
-            f"{source}: the run belongs to another plan than {source.parent.parent / planned.NAME}; restore it"
-        )
+    path = source.parent.parent / planned.NAME
+    plan = planned.read_plan(path)
+    if plan["sha256"] != place["sha256"]:
+        raise BadInput(f"{source}: the run belongs to another plan than {path}; restore it")
     return plan
 
 
-def _source_beside(run: Mapping[str, Any], source: Path) -> bytes:
+def _source_beside(run: Run, source: Path) -> bytes:
     path = source.parent / "recipe.py"
     try:
         content = read_regular(path)
@@ -244,7 +249,7 @@ def _source_beside(run: Mapping[str, Any], source: Path) -> bytes:
     return content
 
 
-def _refuse_what_is_no_result(run: Mapping[str, Any], plan: Mapping[str, Any] | None, source: Path) -> None:
+def _refuse_what_is_no_result(run: Run, plan: planned.Plan | None, source: Path) -> None:
     if run["schema"] != SCHEMA:
         raise BadInput(
             f"{source}: field 'schema': expected {SCHEMA}, which has the evidence, found {run['schema']}; "

@@ -4,50 +4,53 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from jspeed.errors import BadInput
+from jspeed.fields import Rule, check_json
 from jspeed.files import read_regular
-from jspeed.record.schema import KINDS, found
+from jspeed.record.schema import Amount, Count, Devices, Positive, Run
 
 NAME = "track.toml"
-RANKS = ("timed_seconds", "steps")
-TESTS = ("t", "z")
 
-# kind (as in schema.py) of every key; those in OPTIONAL may be absent.
-KEYS = {
-    "title": "text",
-    "order": "count",
-    "rank": "text",
-    "target_loss": "number",
-    "tokens_per_step": "positive",
-    "history": "text",
-    "data.name": "text",
-    "data.val_tokens": "positive",
-    "data.val_sha256": "text",
-    "data.train_sha256": "text",
-    "hardware.platform": "text",
-    "hardware.kind": "text",
-    "hardware.count": "positive",
-    "timing.text": "text",
-    "timing.resumed": "flag",
-    "significance.text": "text",
-    "significance.test": "text",
-    "significance.p": "amount",
-    "significance.sigma": "amount",
-    "significance.price_per_step": "amount",
-    "significance.failures": "count",
-    "significance.source": "text",
-}
-OPTIONAL = {
-    "order", "tokens_per_step", "history", "data.val_tokens", "data.val_sha256", "data.train_sha256",
-    "hardware.platform", "hardware.kind", "hardware.count", "significance.sigma", "significance.price_per_step",
-}  # fmt: skip
+
+def _one_of(*known: str) -> Rule:
+    return Rule(f"one of {', '.join(known)}", lambda value: value in known)
+
+
+# Every key of a track's file; one in a table as "table.key".
+Rules = TypedDict(
+    "Rules",
+    {
+        "title": str,
+        "order": NotRequired[Count],
+        "rank": Annotated[str, _one_of("timed_seconds", "steps")],
+        "target_loss": float,
+        "tokens_per_step": NotRequired[Positive],
+        "history": NotRequired[str],
+        "data.name": str,
+        "data.val_tokens": NotRequired[Positive],
+        "data.val_sha256": NotRequired[str],
+        "data.train_sha256": NotRequired[str],
+        "hardware.platform": NotRequired[str],
+        "hardware.kind": NotRequired[str],
+        "hardware.count": NotRequired[Positive],
+        "timing.text": str,
+        "timing.resumed": bool,
+        "significance.text": str,
+        "significance.test": Annotated[str, _one_of("t", "z")],
+        "significance.p": Amount,
+        "significance.sigma": NotRequired[Amount],
+        "significance.price_per_step": NotRequired[Amount],
+        "significance.failures": Count,
+        "significance.source": str,
+    },
+)
 
 
 @dataclass(frozen=True)
 class Track:
-    """The rules of a track; ``values`` holds the keys of :data:`KEYS` that its file has.
+    """The rules of a track; ``values`` holds the keys of :class:`Rules` that its file has.
 
     ``ruled`` is False for a track without a file: its runs are shown, and none of them is valid.
     """
@@ -59,7 +62,7 @@ class Track:
     def __getitem__(self, key: str) -> Any:
         return self.values.get(key)
 
-    def fits(self, devices: Mapping[str, Any]) -> bool:
+    def fits(self, devices: Devices) -> bool:
         """Whether ``devices`` of a run.json are what the hardware rule asks for."""
         platform, kind, count = (self[f"hardware.{key}"] for key in ("platform", "kind", "count"))
         return (
@@ -87,22 +90,17 @@ def read_track(path: Path, name: str) -> Track:
     values: dict[str, Any] = {}
     for key, value in tree.items():
         values |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
-    for key, kind in KEYS.items():
-        expected, matches = KINDS[kind]
-        if key in values and not matches(values[key]):
-            raise BadInput(f"{path}: key '{key}': expected {expected}, found {found(values[key])}; {remedy}")
-        if key not in values and key not in OPTIONAL:
-            raise BadInput(f"{path}: key '{key}': expected {expected}, found no such key; {remedy}")
-    for key, known in (("rank", RANKS), ("significance.test", TESTS)):
-        if values[key] not in known:
-            raise BadInput(f"{path}: key '{key}': expected one of {', '.join(known)}, found {values[key]!r}; {remedy}")
+    try:
+        check_json(values, Rules)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}; {remedy}") from None
     for key in values:
-        if key not in KEYS:
-            raise BadInput(f"{path}: key '{key}': expected one of {', '.join(KEYS)}; {remedy}")
+        if key not in Rules.__annotations__:
+            raise BadInput(f"{path}: field '{key}': expected one of {', '.join(Rules.__annotations__)}; {remedy}")
     return Track(name, values)
 
 
-def track_without_rules(name: str, run: Mapping[str, Any]) -> Track:
+def track_without_rules(name: str, run: Run) -> Track:
     """Return the track of ``run`` where there is no file called ``name/track.toml``: its own target, and no rules."""
     values = {
         "title": name,
@@ -113,7 +111,7 @@ def track_without_rules(name: str, run: Mapping[str, Any]) -> Track:
     return Track(name, values, ruled=False)
 
 
-def track_of(run: Mapping[str, Any], tracks: Mapping[str, Track]) -> str:
+def track_of(run: Run, tracks: Mapping[str, Track]) -> str:
     """Return the name of the track that ``run`` enters: its recipe's, or a sibling that its hardware fits.
 
     A recipe for eight H100s that ran on one GPU enters fineweb/1xGPU. Siblings share the name before the last slash

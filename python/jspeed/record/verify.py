@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.record.plan_status import by_folder, extra, missing
+from jspeed.record.planned import Plan, PlannedRun
 from jspeed.record.store import Records, Row
 
 
@@ -75,17 +76,17 @@ def plans(records: Records, now: datetime) -> Iterator[str]:
             yield wrong(path, f"runs[{index}]", wanted, "none; add it, whatever its result")
         for row in extra(plan, there):
             wanted = f"a folder of {path.name} that no other run has"
-            yield wrong(row.path, "plan.folder", wanted, row.run["plan"]["folder"])
+            yield wrong(row.path, "plan.folder", wanted, row.plan and row.plan["folder"])
         for run in plan["runs"]:
             for row in there.get(digest, {}).get(run["folder"], []):
                 yield from as_planned(row, run, plan, path)
     for row in evidence(records):
-        if row.run["plan"] and row.run["plan"]["sha256"] not in records.plans:
-            beside = f"plan-{row.run['plan']['sha256'][:8]}.json"
+        if row.plan and row.plan["sha256"] not in records.plans:
+            beside = f"plan-{row.plan['sha256'][:8]}.json"
             yield wrong(row.path, "plan.sha256", f"a plan among the records, {beside}", "none with this hash")
 
 
-def as_planned(row: Row, planned: Mapping[str, Any], plan: Mapping[str, Any], path: Path) -> Iterator[str]:
+def as_planned(row: Row, planned: PlannedRun, plan: Plan, path: Path) -> Iterator[str]:
     """One run is the one that its plan meant."""
     run = row.run
     for name in ("recipe", "recipe_hash", "seed"):
@@ -121,20 +122,16 @@ def data(records: Records, now: datetime) -> Iterator[str]:
     """Runs of one recipe on data of one name and size trained and validated on the same bytes."""
     first: dict[tuple[str, ...], Row] = {}
     for row in evidence(records):
-        named = row.run["data"]
-        other = first.setdefault((row.run["recipe_hash"], named["fingerprint"], named["val_fingerprint"]), row)
-        if other is row:
-            continue
-        mine, theirs = row.run["data"], other.run["data"]
-        if None not in (mine["val_sha256"], theirs["val_sha256"]) and mine["val_tokens"] == theirs["val_tokens"]:
-            if mine["val_sha256"] != theirs["val_sha256"]:
-                wanted = f"{theirs['val_sha256'][:12]}..., that of {other.path.name}"
-                yield wrong(row.path, "data.val_sha256", wanted, f"{mine['val_sha256'][:12]}...")
+        mine = row.run["data"]
+        other = first.setdefault((row.run["recipe_hash"], mine["fingerprint"], mine["val_fingerprint"]), row)
+        theirs = other.run["data"]
+        found, wanted = mine["val_sha256"], theirs["val_sha256"]
+        if found and wanted and found != wanted and mine["val_tokens"] == theirs["val_tokens"]:
+            yield wrong(row.path, "data.val_sha256", f"{wanted[:12]}..., that of {other.path.name}", f"{found[:12]}...")
         hashes = {shard["name"]: shard["sha256"] for shard in theirs["train_shards"]}
         for index, shard in enumerate(mine["train_shards"]):
-            wanted = hashes.get(shard["name"], shard["sha256"])
-            if None not in (wanted, shard["sha256"]) and shard["sha256"] != wanted:
+            found, wanted = shard["sha256"], hashes.get(shard["name"])
+            if found and wanted and found != wanted:
                 place = f"data.train_shards[{index}].sha256"
-                theirs_is = f"{wanted[:12]}..., that of {other.path.name}"
-                yield wrong(row.path, place, theirs_is, f"{shard['sha256'][:12]}...")
+                yield wrong(row.path, place, f"{wanted[:12]}..., that of {other.path.name}", f"{found[:12]}...")
                 break

@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from jspeed.record.schema import Interval
+
 _PROCESS_START = time.perf_counter()
 
 
@@ -35,11 +37,11 @@ class Clock:
     """A ledger of sections of wall time, exactly one of which is open at any moment."""
 
     def __init__(self) -> None:
-        self._done: list[dict[str, Any]] = []
+        self._done: list[Interval] = []
         self._name, self._timed, self._since = "start-up", False, _PROCESS_START
         self._earlier = 0.0
 
-    def resume(self, ledger: list[dict[str, Any]]) -> None:
+    def resume(self, ledger: list[Interval]) -> None:
         """Put ``ledger``, of the process that this one goes on from, before everything here."""
         self._done[:0] = ledger
         self._earlier += sum(section["seconds"] for section in ledger)
@@ -74,7 +76,7 @@ class Clock:
         self._enter("finish", timed=False)
 
     @property
-    def ledger(self) -> list[dict[str, Any]]:
+    def ledger(self) -> list[Interval]:
         """Sections so far, the open one included: ``name``, ``seconds``, ``timed``."""
         return [*self._done, {"name": self._name, "seconds": now() - self._since, "timed": self._timed}]
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from jspeed.errors import BadInput
 from jspeed.recipe import as_json
 from jspeed.record import picture
 from jspeed.record.runfile import write_run
-from jspeed.record.schema import SCHEMA
+from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
@@ -62,15 +62,10 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         except KeyboardInterrupt:  # many gigabytes are hashed: the run is kept without
             progress.status, verdicts, val_loss, reached = "interrupted", {}, None, False
             data = of_data(setup, hashed=False)
-        surroundings = {
-            "git": provenance.git(Path(__file__).parent),
-            "machine": provenance.machine(),
-            "gpus": provenance.gpu_facts(setup.at_start.gpus),
-            "container": provenance.container(),
-            "environment": provenance.environment(),
-        }
+        code, gpus = provenance.git(Path(__file__).parent), provenance.gpu_facts(setup.at_start.gpus)
+        environment = provenance.environment()
     ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()  # at one moment, however busy the machine is
-    run = {
+    run: Unsealed = {
         "schema": SCHEMA,
         "recipe": recipe.name,
         "recipe_hash": setup.found.hash,
@@ -119,10 +114,14 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "plan": setup.at_start.plan,
         "initial_state": setup.at_start.fresh,
         "curve": progress.curve,
-        "probes": verdicts,
+        "probes": cast(dict[str, Probe], verdicts),
         "versions": provenance.versions(),
         "xla_flags": provenance.xla_flags(),
-        **surroundings,
+        "git": code,
+        "machine": provenance.machine(),
+        "gpus": gpus,
+        "container": provenance.container(),
+        "environment": environment,
     }
     parts: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # by what their loss would cost
     if tensors:

@@ -20,6 +20,7 @@ from jspeed.leaderboard import as_text, stats
 from jspeed.record import planned
 from jspeed.record.remarks import remarks
 from jspeed.record.runfile import read_run
+from jspeed.record.schema import Run
 from jspeed.run.clock import utc_now
 from jspeed.run.find import find
 from jspeed.run.prepare import Options, check_options
@@ -92,7 +93,7 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
 
 def make_runs(
     folder: Path,
-    kind: str,
+    kind: planned.Kind,
     steps: int | None,
     runs: Sequence[tuple[str, str, str, int]],
     flags: Sequence[str],
@@ -176,7 +177,7 @@ def arguments(options: Options) -> list[str]:
     return flags
 
 
-def summary(runs: Sequence[dict[str, Any]]) -> str:
+def summary(runs: Sequence[Run]) -> str:
     """Return the mean loss and time of ``runs`` and what they show, as one line."""
     losses = [run["val_loss"] for run in runs if run["val_loss"] is not None]
     if not losses:

@@ -17,6 +17,7 @@ from jspeed.leaderboard import as_text, stats
 from jspeed.leaderboard.parents import by_seed
 from jspeed.record import planned
 from jspeed.record.runfile import read_run
+from jspeed.record.schema import Run
 from jspeed.series.announced import default_folder, make_runs
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
@@ -66,7 +67,7 @@ def reproduce(
 
 
 def compare_losses(
-    entry: Mapping[str, Any], made: list[dict[str, Any]], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
+    entry: Mapping[str, Any], made: list[Run], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
 ) -> tuple[bool, list[str]]:
     """Return whether the runs ``made`` agree with the ``recorded`` ones by seed, and that in sentences."""
     found = [run["val_loss"] for run in made if run["val_loss"] is not None]

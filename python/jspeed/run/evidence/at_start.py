@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspeed.record.schema import PlaceInPlan
+
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xxHash's primes)
 
@@ -17,7 +19,7 @@ class StartEvidence:
     fresh: str
     after_warm_up: str
     gpus: list[dict[str, Any]] | None
-    plan: dict[str, str] | None
+    plan: PlaceInPlan | None
 
 
 def checksum(state: Any) -> str:

@@ -14,6 +14,7 @@ from jspeed.data import Shards
 from jspeed.data.shards import HEADER_BYTES
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
+from jspeed.record.schema import Evidence
 from jspeed.run.evaluate import read_rows
 from jspeed.run.evidence.overlap import copied
 from jspeed.run.prepare import Setup
@@ -21,7 +22,7 @@ from jspeed.run.prepare import Setup
 Reach = tuple[Path, int, int]
 
 
-def of_data(setup: Setup, hashed: bool) -> dict[str, Any]:
+def of_data(setup: Setup, hashed: bool) -> Evidence:
     """Return the fields under ``data`` that identify the tokens; hashes are null unless ``hashed``.
 
     Of shards that are gone there is nothing to say: the record of a run is worth more than their hashes.

@@ -11,12 +11,15 @@ from typing import Any
 
 import jax
 
+from jspeed.record.schema import Devices, Git, Gpus, Versions
 
-def versions() -> dict[str, str]:
+
+def versions() -> Versions:
     """Versions of Python and of the packages whose behaviour shows in the numbers."""
-    packages = ("jspeed", "jax", "jaxlib", "optax", "numpy")
-    found = {name: _version(name) for name in packages}
-    return {"python": platform.python_version(), **found}
+    return {
+        "python": platform.python_version(), "jax": _version("jax"), "jaxlib": _version("jaxlib"),
+        "numpy": _version("numpy"), "optax": _version("optax"), "jspeed": _version("jspeed"),
+    }  # fmt: skip
 
 
 def _version(package: str) -> str:
@@ -26,7 +29,7 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def git(folder: Path) -> dict[str, Any]:
+def git(folder: Path) -> Git:
     """Commit of the checkout around ``folder`` and whether it has uncommitted changes; ``None`` outside one."""
 
     status = _ask("git", "status", "--porcelain", cwd=folder)
@@ -61,7 +64,7 @@ def gpus() -> list[dict[str, Any]] | None:
     return [dict(zip(GPU_FACTS.values(), map(_number, line.split(", ")), strict=False)) for line in listed.splitlines()]
 
 
-def gpu_facts(before: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+def gpu_facts(before: list[dict[str, Any]] | None) -> Gpus | None:
     """Return run.json's ``gpus``: driver, CUDA, links, and each GPU as it was ``before`` the clock and is now."""
     after = gpus()
     if before is None or after is None:
@@ -107,7 +110,7 @@ def container() -> str | None:
     return os.environ.get("JSPEED_CONTAINER") or None
 
 
-def devices() -> dict[str, Any]:
+def devices() -> Devices:
     """Kind, number and platform of the devices, and the number of processes."""
     first = jax.devices()[0]
     kind = first.device_kind if first.platform != "cpu" else _cpu_name()

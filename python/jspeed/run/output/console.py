@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from jax.sharding import Mesh
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.text import Text
 from jspeed.parallel.layout import describe_layout
 from jspeed.recipe import Recipe
 from jspeed.record.remarks import remarks
+from jspeed.record.schema import Unsealed
 from jspeed.run.clock import now
 
 NARROW = 72  # columns
@@ -124,14 +125,14 @@ class Display:
         self._last = now(), self._tokens
 
 
-def closing(run: dict[str, Any], run_dir: Path, unit: str = "token") -> list[str]:
+def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
     """Return the last lines of a run as rich markup; the very last one holds loss, target, seconds and n.
 
     ``unit`` is what a token of its data stands for.
     """
     lines = []
     timed = run["timed_seconds"] or math.inf
-    wait, dispatch = (run["host"][f"{name}_seconds"] / timed for name in ("data_wait", "dispatch"))
+    wait, dispatch = (run["host"][name] / timed for name in ("data_wait_seconds", "dispatch_seconds"))
     lines.append(f"[dim]host: {wait:.2%} of the timed seconds waiting for data, {dispatch:.2%} dispatching steps[/]")
     lines.append(f"[dim]{loader_line(run['loader'])}[/]")
     for name, verdict in run["probes"].items():

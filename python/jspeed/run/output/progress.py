@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jspeed.files import Lines
+from jspeed.record.schema import Validation
 from jspeed.run.clock import Clock
 from jspeed.run.output.console import Display
 from jspeed.run.output.sinks import Sink
@@ -28,7 +29,7 @@ class Progress:
     data_wait_seconds: float = 0.0
     dispatch_seconds: float = 0.0
     train: list[tuple[float, float]] = field(default_factory=list)
-    curve: list[dict[str, Any]] = field(default_factory=list)
+    curve: list[Validation] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     sinks: list[Sink] = field(default_factory=list)
@@ -81,6 +82,7 @@ class Progress:
         for line in record["lines"]:
             self._write(line)
             if "val_loss" in line:
-                self.curve.append({name: line[name] for name in ("step", "timed_seconds", "val_loss")})
+                step, seconds = line["step"], line["timed_seconds"]
+                self.curve.append({"step": step, "timed_seconds": seconds, "val_loss": line["val_loss"]})
             else:
                 self.train.append((line["timed_seconds"], line["train_loss"]))

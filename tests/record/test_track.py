@@ -1,0 +1,32 @@
+"""track.toml: every wrong key is a sentence that names it."""
+
+from pathlib import Path
+
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.record.track import read_track
+
+TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('rank = "timed_seconds"', "", "field 'rank': expected one of timed_seconds, steps, found no such field"),
+        ('rank = "timed_seconds"', 'rank = "luck"', "field 'rank': expected one of timed_seconds, steps, found 'luck'"),
+        ("[significance]", "[significance]\nsigma = -1", "field 'significance.sigma': expected a finite number of at"),
+        ("[hardware]", "[hardware]\ncount = 0", "field 'hardware.count': expected an integer of at least 1, found 0"),
+        ("[hardware]", "[hardware]\ncolour = 1", "field 'hardware.colour': expected one of title, order,"),
+        ("[hardware]", "[hardware", "cannot be read as TOML"),
+    ],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, says: str) -> None:
+    text = TRACK.read_text()
+    assert old in text
+    path = tmp_path / "track.toml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(BadInput) as caught:
+        read_track(path, "stdlib/cpu")
+    assert str(caught.value).startswith(str(path)) and says in str(caught.value)
+    assert str(caught.value).endswith("; mend the track's file")
