@@ -114,7 +114,7 @@ def test_tables_and_comparison(plan, rows):
         "predicted ms",
         "held out",
         "all-gather",
-        "micro-batch",
+        "tokens at once",
         "bounds:",
         "guesses:",
         "bottlenecks:",

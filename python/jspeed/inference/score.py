@@ -29,7 +29,6 @@ from jspeed.run.compute.step import computing
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
 HELLASWAG_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's name of that file's contents
-HELLASWAG_ITEMS = 10_042
 ROWS = 32  # sequences that are scored at once
 BUCKET = 32  # tokens; sequences are padded to a multiple, so that few programs are compiled
 

@@ -45,10 +45,10 @@ def percent(value: float, whole: float) -> str:
     return f"{share:.3g} %" if abs(share) >= 0.1 or not share else "under 0.1 %"
 
 
-def between(span: Sequence[float], unit: str) -> str:
+def between(span: Sequence[float], unit: str = "") -> str:
     """Return ``[low, high]`` as ``68 to 97 ms``."""
     low, high = span
-    return f"{figures(low)} to {figures(high)} {unit}"
+    return f"{figures(low)} to {figures(high)} {unit}".rstrip()
 
 
 def duration(seconds: Sequence[float]) -> str:
