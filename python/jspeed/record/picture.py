@@ -1,6 +1,5 @@
 """Pictures of the loss against the training clock, as SVG files that are the same bytes for the same run."""
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspeed.files import write_whole
+from jspeed.pages.picture import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
 from jspeed.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # (timed seconds, loss in nats per token); a loss that was not finite is None or NaN.
 Points = Sequence[tuple[float, float | None]]
 Line = tuple[str, Any, Any, dict[str, Any]]  # label, seconds, losses, matplotlib's style
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, without its yellow (too pale on white).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-INK, PALE = "#333333", "#DDDDDD"
+COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "#000000")  # yellow would be too pale on white
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 TRAIN_POINTS = 400  # more than this many cannot be told apart at the width of the picture
 
@@ -71,62 +70,56 @@ def curves_svg(
 def _draw(
     path: Path, lines: list[Line], target: float | None, title: str, across: str = "timed seconds", unit: str = "token"
 ) -> None:
-    # Imported here because it takes a second, which a run without a picture should not pay. A bare Figure
-    # needs neither a display nor pyplot's global state.
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style would make other bytes
-        # Text stays text: readable in the file, searchable on the page, small.
-        matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
-        figure = Figure(figsize=(7.2, 4.2), layout="constrained", facecolor="white")
+    def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
-        for _, seconds, losses, style in lines:
-            axes.plot(seconds, losses, zorder=3 if "marker" in style else 2, **style)
-        hidden = _set_limits(axes, lines, target)
-        if target is not None:
-            axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-            # At the left the curves are still high above the target, so that nothing lies under its label.
-            axes.annotate(
-                f"target {target:g}",
-                (0, target),
-                xycoords=("axes fraction", "data"),
-                xytext=(6, 3),
-                textcoords="offset points",
-                color=INK,
-                fontsize=9,
-            )
+        _fill(axes, lines, target)
         axes.set_title(printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
         axes.set_xlabel(across, color=INK)
         axes.set_ylabel(f"loss (nats per {unit})", color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#999999")
-        axes.tick_params(color="#999999", labelcolor=INK)
-        axes.grid(axis="y", color=PALE, linewidth=0.6)
-        axes.set_axisbelow(True)
-        if lines:
-            # Labels are set afterwards: matplotlib would drop one that begins with an underscore.
-            legend = axes.legend(
-                axes.lines[: len(lines)],
-                ["-"] * len(lines),
-                loc="upper right",
-                fontsize=9,
-                title=hidden,
-                title_fontsize=8,
-                alignment="left",
-                labelcolor=INK,
-                facecolor="white",
-                edgecolor="none",
-                framealpha=0.8,
-            )
-            legend.get_title().set_color(INK)
-            for text, (label, *_) in zip(legend.get_texts(), lines, strict=True):
-                text.set_parse_math(False)
-                text.set_text(printable(label))
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
-    write_whole(path, buffer.getvalue())
+
+    write_whole(path, svg((7.2, 4.2), draw))
+
+
+def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
+    for _, seconds, losses, style in lines:
+        axes.plot(seconds, losses, zorder=3 if "marker" in style else 2, **style)
+    hidden = _set_limits(axes, lines, target)
+    if target is not None:
+        axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+        # At the left the curves are still high above the target, so that nothing lies under its label.
+        axes.annotate(
+            f"target {target:g}",
+            (0, target),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 3),
+            textcoords="offset points",
+            color=INK,
+            fontsize=9,
+        )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(EDGE)
+    axes.tick_params(color=EDGE, labelcolor=INK)
+    axes.grid(axis="y", color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    if lines:
+        # Labels are set afterwards: matplotlib would drop one that begins with an underscore.
+        legend = axes.legend(
+            axes.lines[: len(lines)],
+            ["-"] * len(lines),
+            loc="upper right",
+            fontsize=9,
+            title=hidden,
+            title_fontsize=8,
+            alignment="left",
+            labelcolor=INK,
+            facecolor="white",
+            edgecolor="none",
+            framealpha=0.8,
+        )
+        legend.get_title().set_color(INK)
+        for text, (label, *_) in zip(legend.get_texts(), lines, strict=True):
+            text.set_parse_math(False)
+            text.set_text(printable(label))
 
 
 def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | None:

@@ -3,25 +3,24 @@
 The same plan gives the same bytes.
 """
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
+from jspeed.pages.picture import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
 from jspeed.plan.views.format import between, size
 from jspeed.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Plan = Mapping[str, Any]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
-INK, PALE, EDGE = "#333333", "#dddddd", "#999999"
-TIMES = {"compute": 0, "memory": 1, "exposed communication": 3}  # end to end, each with its colour
-ALL_COMMUNICATION = 2  # the colour of communication, hidden or not
+COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY)
+TIMES = {"compute": BLUE, "memory": ORANGE, "exposed communication": RED}  # end to end
+ALL_COMMUNICATION = GREEN  # hidden or not
 MIB = 2**20  # bytes; the legend leaves out what is smaller
 
 
@@ -37,15 +36,9 @@ def plan_svg(path: Path, plan: Plan) -> None:
 
 def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
     """Return the picture as SVG text, narrow enough for a phone. Everything in it that is text stays text."""
-    # Imported here because it takes a second; a bare Figure needs neither a display nor pyplot's global state.
-    import matplotlib
-    from matplotlib.figure import Figure
-
     heights = [1.1 + 0.52 * len(plan["stages"]), 1.4 + 0.19 * len(memory_by_kind(plan))]
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # the user's own style would make other bytes
-        matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
-        figure = Figure(figsize=(4.8, sum(heights) + 0.3 + 0.2 * heading), layout="constrained", facecolor=background)
+
+    def draw(figure: "Figure") -> None:
         figure.get_layout_engine().set(h_pad=0.08, hspace=0.06)  # type: ignore[union-attr, call-arg]
         above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": heights})
         if heading:
@@ -61,9 +54,8 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
             axes.set_axisbelow(True)
         _times(above, plan["stages"])
         _memory(below, plan)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
-    return buffer.getvalue().decode()
+
+    return svg((4.8, sum(heights) + 0.3 + 0.2 * heading), draw, background)
 
 
 def fullest(plan: Plan) -> Mapping[str, Any]:
@@ -85,9 +77,9 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
         left = 0.0
         for name, colour in TIMES.items():
             value = times[name.replace(" ", "_")]
-            axes.barh(row - 0.18, value, 0.32, left=left, color=COLOURS[colour], zorder=2)
+            axes.barh(row - 0.18, value, 0.32, left=left, color=colour, zorder=2)
             left += value
-        axes.barh(row + 0.08, times["communication"], 0.14, color=COLOURS[ALL_COMMUNICATION], zorder=2)
+        axes.barh(row + 0.08, times["communication"], 0.14, color=ALL_COMMUNICATION, zorder=2)
         low, high = stage["predicted_ms"]
         height = row + 0.3
         axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
@@ -100,8 +92,8 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=COLOURS[colour], label=name) for name, colour in TIMES.items()]
-    handles.append(Patch(color=COLOURS[ALL_COMMUNICATION], label="all communication"))
+    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in TIMES.items()]
+    handles.append(Patch(color=ALL_COMMUNICATION, label="all communication"))
     handles.append(Line2D([], [], color=INK, linewidth=1.4, marker="|", markersize=6, label="predicted step"))
     _legend(axes, handles, 2)
 
