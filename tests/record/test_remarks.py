@@ -78,5 +78,5 @@ def test_the_repositorys_tracks_with_records_pin_their_data() -> None:
     found = store.load(remarks.RECORDS)
     for name in {row.track for row in found.rows}:
         track = found.tracks[name]
-        assert track["data.val_sha256"] and track["data.train_sha256"], name
+        assert track.rules["data.val_sha256"] and track.rules["data.train_sha256"], name
     assert all(remarks.other_data(row.run, remarks.RECORDS) is None for row in found.rows)

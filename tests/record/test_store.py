@@ -159,7 +159,7 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
         "shakespeare/cpu",
     } <= records.tracks.keys()
     # Whatever else a track says, the five have one test or the other and a p of at most one in a hundred.
-    assert all(track["significance.p"] <= 0.01 for track in records.tracks.values())
+    assert all(track.rules["significance.p"] <= 0.01 for track in records.tracks.values())
 
 
 def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

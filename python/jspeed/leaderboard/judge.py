@@ -83,7 +83,8 @@ def judged_track(
         entry["data"] = data_of(found, group[0])
         add_plans(entry, group, records, there)
         count(entry, group, track, found.difference(group[0]))
-    sigma = track["significance.sigma"] or stats.pooled_sigma(losses(entry) for entry in entries if entry["counted"])
+    counted = [losses(entry) for entry in entries if entry["counted"]]
+    sigma = track.rules.get("significance.sigma") or stats.pooled_sigma(counted)
     by_recipe: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         judge(entry, track, sigma)
@@ -98,7 +99,7 @@ def judged_track(
         base = f"{track.name}/{entry['recipe']}-{entry['recipe_hash'][:8]}".replace("/", "-")
         names[base] += 1
         entry["id"] = base if names[base] == 1 else f"{base}-{names[base]}"
-    return {"track": track.name, "ruled": track.ruled, **track.values, "sigma": sigma,
+    return {"track": track.name, "ruled": track.ruled, **track.rules, "sigma": sigma,
             "val_sha256": found.pinned.val_sha256, "hardware": track.hardware(), "entries": entries}  # fmt: skip
 
 
@@ -110,7 +111,7 @@ def entry_key(row: Row, data: DataSet, track: Track) -> tuple[Any, ...]:
     """
     run, device = row.run, row.run["devices"]
     same = run["recipe"], run["recipe_hash"], run["target_loss"]
-    timed = () if track["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
+    timed = () if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
     return *same, *timed, id(data), asked_for_less(run), run.get("plan") is not None, run["git"]["dirty"] is False
 
 
@@ -211,7 +212,7 @@ def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | Non
     """
     entry["loss"] = spread(losses(entry))
     entry["why_not"] = list(reasons(entry, [row.run for row in rows], track, other_data))
-    missed = entry["loss"] is None or entry["loss"]["mean"] > track["target_loss"]
+    missed = entry["loss"] is None or entry["loss"]["mean"] > track.rules["target_loss"]
     entry["cut_short"] = asked_for_less(rows[0].run) is not None and missed
     entry["counted"] = not entry["why_not"] and not entry["cut_short"]
     if not track.ruled:
@@ -220,7 +221,7 @@ def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | Non
 
 def judge(entry: Entry, track: Track, sigma: float | None) -> None:
     """Add the tests and the verdict ``valid`` to a counted ``entry``, and the rest of its reasons."""
-    target, p = track["target_loss"], track["significance.p"]
+    target, p = track.rules["target_loss"], track.rules.get("significance.p")
     tests: dict[str, Any] = {"t": None, "z": None}
     if entry["loss"]:
         n, mean, sd = (entry["loss"][name] for name in ("n", "mean", "sd"))
@@ -229,9 +230,9 @@ def judge(entry: Entry, track: Track, sigma: float | None) -> None:
         if sigma is not None:
             tests["z"] = stats.z_below(mean, n, target, sigma)._asdict()
     entry["tests"], entry["more_runs"] = tests, None
-    decisive = tests[track["significance.test"]] if track.ruled else None
+    decisive = tests[track.rules.get("significance.test")] if track.ruled else None
     if track.ruled and (decisive is None or decisive["p"] > p):
-        known = track["significance.test"] == "z"
+        known = track.rules.get("significance.test") == "z"
         sd = sigma if known else entry["loss"] and (entry["loss"]["sd"] or sigma)
         if entry["loss"] and sd:
             entry["more_runs"] = stats.more_runs(entry["loss"]["mean"], sd, entry["loss"]["n"], target, p, known)
@@ -252,18 +253,19 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"the track asks for {track.hardware()}"
     if other_data:
         yield other_data
-    if track["data.val_tokens"] and any(run["data"]["val_tokens"] != track["data.val_tokens"] for run in runs):
-        yield f"not validated on {track['data.val_tokens']:,} tokens"
-    if entry["target_loss"] != track["target_loss"]:
+    tokens, step = track.rules.get("data.val_tokens"), track.rules.get("tokens_per_step")
+    if tokens and any(run["data"]["val_tokens"] != tokens for run in runs):
+        yield f"not validated on {tokens:,} tokens"
+    if entry["target_loss"] != track.rules["target_loss"]:
         yield f"ran for another target, {entry['target_loss']:g}"
-    if track["tokens_per_step"] and any(run["tokens"] != run["steps"] * track["tokens_per_step"] for run in runs):
-        yield f"a step is not {track['tokens_per_step']:,} tokens"
-    if not track["timing.resumed"] and any(run.get("resumed") for run in runs):
+    if step and any(run["tokens"] != run["steps"] * step for run in runs):
+        yield f"a step is not {step:,} tokens"
+    if not track.rules.get("timing.resumed") and any(run.get("resumed") for run in runs):
         yield "a run was resumed, and its time is not known"
     if any(run["git"]["dirty"] is not False for run in runs):
         yield "the code was not a clean commit"
     failed = sum(not converged(run) for run in runs)
-    if failed > (track["significance.failures"] or 0):
+    if failed > (track.rules.get("significance.failures") or 0):
         yield f"{failed} runs did not converge"
 
 
@@ -271,7 +273,7 @@ def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> s
     """Return in words that the mean loss is not shown to be below the target, and how many runs would show it."""
     if entry["loss"] is None:
         return "no run converged"
-    if entry["loss"]["mean"] > track["target_loss"]:
+    if entry["loss"]["mean"] > track.rules["target_loss"]:
         return f"missed the target: mean loss {entry['loss']['mean']:.4f}"
     more = entry["more_runs"]
     need = f", needs about {more} more run{'s' if more > 1 else ''}" if more else ""
@@ -281,6 +283,6 @@ def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> s
 
 def rank_value(entry: Entry, track: Track) -> float | None:
     """Return what the track ranks: mean timed seconds, or steps."""
-    if track["rank"] == "steps":
+    if track.rules["rank"] == "steps":
         return entry["steps"]
     return entry["seconds"] and entry["seconds"]["mean"]

@@ -69,8 +69,8 @@ def price_of(parent: Entry, parents: Sequence[Entry], track: Track) -> tuple[flo
 
     Its own runs tell when some had another length, that is, another STEPS and nothing else.
     """
-    if track["significance.price_per_step"] is not None:
-        return track["significance.price_per_step"], "the track"
+    if track.rules.get("significance.price_per_step") is not None:
+        return track.rules.get("significance.price_per_step"), "the track"
     lengths: dict[int, list[float]] = {}
     for other in parents:
         if (
@@ -105,10 +105,10 @@ def by_seed(entry: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 def verdict(entry: Entry, track: Track, ratio: stats.Ratio, pairwise: Mapping[str, Any] | None) -> str:
     """Return ``yes``, ``no`` or ``not shown``: what the track ranks is better than the parent's, and surely so."""
-    if entry["loss"]["mean"] > track["target_loss"]:
+    if entry["loss"]["mean"] > track.rules["target_loss"]:
         return "no"
-    if track["rank"] == "steps":
-        return "yes" if pairwise and pairwise["p"] <= track["significance.p"] else "not shown"
+    if track.rules["rank"] == "steps":
+        return "yes" if pairwise and pairwise["p"] <= track.rules.get("significance.p") else "not shown"
     if ratio.low is None or ratio.high is None:
         return "not shown"
     return "yes" if ratio.high < 1 else "no" if ratio.low > 1 else "not shown"

@@ -86,11 +86,14 @@ def data_of_track(
     The first run is the earliest of a complete plan and a clean commit on the pinned data, on the track's hardware and
     number of validation tokens; where there is none, the earliest of all. Without any run everything is the track's.
     """
-    val, train = track["data.val_sha256"], track["data.train_sha256"]
+    val, train = track.rules.get("data.val_sha256"), track.rules.get("data.train_sha256")
 
     def rank(row: Row) -> tuple[bool, str]:
         plan = row.plan and row.planned_and_clean and records.plans.get(row.plan["sha256"])
-        ruled = track.fits(row.run["devices"]) and track["data.val_tokens"] in (None, row.run["data"].get("val_tokens"))
+        ruled = track.fits(row.run["devices"]) and track.rules.get("data.val_tokens") in (
+            None,
+            row.run["data"].get("val_tokens"),
+        )
         return not (plan and complete(plan[1], there) and ruled), row.run["started"]
 
     for row in sorted(rows, key=rank):

@@ -32,12 +32,12 @@ def other_data(run: Unsealed, records: Path) -> str | None:
         track = read_track(path, run["track"])
     except BadInput:  # that is for leaderboard.py verify to say
         return None
-    train = track["data.train_sha256"]
-    pinned = DataSet(track["data.val_sha256"] or run["data"]["val_sha256"], (train,) if train else ())
+    train = track.rules.get("data.train_sha256")
+    pinned = DataSet(track.rules.get("data.val_sha256") or run["data"]["val_sha256"], (train,) if train else ())
     difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
     return difference and (
-        f"{difference} ({track['data.name']}): its loss and target do not compare, and on the board of {run['track']} "
-        "this run does not count"
+        f"{difference} ({track.rules['data.name']}): its loss and target do not compare, and on the board of "
+        f"{run['track']} this run does not count"
     )
 
 

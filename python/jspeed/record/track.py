@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict, cast
 
 from jspeed.errors import BadInput
 from jspeed.fields import Rule, check_json
@@ -50,21 +50,22 @@ Rules = TypedDict(
 
 @dataclass(frozen=True)
 class Track:
-    """The rules of a track; ``values`` holds the keys of :class:`Rules` that its file has.
+    """A track's name and its rules.
 
     ``ruled`` is False for a track without a file: its runs are shown, and none of them is valid.
     """
 
     name: str
-    values: Mapping[str, Any]
+    rules: Rules
     ruled: bool = True
 
-    def __getitem__(self, key: str) -> Any:
-        return self.values.get(key)
+    def _asked(self) -> tuple[str | None, str | None, int | None]:
+        rules = self.rules
+        return rules.get("hardware.platform"), rules.get("hardware.kind"), rules.get("hardware.count")
 
     def fits(self, devices: Devices) -> bool:
         """Whether ``devices`` of a run.json are what the hardware rule asks for."""
-        platform, kind, count = (self[f"hardware.{key}"] for key in ("platform", "kind", "count"))
+        platform, kind, count = self._asked()
         return (
             (platform is None or devices["platform"] == platform)
             and (kind is None or kind in devices["kind"])
@@ -73,8 +74,8 @@ class Track:
 
     def hardware(self) -> str:
         """Return the hardware rule in words."""
-        platform, kind, count = (self[f"hardware.{key}"] for key in ("platform", "kind", "count"))
-        what = kind or {"gpu": "GPU", "cpu": "CPU"}.get(platform, platform)
+        platform, kind, count = self._asked()
+        what = kind or (platform and {"gpu": "GPU", "cpu": "CPU"}.get(platform, platform))
         return "any hardware" if what is None else f"{count} x {what}" if count else f"any {what}"
 
 
@@ -97,18 +98,14 @@ def read_track(path: Path, name: str) -> Track:
     for key in values:
         if key not in Rules.__annotations__:
             raise BadInput(f"{path}: field '{key}': expected one of {', '.join(Rules.__annotations__)}; {remedy}")
-    return Track(name, values)
+    return Track(name, cast(Rules, values))
 
 
 def track_without_rules(name: str, run: Run) -> Track:
     """Return the track of ``run`` where there is no file called ``name/track.toml``: its own target, and no rules."""
-    values = {
-        "title": name,
-        "rank": "timed_seconds",
-        "target_loss": run["target_loss"],
-        "data.name": run["data"]["name"],
-    }
-    return Track(name, values, ruled=False)
+    target, data = run["target_loss"], run["data"]["name"]
+    rules = {"title": name, "rank": "timed_seconds", "target_loss": target, "data.name": data}
+    return Track(name, cast(Rules, rules), ruled=False)
 
 
 def track_of(run: Run, tracks: Mapping[str, Track]) -> str:
@@ -126,8 +123,8 @@ def track_of(run: Run, tracks: Mapping[str, Track]) -> str:
         track = tracks[name]
         same = (
             name.rpartition("/")[0] == family
-            and track["rank"] == own["rank"]
-            and track["data.name"] == own["data.name"]
+            and track.rules["rank"] == own.rules["rank"]
+            and track.rules["data.name"] == own.rules["data.name"]
         )
         if same and track.fits(run["devices"]):
             return name
