@@ -43,6 +43,13 @@ test-launchers: .venv/dev
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
 
+# README, docs/, benchmarks/ and the API as a site; a dead link fails. Built from a copy of the tracked files, see mkdocs.yml.
+docs: .venv/docs/installed
+	rm -rf .venv/docs/source && mkdir .venv/docs/source
+	git ls-files -z | tar --null --files-from - --create --file - | tar --extract --file - --directory .venv/docs/source
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/docs/packages $(BIN)/python -m mkdocs --quiet build --strict
+	@echo 'the site: .venv/docs/site/index.html'
+
 check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -85,9 +92,14 @@ clean:
 	$(BIN)/python -m pip install --no-deps --target .venv/parity --requirement tests/parity/requirements.txt
 	@touch $@
 
+.venv/docs/installed: | .venv/built
+	rm -rf .venv/docs
+	$(BIN)/python -m pip install --target .venv/docs/packages 'mkdocs-material>=9.5,<10' 'mkdocstrings[python]>=0.27,<2'
+	@touch $@
+
 .venv/page/installed: | .venv/dev
 	rm -rf .venv/page
 	$(BIN)/python -m pip install --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers page check clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers page docs check clean
