@@ -1,82 +1,10 @@
-"""Measure a trained model on text that it has not seen, and on HellaSwag."""
+"""``jspeed evaluate`` from a checkout: ``python scripts/evaluate.py``."""
 
 from jspeed.terminal import starts
 
 starts(__name__)
 
-import json
-import sys
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tyro.conf import Positional, arg
-
-from jspeed.corpus.tokenise import prepare_stdlib
-from jspeed.corpus.tokenizers import unit_of
-from jspeed.errors import BadInput, run_script
-from jspeed.files import cache_folder, write_whole
-from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
-from jspeed.inference.trained import load_model
-from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.compute.cache import use_compile_cache
-
-
-def evaluate(
-    model: Positional[Annotated[Path, arg(metavar="DIR")]],
-    data: Path | None = None,
-    tokens: int | None = None,
-    hellaswag_: Annotated[str | None, arg(name="hellaswag", metavar="FILE|download")] = None,
-    items: int | None = None,
-    mesh: str | None = None,
-    json_file: Annotated[Path | None, arg(name="json", metavar="FILE")] = None,
-) -> None:
-    """Measure a trained model: validation loss and bits per byte on a folder of shards, or HellaSwag.
-
-    Args:
-        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
-            GPT-2's config.json and model.safetensors.
-        data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
-        tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
-        hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
-        items: Only the first so many of them.
-        mesh: Spread the parameters over these devices, for example data=8.
-        json_file: Also write the figures here.
-    """
-    for flag, given in (("tokens", tokens), ("items", items)):
-        if given is not None and given < 1:
-            raise BadInput(f"--{flag} {given}: must be at least 1")
-    use_compile_cache()
-    axes = parse_mesh(mesh) if mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    loaded = load_model(model, make_mesh(axes) if axes else None)
-    if hellaswag_ is not None:
-        path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
-        chosen = read_hellaswag(path)[:items]
-        columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-            task = bar.add_task("items", total=len(chosen))
-            for scored in hellaswag(loaded, chosen):
-                bar.update(task, completed=scored[0])
-        done, right, right_mean = scored
-        found = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
-        print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
-    else:
-        name = loaded.recipe.data.name
-        folder = data or (prepare_stdlib() if name == "stdlib" else cache_folder() / "data" / name)
-        result = validate(loaded, folder, tokens)
-        found = dict(vars(result))
-        print(
-            f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
-            f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
-            f"({result.bytes:,} bytes) of {folder}"
-        )
-    if json_file:
-        write_whole(json_file, json.dumps(found, indent=2) + "\n")
-
+from jspeed.commands.main import main
 
 if __name__ == "__main__":
-    run_script(lambda: tyro.cli(evaluate))
+    main("evaluate")

@@ -1,22 +1,10 @@
-"""Start this node's processes of one run and watch them, with torchrun's flags: launch.py [FLAGS] SCRIPT ARGS."""
+"""``jspeed launch`` from a checkout: ``python scripts/launch.py``."""
 
 from jspeed.terminal import starts
 
 starts(__name__)
 
-import sys
-
-from jspeed.cluster.launch import read_arguments, run, shown
-from jspeed.errors import run_script
-
-
-def main() -> int:
-    launch, dry = read_arguments(sys.argv[1:])
-    if dry:
-        print("\n".join(shown(launch)))
-        return 0
-    return run(launch)
-
+from jspeed.commands.main import main
 
 if __name__ == "__main__":
-    run_script(main)
+    main("launch")

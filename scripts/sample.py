@@ -1,103 +1,10 @@
-"""Let a trained model go on with a text."""
+"""``jspeed sample`` from a checkout: ``python scripts/sample.py``."""
 
 from jspeed.terminal import starts
 
 starts(__name__)
 
-import os
-import sys
-from pathlib import Path
-from typing import Annotated
-
-import tyro
-from tyro.conf import Positional, arg
-
-from jspeed.errors import BadInput, run_script
-from jspeed.inference.generate import Sampling, joined, write
-from jspeed.inference.trained import load_model
-from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.run.compute.cache import use_compile_cache
-from jspeed.terminal import escaped, has_reader
-
-
-def sample(
-    model: Positional[Annotated[Path, arg(metavar="DIR")]],
-    prompt: str | None = None,
-    prompt_file: Path | None = None,
-    number: int | None = None,
-    tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    stop: str | None = None,
-    mesh: str | None = None,
-) -> None:
-    """Let a trained model go on with a text, to the end of a document or for so many tokens.
-
-    The first text appears as it is written; the others, written at the same time, follow. Control characters, which
-    models of bytes write too, appear as \\x1b.
-
-    Args:
-        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
-            GPT-2's config.json and model.safetensors.
-        prompt: What to go on with; default: the recipe's, or nothing.
-        prompt_file: File with what to go on with, instead.
-        number: How many texts; default: the recipe's, or 1 with a prompt.
-        tokens: Most new tokens of a text; default: the recipe's.
-        temperature: 0 takes the likeliest token, 1 draws from the model's probabilities; default: the recipe's.
-        top_k: Draw from the k likeliest tokens only.
-        top_p: Draw from the fewest tokens that together have this probability.
-        seed: Another one writes other texts.
-        stop: End a text before these words.
-        mesh: Spread the parameters over these devices, for example data=8.
-    """
-    use_compile_cache()
-    axes = parse_mesh(mesh) if mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    loaded = load_model(model, make_mesh(axes) if axes else None)
-    asked = loaded.recipe.sample
-    text = read_prompt(prompt, prompt_file)
-    count = number if number is not None else asked.number if text is None else 1
-    length = tokens if tokens is not None else asked.tokens
-    if count < 1 or length < 1:
-        raise BadInput(f"found --number {count} and --tokens {length}; both must be at least 1")
-    chosen = asked.temperature if temperature is None else temperature
-    sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed)
-    prompts = [asked.prompt if text is None else text] * count
-    texts, begun = list(prompts), False
-    for new in write(loaded, prompts, length, sampling, as_given("--stop", stop)):
-        print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
-        if not has_reader():
-            return
-        begun, texts = True, [text + more for text, more in zip(texts, new, strict=True)]
-    print()
-    if count > 1:
-        alone = escaped(joined(texts[1:]))
-        print(alone if "\n" not in texts[0].strip("\n") else f"{'-' * 15}\n{alone}")
-    sys.stdout.flush()
-
-
-def read_prompt(prompt: str | None, file: Path | None) -> str | None:
-    """Return the prompt, or None when none is given. Raises BadInput for both, or a file that is not text."""
-    if file is not None and prompt is not None:
-        raise BadInput("found both --prompt and --prompt-file; give one of them")
-    if file is None:
-        return as_given("--prompt", prompt)
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
-
-
-def as_given(flag: str, text: str | None) -> str | None:
-    """Return the UTF-8 that was typed, whatever the locale. Raises BadInput for half a character."""
-    try:
-        return text and os.fsencode(text).decode()
-    except UnicodeError:
-        raise BadInput(f"{flag} is not UTF-8; give whole characters") from None
-
+from jspeed.commands.main import main
 
 if __name__ == "__main__":
-    run_script(lambda: tyro.cli(sample))
+    main("sample")

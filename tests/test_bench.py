@@ -188,12 +188,12 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
     monkeypatch.setattr(quality, "our_run", our_run)
     monkeypatch.setattr(quality, "write_tokens", lambda out, texts: None)
     kept = tmp_path / "kept.json"
-    quality.quality((), ("r29",), seeds=2, json_file=kept)
-    quality.quality((), ("r29", "r62"), seeds=2, json_file=kept)
+    quality.quality((), ("r29",), seeds=2, json_=kept)
+    quality.quality((), ("r29", "r62"), seeds=2, json_=kept)
     assert made == [("r29", 1), ("r29", 2), ("r62", 1), ("r62", 2)]
     assert json.loads(kept.read_text())["compared"]["r29"]["losses"] == [4.9, 4.8]
     with pytest.raises(BadInput, match="is of --shorter 4.0, not 2.0"):
-        quality.quality((), ("r29",), shorter=2.0, json_file=kept)
+        quality.quality((), ("r29",), shorter=2.0, json_=kept)
 
 
 def test_a_change_of_a_recipe_may_hold_colons(monkeypatch):

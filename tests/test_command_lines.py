@@ -64,7 +64,7 @@ def test_help(tmp_path):
     evaluate = call(tmp_path, "evaluate.py", "--help")
     assert evaluate.code == 0 and "hellaswag_val.jsonl, or the word download" in evaluate.out
     launch = call(tmp_path, "launch.py", "--help")
-    assert launch.code == 0 and "--standalone  " in launch.out and "--node-rank R, --node_rank R" in launch.out
+    assert launch.code == 0 and "--standalone, --no-standalone" in launch.out and "--node-rank R " in launch.out
 
 
 def test_the_meshes_of_the_readme_fit_its_recipe():

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jspeed.run.find import FOLDER, find
+from jspeed.run.find import find
+from jspeed.run.names import FOLDER
 
 from .called import Done, call
 from .several import shards

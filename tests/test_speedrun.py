@@ -245,7 +245,7 @@ def test_bad_shards(speedrun, shards, tmp_path, name, split):
         (["mine.py", "does not exist"], ["mine.py"]),
         (["WIDHT", "did you mean 'WIDTH'"], ["--set", "WIDHT=3"]),
         (["WIDTH=wide", "whole number"], ["--set", "WIDTH=wide"]),
-        (["nowhere", "prepare.py"], ["--data", "nowhere"]),
+        (["nowhere", "jspeed prepare"], ["--data", "nowhere"]),
         (["3 devices", "2048 tokens"], ["--mesh", "data=3"]),
         (["2048 tokens", "100"], ["--micro-batch", "100"]),
         (["--layout tpp", "dp"], ["--layout", "tpp"]),
@@ -261,7 +261,7 @@ def test_bad_arguments(speedrun, tmp_path, words, arguments):
 def test_bad_folders(speedrun, shards, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(speedrun, tmp_path, ["empty", "prepare.py"], "--data", empty)
+    refused(speedrun, tmp_path, ["empty", "jspeed prepare"], "--data", empty)
     next(shards.glob("*_val_*")).unlink()
     refused(speedrun, tmp_path, ["shards", "val"], "--data", shards)
     (tmp_path / "no_recipe.py").write_text("x = 1\n")

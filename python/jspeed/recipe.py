@@ -129,7 +129,7 @@ class Context:
 class Data:
     """Which token shards a recipe reads and how batches are cut from them.
 
-    ``name`` is ``stdlib`` (prepared on first use) or what ``scripts/prepare.py`` calls the data set. Ids in the
+    ``name`` is ``stdlib`` (prepared on first use) or what ``jspeed prepare`` calls the data set. Ids in the
     shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
     """

@@ -5,6 +5,8 @@ import io
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Stream(io.FileIO):
@@ -90,6 +92,19 @@ def started() -> None:
     """From here on Ctrl-C is KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Let Ctrl-C end a script at once while it imports, as :func:`starts` does, but once it has begun."""
+    ours = bool(_streams) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if ours:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave(*_: object) -> None:

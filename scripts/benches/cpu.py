@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from benches.nanogpt import contest
 from benches.versus import our_run
+from jspeed.commands.flags import File, Folder, Wants
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import picture
@@ -20,12 +20,12 @@ Points = list[tuple[float, float | None]]
 
 
 def cpu(
-    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="RECIPE ...")] = (),
+    recipes: Annotated[tuple[str, ...], Wants("RECIPE ...")] = (),
     rounds: int = 1,
-    versus: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
-    python: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
-    svg_file: Annotated[Path | None, tyro.conf.arg(name="svg", metavar="FILE")] = None,
+    versus: Folder | None = None,
+    python: File | None = None,
+    json_: File | None = None,
+    svg: File | None = None,
 ) -> int:
     """Run recipes to their end in turn, A B A B, and compare their timed seconds.
 
@@ -34,15 +34,15 @@ def cpu(
         rounds: Runs of each, with seeds 1, 2, ...
         versus: Folder of a clone of karpathy/nanoGPT: race a recipe for shakespeare-char against its setting for a CPU.
         python: With --versus, a Python that has PyTorch and NumPy; default: this one.
-        json_file: Write every run's record and the medians here.
-        svg_file: Draw the validation curves of the first round here.
+        json_: Write every run's record and the medians here.
+        svg: Draw the validation curves of the first round here.
     """
     if rounds < 1:
         raise BadInput(f"--rounds {rounds}: must be at least 1")
     if versus is not None:
-        if len(recipes) > 1 or svg_file:
+        if len(recipes) > 1 or svg:
             raise BadInput("--versus takes at most one recipe and draws nothing")
-        return contest((recipes or ("shakespeare-char",))[0], versus, python, rounds, json_file)
+        return contest((recipes or ("shakespeare-char",))[0], versus, python, rounds, json_)
     if python is not None:
         raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
     recipes = recipes or ("stdlib", "stdlib-adamw")
@@ -54,13 +54,13 @@ def cpu(
                 runs[recipe].append(our_run(recipe, None, run_dir, seed, {}, ()))
     summary = {recipe: _medians(found) for recipe, found in runs.items()}
     Console().print(_table(summary))
-    if json_file:
-        write_whole(json_file, json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
-    if svg_file:
+    if json_:
+        write_whole(json_, json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
+    if svg:
         curves = {recipe: _points(found[0]) for recipe, found in runs.items()}
         first = runs[recipes[0]][0]
         title = f"{' and '.join(recipes)}, seed 1, {first['devices']['kind']}"
-        picture.curves_svg(svg_file, curves, first["target_loss"], title)
+        picture.curves_svg(svg, curves, first["target_loss"], title)
     return 0
 
 

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tyro.conf import UseAppendAction, arg
 
 from benches.steps import ALL_STAGES, Row, Setting, measured, peak
 from benches.versus import race
+from jspeed.commands.flags import Fields, File, Wants
 from jspeed.data import find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
 from jspeed.run.compute.cpu import keep_freed_memory
@@ -34,16 +34,16 @@ FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causa
 
 
 def gpu(
-    recipe: Annotated[tuple[str, ...], arg(metavar="RECIPE ...")] = (),
+    recipe: Annotated[tuple[str, ...], Wants("RECIPE ...")] = (),
     steps: int = 30,
     data: Path | None = None,
     micro_batch: int | None = None,
     attention: str | None = None,
-    set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
-    json_file: Annotated[Path | None, arg(name="json", metavar="FILE")] = None,
-    versus: Annotated[str | None, arg(metavar="CMD")] = None,
+    set: Fields = (),
+    json_: File | None = None,
+    versus: Annotated[str | None, Wants("CMD")] = None,
     rounds: int = 1,
-    svg_file: Annotated[Path | None, arg(name="svg", metavar="FILE")] = None,
+    svg: File | None = None,
 ) -> int:
     """Measure one training step of recipes on the devices there are; or race a recipe against another program.
 
@@ -58,23 +58,22 @@ def gpu(
         micro_batch: Tokens a device takes at once.
         attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
         set: Replace fields of the recipe files.
-        json_file: Write everything here.
+        json_: Write everything here.
         versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and DATA_PATH) and prints
             modded-nanogpt's log; whole training runs of both, in turn, and their losses against seconds.
         rounds: With --versus, runs of each: ours theirs, theirs ours, ...
-        svg_file: With --versus, draw the curves here.
+        svg: With --versus, draw the curves here.
     """
     if steps < 1 or rounds < 1:
         raise BadInput(f"--steps {steps} --rounds {rounds}: both must be at least 1")
-    sets = tuple(text for group in set for text in group)
     if versus is not None:
         if data is None or len(recipe) > 1:
             raise BadInput("--versus needs --data DIR, the tokens both train on, and at most one --recipe")
         flags = {"--micro-batch": micro_batch, "--attention": attention}
-        return race((recipe or ("r29",))[0], versus, data, rounds, flags, sets, json_file, svg_file)
-    if svg_file:
+        return race((recipe or ("r29",))[0], versus, data, rounds, flags, set, json_, svg)
+    if svg:
         raise BadInput("--svg draws the curves of --versus CMD; give both or neither")
-    found = [find(name, sets) for name in recipe or RECIPES]
+    found = [find(name, set) for name in recipe or RECIPES]
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh()
     if mesh.devices.flat[0].platform == "cpu":
@@ -98,7 +97,7 @@ def gpu(
             failed[each.recipe.name] = why(error, each.recipe, mesh)
         show(console, each.recipe, own, setting, failed.get(each.recipe.name))
         rows += own
-    if json_file:
+    if json_:
         content = {
             "devices": provenance.devices(),
             "versions": provenance.versions(),
@@ -111,7 +110,7 @@ def gpu(
             "failed": failed,
             "rows": [dataclasses.asdict(row) for row in rows],
         }
-        write_whole(json_file, json.dumps(content, indent=1) + "\n")
+        write_whole(json_, json.dumps(content, indent=1) + "\n")
     return int(bool(failed))
 
 

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tyro.conf import arg
 
+from jspeed.commands.flags import File
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
 from jspeed.data.shards import HEADER_BYTES, header, map_tokens
 
@@ -245,11 +245,11 @@ def show(rows: list[Row]) -> None:
     Console(highlight=False, width=150).print(table)
 
 
-def loader(to: Annotated[Path | None, arg(name="json", metavar="FILE")] = None, quick: bool = False) -> int:
+def loader(json_: File | None = None, quick: bool = False) -> int:
     """Measure the token loader on synthetic shards in a temporary folder; exit code 1 when a gate does not hold.
 
     Args:
-        to: Also write the rows and the machine to this file.
+        json_: Also write the rows and the machine to this file.
         quick: Smaller shards and 150 steps instead of 1300.
     """
     rows: list[Row] = []
@@ -270,8 +270,8 @@ def loader(to: Annotated[Path | None, arg(name="json", metavar="FILE")] = None, 
         ):
             rows += part
     show(rows)
-    if to:
+    if json_:
         machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
         content = {"machine": machine, "quick": quick, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}
-        to.write_text(json.dumps(content, indent=1) + "\n")
+        json_.write_text(json.dumps(content, indent=1) + "\n")
     return int(any(row.passed is False for row in rows))

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from benches.versus import our_run
+from jspeed.commands.flags import File, Wants
 from jspeed.corpus import pieces
 from jspeed.corpus.sources import text_files
 from jspeed.data.folder import Batch, write_folder
@@ -47,12 +47,12 @@ IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARE
 
 
 def quality(
-    texts: tyro.conf.Positional[tuple[Path, ...]],
-    recipes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME ...")] = ("r29", "r62", "r89"),
+    texts: Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)],
+    recipes: Annotated[tuple[str, ...], Wants("NAME ...")] = ("r29", "r62", "r89"),
     shorter: float = 4.0,
     seeds: int = 3,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json", metavar="FILE")] = None,
-    svg_file: Annotated[Path | None, tyro.conf.arg(name="svg", metavar="FILE")] = None,
+    json_: File | None = None,
+    svg: File | None = None,
 ) -> None:
     """Train recipes at width 128 on the same tokens in the same order, and compare them with the first of them.
 
@@ -61,15 +61,15 @@ def quality(
         recipes: Names, each with changes of its fields after colons if any: r89:FINAL_RATE=0.3.
         shorter: Every recipe has its own number of steps divided by this, and every step it names.
         seeds: Runs of each recipe, with seeds 1, 2, ...
-        json_file: Write curves and tokens needed here, after every run. Runs that it has already are not made again: an
+        json_: Write curves and tokens needed here, after every run. Runs that it has already are not made again: an
             interrupted comparison goes on, and more seeds or recipes join it.
-        svg_file: Draw the validation curves of seed 1 against tokens here.
+        svg: Draw the validation curves of seed 1 against tokens here.
     """
     if seeds < 1 or shorter <= 0:
         raise BadInput(f"--seeds {seeds} --shorter {shorter}: must be at least 1, and above 0")
     sets = {label: settings(label, shorter) for label in recipes}
     trained = {label: tokens_after(label, sets[label]) for label in recipes}
-    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | earlier(json_file, shorter)
+    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | earlier(json_, shorter)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_tokens(folder / "tokens", texts)
@@ -80,15 +80,15 @@ def quality(
                 run_dir = folder / f"{number}-{seed}"
                 run = our_run(parts(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label])
                 curves[label].append([(trained[label][point["step"]], point["val_loss"]) for point in run["curve"]])
-                if json_file:
+                if json_:
                     found = {"shorter": shorter, "curves": curves, "compared": compare(curves)}
-                    write_whole(json_file, json.dumps(found, indent=1) + "\n")
+                    write_whole(json_, json.dumps(found, indent=1) + "\n")
     rows = compare(curves)
     Console().print(table(rows))
-    if svg_file:
+    if svg:
         points = {label: [(tokens / 1e6, loss) for tokens, loss in found[0]] for label, found in curves.items()}
         goal = rows[recipes[0]]["loss"]
-        picture.curves_svg(svg_file, points, goal, "width 128, same tokens in the same order", "million tokens")
+        picture.curves_svg(svg, points, goal, "width 128, same tokens in the same order", "million tokens")
 
 
 def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple[int, float]]]]:

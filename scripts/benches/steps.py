@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from benches.kernels import Profile, profile
 from jspeed.data import Shards
 from jspeed.data.batches import to_global
-from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Recipe, Stage, leaves, replace
 from jspeed.run.clock import now

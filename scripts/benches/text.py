@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 
+from jspeed.commands.flags import Wants
 from jspeed.corpus import pieces, work, workers
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
@@ -25,8 +26,10 @@ from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 from jspeed.run.find import find
 
+Texts = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
 
-def tokenise(inputs: tyro.conf.Positional[tuple[Path, ...]], processes: int = 2, rounds: int = 5) -> None:
+
+def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
     """Tokens a second of prepare.py's tokenising and of a plain loop over tiktoken's encode_ordinary.
 
     Both read the same files, take each document's text from them and write its tokens to disk; neither is charged for

@@ -165,9 +165,7 @@ def test_advice_sets_only_what_differs_from_the_recipe(tmp_path, monkeypatch, ca
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
     names = run_path(str(SCRIPT))["names"]
     names(NAMES)
-    assert capsys.readouterr().out.endswith(
-        "\ntrain on it: python scripts/speedrun.py microgpt-names\n"
-    )  # README's line
+    assert capsys.readouterr().out.endswith("\ntrain on it: jspeed run microgpt-names\n")  # README's line
     (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     names(tmp_path / "names.txt", out=tmp_path / "o")
     line = f"speedrun.py microgpt-names --data {tmp_path}/o --set VOCAB=9 BOS=7 PAD=8\n"

@@ -64,7 +64,7 @@ def test_each_bad_file_has_its_sentence(sentence, tmp_path):
     with pytest.raises(ShardFormatError, match=sentence) as caught:
         open_shards([path])
     text = str(caught.value)
-    assert text.startswith(f"shard {path} ") and "\n" not in text and "prepare.py" in text
+    assert text.startswith(f"shard {path} ") and "\n" not in text and "prepare" in text
     assert isinstance(caught.value, BadInput | OSError | ValueError)
 
 
@@ -107,13 +107,13 @@ def test_the_split_of_a_folder(tmp_path):
             find_split(folder, split)
         assert "\n" not in str(caught.value)
 
-    expect("does not exist.*prepare.py text FILES --out DIR", folder=tmp_path / "none")
-    expect("has no .bin shard in it.*prepare.py text FILES --out DIR")
+    expect("does not exist.*jspeed prepare text FILES --out DIR", folder=tmp_path / "none")
+    expect("has no .bin shard in it.*jspeed prepare text FILES --out DIR")
     (tmp_path / "fineweb_val_000000.bin").write_bytes(shard_bytes())
-    expect("has 1 .bin file.* but no training shards.*prepare.py text FILES --out DIR")
+    expect("has 1 .bin file.* but no training shards.*jspeed prepare text FILES --out DIR")
     assert find_split(tmp_path, "val").num_tokens == 3
     os.rename(tmp_path / "fineweb_val_000000.bin", tmp_path / "fineweb_train_000001.bin")
-    expect("no validation shards.*prepare.py text FILES --out DIR", "val")
+    expect("no validation shards.*jspeed prepare text FILES --out DIR", "val")
     assert len(find_split(tmp_path, "train")) == 1
     expect('split should be "train" or "val"', "test")
     expect("is not a folder", folder=tmp_path / "fineweb_train_000001.bin")

@@ -16,7 +16,8 @@ from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, put
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
-from jspeed.run.find import find, known_recipes
+from jspeed.run.find import find
+from jspeed.run.names import known_recipes
 
 from ..toys import ALIKE, TOYS
 

@@ -1,14 +1,14 @@
 """From a run to what others do with it: its parameters kept, taken up, evaluated, exported, and a text at the end."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from jspeed.commands import sample as sample_
+from jspeed.commands.export import export
+from jspeed.commands.run import speak
 from jspeed.corpus import classics
 from jspeed.errors import BadInput
 from jspeed.inference import score
@@ -20,22 +20,10 @@ from jspeed.run.train import train
 
 from ..toys import TOYS
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 SETS = ("WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "EVAL_EVERY=5", "STEPS=10", "EVAL_TOKENS=640")
 NAMES = [
     a + b + c for a in ("an", "bri", "car", "do") for b in ("n", "l", "r", "st") for c in ("a", "e", "o", "y", "ie")
 ]
-
-
-def load_script(name):
-    spec = importlib.util.spec_from_file_location(f"script_{name}", SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def script(name):
-    return getattr(load_script(name), name)
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +64,14 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, parameters_of(newest), kept)
     earlier = load_model(run.run_dir / "checkpoints" / "8")
     assert not np.array_equal(parameters_of(earlier)["head"], kept["head"])
-    script("export")(run.run_dir, tmp_path / "out")
+    export(run.run_dir, tmp_path / "out")
     exported = load_model(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
     jax.tree.map(np.testing.assert_array_equal, parameters_of(exported), kept)
     for sampling in (Sampling(0.0), Sampling(1.0, seed=5)):
         assert sample(whole, ["an", ""], 10, sampling) == sample(exported, ["an", ""], 10, sampling)
     with pytest.raises(BadInput, match="not empty"):
-        script("export")(run.run_dir, tmp_path / "out")
+        export(run.run_dir, tmp_path / "out")
 
 
 def test_evaluation_repeats_the_run_s_own(run):
@@ -109,15 +97,14 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
 
 
 def test_sample_script(run, capsys, tmp_path):
-    write = script("sample")
-    write(run.run_dir)
+    sample_.sample(run.run_dir)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 20 and set("".join(lines)) <= set("".join(NAMES))
-    write(run.run_dir, prompt="bri", number=3, temperature=0.0)
+    sample_.sample(run.run_dir, prompt="bri", number=3, temperature=0.0)
     assert len(set(lines := capsys.readouterr().out.splitlines())) == 1 and len(lines) == 3
     assert lines[0].startswith("bri")
     (tmp_path / "prompt.txt").write_text("do")
-    write(run.run_dir, prompt_file=tmp_path / "prompt.txt", tokens=3, mesh="data=8")
+    sample_.sample(run.run_dir, prompt_file=tmp_path / "prompt.txt", tokens=3, mesh="data=8")
     assert capsys.readouterr().out.startswith("do")
     for arguments, words in (
         ({"prompt": "Q"}, "character 'Q' is not among"),
@@ -127,46 +114,38 @@ def test_sample_script(run, capsys, tmp_path):
         ({"top_k": 0}, "--top-k 0"),
     ):
         with pytest.raises(BadInput, match=words):
-            write(run.run_dir, **arguments)
+            sample_.sample(run.run_dir, **arguments)
     with pytest.raises(BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"):
-        write(tmp_path)
+        sample_.sample(tmp_path)
 
 
 def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):
     raw = "\x1b]0;title\x07\tb\n"
-    speaks, writes = load_script("speedrun"), load_script("sample")
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 20]))
-    speaks.speak(run.run_dir)
+    speak(run.run_dir)
     assert raw.strip("\n") in (run.run_dir / "samples.txt").read_text()
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
-    monkeypatch.setattr(writes, "write", lambda *_: iter([[raw] * 2, [raw] * 2]))
-    writes.sample(run.run_dir, number=2)
+    monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 2, [raw] * 2]))
+    sample_.sample(run.run_dir, number=2)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 4
 
 
 def test_sampling_ends_when_nobody_reads_on(run, capsys, monkeypatch):
-    module, taken = load_script("sample"), []
-    monkeypatch.setattr(module, "write", lambda *_: (taken.append(n) or ["x"] for n in range(100)))
-    monkeypatch.setattr(module, "has_reader", lambda: len(taken) < 3)
-    module.sample(run.run_dir, prompt="a")
+    taken = []
+    monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: (taken.append(n) or ["x"] for n in range(100)))
+    monkeypatch.setattr(sample_, "has_reader", lambda: len(taken) < 3)
+    sample_.sample(run.run_dir, prompt="a")
     assert len(taken) == 3
 
 
 def test_a_run_ends_by_speaking(run, capsys):
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        spec = importlib.util.spec_from_file_location("speedrun_script", SCRIPTS / "speedrun.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    module.speak(run.run_dir)
+    speak(run.run_dir)
     names = (run.run_dir / "samples.txt").read_text().splitlines()
     assert len(names) == 20 and "samples.txt:" in capsys.readouterr().out
     (run.run_dir / "recipe.py").rename(run.run_dir / "gone.py")
-    module.speak(run.run_dir)
+    speak(run.run_dir)
     assert "no sample: " in capsys.readouterr().out
     (run.run_dir / "gone.py").rename(run.run_dir / "recipe.py")
 
@@ -186,7 +165,7 @@ def test_exported_gpt2_loads_again(tmp_path):
         json.dumps(config | {"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}})
     )
     model = load_model(tmp_path / "run")
-    script("export")(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     back = load_model(tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, parameters_of(back), parameters_of(model))

@@ -54,7 +54,8 @@ def test_other_devices_need_a_race(tmp_path: Path) -> None:
     store.add([make_run(tmp_path / "a"), make_run(tmp_path / "b", devices=gpu, **CHILD)], tmp_path / "records")
     text = said(tmp_path / "records", "child", "stdlib")
     assert (
-        "different devices, 1 x H100 and 1 x cpu, and never in turn. Let them: leaderboard.py race stdlib child" in text
+        "different devices, 1 x H100 and 1 x cpu, and never in turn. Let them: jspeed leaderboard race stdlib child"
+        in text
     )
 
 

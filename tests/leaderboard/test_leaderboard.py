@@ -1,15 +1,15 @@
 """scripts/leaderboard.py as a user calls it."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from jspeed.commands import leaderboard as board
+from jspeed.commands import repository
 from jspeed.errors import BadInput
 
 from ..record.runs import make_run, make_series, rewrite, source_of
@@ -36,7 +36,7 @@ def records(tmp_path: Path) -> Path:
 def test_add_show_verify(records: Path, tmp_path: Path) -> None:
     records.mkdir()
     empty = script("show", "--records", records)
-    assert empty.returncode == 0 and empty.stdout.count("\n") == 1 and "leaderboard.py add RUN_DIR" in empty.stdout
+    assert empty.returncode == 0 and empty.stdout.count("\n") == 1 and "jspeed leaderboard add RUN_DIR" in empty.stdout
 
     added = script("add", make_series(tmp_path / "series", [60.0, 62.0]), "--records", records)
     assert added.returncode == 0 and added.stdout.count("added ") == 2, added.stderr
@@ -74,78 +74,81 @@ MARKERS = "# A project\n<!-- leaderboard: made by scripts/leaderboard.py page --
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> ModuleType:
-    """The script in a repository of its own, with empty records; the package is used from elsewhere."""
-    return loaded(tmp_path / "repository", True)
-
-
-def loaded(folder: Path, whole: bool) -> ModuleType:
-    (folder / "scripts").mkdir(parents=True)
-    path = folder / "scripts" / "leaderboard.py"
-    path.write_bytes(SCRIPT.read_bytes())
-    if whole:
-        (folder / "records").mkdir()
-        (folder / "README.md").write_text(MARKERS)
-    spec = importlib.util.spec_from_file_location(f"leaderboard_of_{folder.parent.name}", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with empty records around the running script; the package is used from elsewhere."""
+    folder = tmp_path / "repository"
+    for name in ("scripts/benches", "records"):
+        (folder / name).mkdir(parents=True)
+    (folder / "README.md").write_text(MARKERS)
+    monkeypatch.setattr("sys.argv", [str(folder / "scripts" / "leaderboard.py")])
+    return folder
 
 
 def test_after_add_the_page_is_made_and_verify_passes(checkout, tmp_path, capsys):
-    checkout.add_((make_series(tmp_path / "series", [60.0, 62.0]),))
-    assert checkout.verify_() == 0, capsys.readouterr().out
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),))
+    assert board.verify_() == 0, capsys.readouterr().out
     assert capsys.readouterr().out.count("wrote ") == 3
-    assert checkout.README.read_text().startswith("# A project") and (checkout.SITE / "index.html").is_file()
+    assert (checkout / "README.md").read_text().startswith("# A project") and (
+        (checkout / "site") / "index.html"
+    ).is_file()
 
 
 def test_other_records_leave_the_repositorys_page_alone(checkout, tmp_path, records):
-    checkout.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
-    assert not checkout.SITE.exists() and checkout.README.read_text() == MARKERS
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
+    assert not (checkout / "site").exists() and (checkout / "README.md").read_text() == MARKERS
     with pytest.raises(BadInput, match=r"--records .*: .*site and README\.md show .*; give --out DIR"):
-        checkout.page_(records=records)
-    checkout.page_(tmp_path / "site", records)
+        board.page_(records=records)
+    board.page_(tmp_path / "site", records)
     assert json.loads((tmp_path / "site" / "leaderboard.json").read_text())["tracks"]
 
 
 def test_an_empty_board_replaces_no_full_one(checkout, tmp_path):
-    checkout.add_((make_series(tmp_path / "series", [60.0, 62.0]),))
-    before = [path.read_bytes() for path in (checkout.README, *sorted(checkout.SITE.iterdir()))]
-    shutil.rmtree(checkout.RECORDS)
-    checkout.RECORDS.mkdir()
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),))
+    before = [path.read_bytes() for path in ((checkout / "README.md"), *sorted((checkout / "site").iterdir()))]
+    shutil.rmtree(checkout / "records")
+    (checkout / "records").mkdir()
     with pytest.raises(BadInput, match="the records hold no run, and the page in .*site shows 2; restore"):
-        checkout.page_()
-    assert [path.read_bytes() for path in (checkout.README, *sorted(checkout.SITE.iterdir()))] == before
-    shutil.rmtree(checkout.SITE)
-    checkout.page_()
-    assert (checkout.SITE / "index.html").is_file()
+        board.page_()
+    assert [path.read_bytes() for path in ((checkout / "README.md"), *sorted((checkout / "site").iterdir()))] == before
+    shutil.rmtree(checkout / "site")
+    board.page_()
+    assert (checkout / "site" / "index.html").is_file()
 
 
 @pytest.mark.parametrize("command", ["verify_", "page_", "show_"])
 def test_a_records_folder_that_is_not_there_is_bad_input(checkout, tmp_path, command):
     with pytest.raises(BadInput, match="the records folder .*nowhere does not exist; give the folder"):
-        getattr(checkout, command)(records=tmp_path / "nowhere")
-    assert not checkout.SITE.exists() and checkout.README.read_text() == MARKERS
+        getattr(board, command)(records=tmp_path / "nowhere")
+    assert not (checkout / "site").exists() and (checkout / "README.md").read_text() == MARKERS
 
 
-def test_the_script_beside_an_installed_package_needs_no_repository(tmp_path, records, capsys):
-    script = loaded(tmp_path / "elsewhere", False)
-    for command in (script.verify_, script.page_):
-        with pytest.raises(BadInput, match=r"the records folder .*records does not exist; .* --records DIR"):
+def test_an_installed_package_needs_no_repository(tmp_path, records, capsys, monkeypatch):
+    """Its board is records/ in the current folder; the repository's is asked for where only it will do."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["/usr/bin/jspeed"])
+    monkeypatch.setattr("jspeed.__file__", str(tmp_path / "site-packages" / "jspeed" / "__init__.py"))
+    assert repository() is None
+    board.show_()
+    assert "No records yet in records/" in capsys.readouterr().out
+    for command in (board.verify_, board.page_):
+        with pytest.raises(BadInput, match=r"the records folder records does not exist; .* --records DIR"):
             command()
-    script.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
-    assert script.verify_(records=records) == 0
-    script.page_(tmp_path / "site", records)
-    assert "What is timed" in (tmp_path / "site" / "index.html").read_text() and "The clock" in script.timing_rule()
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),))
+    assert board.verify_() == 0 and len(list((tmp_path / "records").rglob("*-s*-*.json"))) == 2
+    with pytest.raises(BadInput, match="there is no repository here; give --out DIR"):
+        board.page_()
+    board.page_(tmp_path / "site")
+    assert "What is timed" in (tmp_path / "site" / "index.html").read_text() and "The clock" in board.timing_rule()
+    with pytest.raises(BadInput, match="commit of recipe 'stdlib' is in jspeed's repository: clone it"):
+        board.reproduce_("stdlib")
 
 
 def test_add_says_that_a_name_is_taken(checkout, tmp_path, capsys):
     series = make_series(tmp_path / "series", [60.0, 62.0], recipe="mine")
-    checkout.add_((series,))
+    board.add_((series,))
     assert "note: " not in capsys.readouterr().out
     other = make_series(tmp_path / "other", [60.0, 61.0], recipe="mine", source=source_of(0.3), fields={"RATE": 0.3})
-    checkout.add_((other,))
+    board.add_((other,))
     assert "note: the recipe is called 'mine', as one of another source is" in capsys.readouterr().out
 
 

@@ -1,6 +1,5 @@
 """scripts/plan.py as a user runs it where nothing can be compiled: what it still says, and what it refuses."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jspeed.commands import plan as planned
 from jspeed.errors import BadInput
 from jspeed.plan.target import missing
 
@@ -47,49 +47,41 @@ def test_refuses(arguments, words):
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("plan_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("given", [{"recipe": "llmc", "compile": False}, {"recipe": "gpt2-xl"}, {"gpt3": True}])
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("against", "r29"), ("json_", Path("f")), ("svg", Path("f")), ("html", Path("f")), ("search_", True)]
     + [("mesh", "data=8"), ("dollars_per_hour", 2.0)],
 )
-def test_what_needs_a_compiled_plan_is_refused_without_one(given, flag, value, script, tmp_path, monkeypatch):
+def test_what_needs_a_compiled_plan_is_refused_without_one(given, flag, value, tmp_path, monkeypatch):
     """Once accepted without a word: nothing was compared and no file written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=f"--{flag.rstrip('_').replace('_', '-')} would have no effect"):
-        script.plan(**given, **{flag: value})
+        planned.plan(**given, **{flag: value})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"gpt3": True, "set": (("LANES=8",),)}, "--set would have no effect"),
+        ({"gpt3": True, "set": ("LANES=8",)}, "--set would have no effect"),
         ({"gpt3": True, "recipe": "r29"}, "both r29 and --gpt3"),
         *(({"gpt3": True, "memory_fraction": n}, "--memory-fraction") for n in (0.0, -1.0, 1.5, float("nan"))),
         *(({"gpt3": True, "dollars_per_hour": n}, "--dollars-per-hour") for n in (-1.0, float("nan"), float("inf"))),
     ],
 )
-def test_contradictions_and_numbers_out_of_range_are_refused(given, words, script):
+def test_contradictions_and_numbers_out_of_range_are_refused(given, words):
     with pytest.raises(BadInput, match=words):
-        script.plan(**given)
+        planned.plan(**given)
 
 
 @pytest.mark.parametrize(("fraction", "fits", "code"), [(1e-5, "no", 1), (0.2, "perhaps not", 1), (0.75, "likely", 0)])
-def test_memory_fraction_and_strict_hold_without_a_compiler(fraction, fits, code, script, capsys):
+def test_memory_fraction_and_strict_hold_without_a_compiler(fraction, fits, code, capsys):
     given = {"recipe": "llmc", "compile": False, "memory_fraction": fraction}
-    assert script.plan(**given, strict=True) == code
+    assert planned.plan(**given, strict=True) == code
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits")][:1]
     assert f" {fits} " in line
-    assert script.plan(**given) == 0
+    assert planned.plan(**given) == 0
 
 
 @pytest.mark.skipif(missing() is None, reason="a CUDA plugin is installed here")

@@ -8,7 +8,8 @@ import pytest
 
 from jspeed.errors import BadInput, Terminated
 from jspeed.record.remarks import taken_name
-from jspeed.run.find import FOLDER, find
+from jspeed.run.find import find
+from jspeed.run.names import FOLDER
 
 
 def test_a_copied_and_edited_file_runs_from_anywhere(tmp_path: Path):

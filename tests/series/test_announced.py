@@ -47,7 +47,7 @@ def trainer(tmp_path, monkeypatch):
     places = {"tests": str(REPOSITORY / "tests"), "python": str(REPOSITORY / "python")}
     script.write_text(textwrap.dedent(TRAINER).format(**places))
     (tmp_path / "told").write_text("")
-    monkeypatch.setattr(announced, "SPEEDRUN", script)
+    monkeypatch.setattr(announced, "RUN", (sys.executable, str(script)))
     return tmp_path
 
 
@@ -190,10 +190,9 @@ def test_two_real_runs_of_a_plan(tmp_path):
     assert code == 0 and "every number follows" in out
 
 
-def test_an_installed_jspeed_runs_the_script_beside_the_one_that_asks(tmp_path, monkeypatch):
-    monkeypatch.setattr(announced, "SPEEDRUN", tmp_path / "site-packages" / "scripts" / "speedrun.py")
-    monkeypatch.setattr("sys.argv", [str(tmp_path / "leaderboard.py")])
-    with pytest.raises(BadInput, match=r"no .*site-packages/scripts/speedrun\.py and no .*, which makes the runs"):
-        announced.speedrun()
-    (tmp_path / "speedrun.py").write_text("")
-    assert announced.speedrun() == tmp_path / "speedrun.py"
+def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path, monkeypatch):
+    (tmp_path / "jspeed").mkdir()
+    (tmp_path / "jspeed" / "__main__.py").write_text("print('another')")
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run([*announced.RUN, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: jspeed run"), done

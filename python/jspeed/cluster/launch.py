@@ -4,7 +4,6 @@ The processes read their rank from torchrun's variables. When one fails, the oth
 then SIGKILL; then all may be restarted (--max-restarts).
 """
 
-import argparse
 import ctypes
 import os
 import queue
@@ -13,12 +12,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
@@ -44,35 +42,8 @@ class Launch:
     grace: float = 30.0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; see --help")
-
-
-def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
-    """Parse the command line: (what to launch, whether ``--dry-run``). Raises :class:`BadInput`."""
-    parser = _Parser(prog="launch.py", description="Start and watch this node's processes of one run.")
-
-    def flag(name: str, text: str, **settings: Any) -> None:
-        spellings = dict.fromkeys((name, "--" + name[2:].replace("-", "_")))  # torchrun takes both
-        parser.add_argument(*spellings, help=text, **settings)
-
-    flag("--nnodes", "number of nodes", type=int, default=1, metavar="N")
-    flag("--node-rank", "which node this is, from 0", type=int, default=0, metavar="R")
-    flag("--nproc-per-node", "processes on each node; gpu: one for each GPU", default="1", metavar="K")
-    flag("--master-addr", "host that node 0 is reached at", default="127.0.0.1", metavar="A")
-    flag("--master-port", "a free port on node 0", type=int, default=29_500, metavar="P")
-    flag("--max-restarts", "start again after a failure, at most M times", type=int, default=0, metavar="M")
-    flag("--standalone", "one node, with a free port of its own", action="store_true")
-    flag("--dry-run", "print each node's processes and start none", action="store_true")
-    flag("--prefix", "begin each line of output with its rank", action="store_true")
-    flag("--grace", "seconds from SIGTERM to SIGKILL", type=float, default=30.0, metavar="S")
-    parser.add_argument("script", help="Python script to run, then its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    found = vars(parser.parse_args(words))
-    dry, count = found.pop("dry_run"), found.pop("nproc_per_node")
-    command = (sys.executable, "-u", found.pop("script"), *found.pop("arguments"))
-    launch = Launch(command, nproc_per_node=_processes(count), **found)
+def check(launch: Launch, dry: bool = False) -> None:
+    """Raise :class:`BadInput` for what cannot be launched; a ``dry`` run may name this machine alone."""
     if launch.nnodes < 1 or not 0 <= launch.node_rank < launch.nnodes:
         raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
     if launch.standalone and launch.nnodes > 1:
@@ -81,12 +52,10 @@ def read_arguments(words: Sequence[str]) -> tuple[Launch, bool]:
         say("launch: --master-addr is this machine itself; other machines cannot reach it")
     if launch.max_restarts < 0 or launch.grace < 0:
         raise BadInput("--max-restarts and --grace must be 0 or more")
-    if not Path(launch.command[2]).is_file():
-        raise BadInput(f"the script {launch.command[2]} does not exist; give the path of a Python file")
-    return launch, dry
 
 
-def _processes(text: str) -> int:
+def processes_of(text: str) -> int:
+    """Return how many processes ``--nproc-per-node`` means. Raises :class:`BadInput`."""
     if text in ("gpu", "auto"):
         count = visible_gpus(os.environ)
         if not count and text == "gpu":
@@ -140,7 +109,7 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 
 
 def _end_with_launcher() -> None:
-    """Have the kernel send this process SIGTERM if launch.py is killed, so that none is orphaned."""
+    """Have the kernel send this process SIGTERM if the launcher is killed, so that none is orphaned."""
     if _prctl:
         _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
 

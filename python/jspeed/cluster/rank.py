@@ -60,7 +60,7 @@ def _of_torchrun(environment: Mapping[str, str]) -> Rank | None:
     if missing:
         raise BadInput(
             f"{', '.join(name for name in _TORCHRUN if name in environment)} are set but {missing[0]} is not; set all "
-            f"of {', '.join(_TORCHRUN)}, as torchrun and scripts/launch.py do, or unset RANK to run one process"
+            f"of {', '.join(_TORCHRUN)}, as torchrun and jspeed launch do, or unset RANK to run one process"
         )
     port = _whole(environment, "MASTER_PORT")
     if "TORCHELASTIC_RUN_ID" in environment:  # torchrun's own store listens there

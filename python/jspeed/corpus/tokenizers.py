@@ -13,7 +13,7 @@ MOST_IDS = 65_535  # a shard holds uint16, and 65,535 is kept free as in llm.c
 WIDE = {"cl100k_base": 100_277, "o200k_base": 200_019, "o200k_harmony": 201_088}  # refused before they are fetched
 
 SYMBOLS = "symbols"  # the name of every tokenizer that is a list of characters
-TOKENIZERS = {  # of the data that ``scripts/prepare.py`` calls so; ``text`` has the one it is told
+TOKENIZERS = {  # of the data that ``jspeed prepare`` calls so; ``text`` has the one it is told
     "fineweb": "gpt2",
     "shakespeare": "gpt2",
     "tinystories": "gpt2",

@@ -69,6 +69,6 @@ def check_fits(
         if (largest := int(tokens.max())) >= known:
             raise TokenRangeError(
                 f"shard {path} holds token id {largest} at token position {int(tokens.argmax())} but {whose} {known:,} "
-                "ids; use the recipe and the manifest the shard was made for, or make it again with `python "
-                "scripts/prepare.py`"
+                "ids; use the recipe and the manifest the shard was made for, or make it again with `jspeed "
+                "prepare`"
             )

@@ -13,7 +13,7 @@ from jspeed.files import read_regular
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 SUMMED = ("bytes", "tokens", "documents")  # what the manifest adds up for each split
-MAKE = "make the folder again with `python scripts/prepare.py`, or remove manifest.json: shards need none"
+MAKE = "make the folder again with `jspeed prepare`, or remove manifest.json: shards need none"
 
 Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is right, and what was expected where it is not."""

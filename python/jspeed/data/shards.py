@@ -15,7 +15,7 @@ from jspeed.errors import BadInput
 
 __all__ = ["HEADER_BYTES", "find_split", "header", "map_tokens", "open_shards"]
 
-_MAKE = "make some with `python scripts/prepare.py text FILES --out DIR`"
+_MAKE = "make some with `jspeed prepare text FILES --out DIR`"
 _NAMES = {"train": "training", "val": "validation"}
 
 

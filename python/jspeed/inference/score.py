@@ -20,7 +20,7 @@ from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
-from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe import Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import device_of

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import DEFAULT_LAYOUT
+from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in

@@ -79,7 +79,8 @@ def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str
     if not rounds and not same:
         return [
             f"Not comparable: they ran on different devices, {as_text.devices(a.entry['devices'])} and "
-            f"{as_text.devices(b.entry['devices'])}, and never in turn. Let them: leaderboard.py race {b.name} {a.name}"
+            f"{as_text.devices(b.entry['devices'])}, and never in turn. Let them: "
+            f"jspeed leaderboard race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
     mean = [as_text.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]

@@ -47,7 +47,6 @@ LAYOUTS = {
     # Each group of devices along ``pipe`` holds some of the layers.
     "pp": Layout({"layer": "pipe", "matrix": "pipe"}),
 }
-DEFAULT_LAYOUT = "zero1"
 REMAT = "+remat"
 SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 WHOLE = PartitionSpec()

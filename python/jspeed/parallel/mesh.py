@@ -50,7 +50,7 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
         asked = ",".join(f"{name}={size}" for name, size in axes.items())
         raise BadInput(
             f"--mesh {asked} asks for {count} devices of one process; give at most {MOST_CPU_DEVICES}, or start more "
-            "processes (scripts/launch.py)"
+            "processes (jspeed launch)"
         )
     given = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if count > 1 and not given and "JAX_NUM_CPU_DEVICES" not in os.environ:

@@ -11,15 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jspeed.plan import hlo
+from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
 
-# What JAX lets its allocator take of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-MEMORY_FRACTION = 0.75
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
 
 

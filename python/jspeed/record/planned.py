@@ -25,7 +25,7 @@ FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
 PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
 MOST_RUNS = 1000
 MOST_SEED = 2**32 - 1  # --seed is a uint32
-REMEDY = "a plan.json comes from speedrun.py --plan or leaderboard.py race and is not edited"
+REMEDY = "a plan.json comes from jspeed run --plan or jspeed leaderboard race and is not edited"
 
 
 class PlannedRun(TypedDict):

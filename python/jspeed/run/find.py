@@ -2,7 +2,6 @@
 
 import ast
 import json
-import os
 import types
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from jspeed.errors import BadInput, Terminated, nearest
 from jspeed.fields import expected
 from jspeed.recipe import Context, Recipe, init_parameters, recipe_hash
-
-FOLDER = Path(__file__).parents[1] / "recipes"
+from jspeed.run.names import FOLDER, locate
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,6 @@ class Found:
         return recipe_hash(self.source, self.fields)
 
 
-def known_recipes() -> list[str]:
-    """Names of the recipes that come with jspeed."""
-    return sorted(path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py"))
-
-
 def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> Found:
     """Read the recipe called ``name_or_path`` (a name, or a path that ends in ``.py``).
 
@@ -50,7 +43,7 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
     Raises :class:`BadInput` for an unknown name, a file that fails, ends the program or has no RECIPE, an unknown field
     or a value of another type.
     """
-    path = _locate(name_or_path)
+    path = locate(name_or_path)
     try:
         source = path.read_text(encoding="utf-8")
         tree = ast.parse(source, filename=str(path))
@@ -100,27 +93,6 @@ def check_functions(recipe: Recipe) -> None:
             f"expected () and (batch, tokens) = {tokens.shape}"
         )
     jax.eval_shape(recipe.optimizer().init, params)
-
-
-def _locate(name_or_path: str) -> Path:
-    if name_or_path.endswith(".py") or "/" in name_or_path:
-        path = Path(name_or_path)
-        if not os.path.isfile(path):
-            raise BadInput(
-                f"recipe file {path} does not exist; give the path of a recipe file or one of the names "
-                f"{', '.join(known_recipes())}"
-            )
-        return path
-    if name_or_path not in known_recipes():
-        raise BadInput(
-            f"recipe '{name_or_path}' is unknown{nearest(name_or_path, known_recipes())}; "
-            f"known recipes: {', '.join(known_recipes())}; a file is given by its path, ending in .py"
-        )
-    return _place_of(name_or_path)
-
-
-def _place_of(name: str) -> Path:
-    return FOLDER / f"{name.replace('-', '_')}.py"
 
 
 def _fields(tree: ast.Module) -> dict[str, ast.Assign]:

@@ -25,7 +25,8 @@ from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel.layout import DEFAULT_LAYOUT, check_layout
+from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, put, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
@@ -58,7 +59,7 @@ from jspeed.sizes import describe
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; ``scripts/speedrun.py`` explains each."""
+    """What the command line says; ``jspeed run`` explains each."""
 
     recipe: str
     data: Path | None = None
@@ -288,8 +289,8 @@ def data_folder(recipe: Recipe, given: Path | None) -> Path:
     if not folder.is_dir():
         raise BadInput(
             f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "
-            f"it with `python scripts/prepare.py {recipe.data.name}`, or make shards of your own text with `python "
-            "scripts/prepare.py text FILES --out DIR`"
+            f"it with `jspeed prepare {recipe.data.name}`, or make shards of your own text with `jspeed prepare text "
+            "FILES --out DIR`"
         )
     return folder
 

@@ -25,7 +25,7 @@ from jspeed.run.clock import utc_now
 from jspeed.run.find import find
 from jspeed.run.prepare import Options, check_options
 
-SPEEDRUN = Path(__file__).parents[3] / "scripts" / "speedrun.py"  # of a checkout
+RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
 OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are
 P = 0.01  # what the last line of a series calls significant; a track's own rule is on the board
 
@@ -60,7 +60,7 @@ def run_series(options: Options, text: str) -> int:
 def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: str) -> int:
     """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; print the ratio of their times.
 
-    Raises BadInput as :func:`run_series` does, and for ``flags`` of speedrun.py that a race sets itself.
+    Raises BadInput as :func:`run_series` does, and for ``flags`` that a race sets itself.
     """
     words_given = shlex.split(flags)
     for flag in ("--set", "--seed", "--run-dir", "--steps", "--plan", "--resume"):
@@ -102,7 +102,7 @@ def make_runs(
 ) -> int | None:
     """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are not there yet.
 
-    ``script`` is another speedrun.py than this one's, run in another ``environment``. Returns None when all are there,
+    ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns None when all are there,
     or the exit code of a run that was told to stop.
     """
     plan = planned.make_plan(kind, utc_now(), steps, [run[1:] for run in runs])
@@ -120,7 +120,7 @@ def make_runs(
         if (run_dir / "run.json").exists():
             continue
         print(f"--- {run['folder']}", flush=True)
-        command = [sys.executable, str(script or speedrun()), recipe, *flags]
+        command = [*(RUN if script is None else (sys.executable, str(script))), recipe, *flags]
         command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
         command += ["--steps", str(steps)] if steps else []
         code = attended(command, environment)
@@ -129,18 +129,6 @@ def make_runs(
         if code not in (0, 1):
             raise BadInput(f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not complete")
     return None
-
-
-def speedrun() -> Path:
-    """Return the script that makes a run: this checkout's, or that beside the running script for an installed jspeed.
-
-    Raises BadInput where there is none.
-    """
-    beside = Path(sys.argv[0]).absolute().with_name(SPEEDRUN.name)
-    found = next((path for path in (SPEEDRUN, beside) if path.is_file()), None)
-    if found is None:
-        raise BadInput(f"there is no {SPEEDRUN} and no {beside}, which makes the runs; start from a checkout of jspeed")
-    return found
 
 
 def attended(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
@@ -161,7 +149,7 @@ def default_folder(name: str) -> Path:
 
 
 def arguments(options: Options) -> list[str]:
-    """Return the flags of speedrun.py that say ``options``, apart from recipe, seed, steps and folder."""
+    """Return the flags of ``jspeed run`` that say ``options``, apart from recipe, seed, steps and folder."""
     flags: list[str] = []
     for field in dataclasses.fields(options):
         value: Any = getattr(options, field.name)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.run.find import FOLDER
+from jspeed.run.names import FOLDER
 from jspeed.run.prepare import Options
 from jspeed.run.train import train
 

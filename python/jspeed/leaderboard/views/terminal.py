@@ -31,7 +31,8 @@ def board(tracks: Iterable[Mapping[str, Any]]) -> RenderableType:
     for track in tracks:
         parts += [Text(track["track"], "bold") + Text(f"  {track['title']}", "bold cyan"), Text(rules(track), "dim")]
         parts += [entries(track) if track["entries"] else Text("no runs yet", "italic"), Text("")]
-    return Group(*parts[:-1]) if parts else Text("No records yet; add a finished run with: leaderboard.py add RUN_DIR")
+    empty = Text("No records yet; add a finished run with: jspeed leaderboard add RUN_DIR")
+    return Group(*parts[:-1]) if parts else empty
 
 
 def rules(track: Mapping[str, Any]) -> str:

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.parallel.layout import DEFAULT_LAYOUT, cut_dim, partition
+from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.parallel.layout import cut_dim, partition
 from jspeed.plan import calculate, chinchilla
 from jspeed.plan.views.format import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves

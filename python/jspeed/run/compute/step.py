@@ -12,8 +12,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
 from jspeed.errors import BadInput
+from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import (
-    DEFAULT_LAYOUT,
     at_use,
     blocks,
     find_layout,

@@ -49,7 +49,7 @@ impl Catalog {
     pub fn open(mut paths: Vec<PathBuf>) -> Result<Self, Error> {
         if paths.is_empty() {
             return Err(Error::argument(
-                "no shard was given, at least one was expected; make some with `python scripts/prepare.py text FILES \
+                "no shard was given, at least one was expected; make some with `jspeed prepare text FILES \
                  --out DIR`",
             ));
         }

@@ -165,7 +165,7 @@ impl fmt::Display for Error {
             Self::Io { path, offset, reason } => write!(
                 f,
                 "shard {} cannot be read at byte {offset} ({reason}); check the path and its permissions, or make \
-                 shards with `python scripts/prepare.py text FILES --out DIR`",
+                 shards with `jspeed prepare text FILES --out DIR`",
                 path.display()
             ),
             Self::Format { path, fault, .. } => write!(f, "shard {} {fault}", path.display()),

@@ -102,7 +102,7 @@ pub enum Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const AGAIN: &str = "copy it again or make it with `python scripts/prepare.py`";
+        const AGAIN: &str = "copy it again or make it with `jspeed prepare`";
         match self {
             Self::NoHeader(size) => {
                 write!(f, "has {size} bytes, fewer than the {BYTES} bytes of a shard header; {AGAIN}")

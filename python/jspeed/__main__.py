@@ -1,0 +1,10 @@
+"""``python -m jspeed``: the command ``jspeed``."""
+
+from jspeed.terminal import starts
+
+starts(__name__)
+
+from jspeed.commands.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""``jspeed bench``: measure what jspeed promises; the benches are in the repository, beside ``scripts/``."""
+
+import sys
+from importlib import import_module
+
+from jspeed.commands import repository
+from jspeed.commands.flags import Command, Group
+from jspeed.errors import BadInput
+from jspeed.terminal import importing
+
+BENCHES = {
+    "loader": ("loader", "The token loader on synthetic shards; exit code 1 when a gate does not hold"),
+    "cpu": ("cpu", "Recipes to their end in turn, A B A B: their timed seconds"),
+    "gpu": ("gpu", "A training step of recipes: milliseconds, MFU, memory, kernels; or a race against another program"),
+    "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),
+    "quality": ("quality", "Recipes at width 128 on the same tokens: which loss after how many"),
+    "generate": ("text", "Tokens a second of generation, with the key-value cache and without"),
+    "tokenise": ("text", "Tokens a second of tokenising, and of a plain loop over tiktoken"),
+}
+
+
+def load(name: str) -> Command:
+    """Return one bench. Raises BadInput where there is no repository around this jspeed."""
+    found = repository()
+    if found is None:
+        raise BadInput(
+            "the benches are not installed with jspeed, but in its repository; clone that, and call there "
+            f"`python scripts/bench.py {name}`"
+        )
+    sys.path.insert(0, str(found / "scripts"))
+    with importing():
+        module = import_module(f"benches.{BENCHES[name][0]}")
+    return Command(getattr(module, name), getattr(module, "EXAMPLES", {}).get(name, ()))
+
+
+COMMAND = Group(
+    "Measure what jspeed promises, on the machine at hand.",
+    {name: text for name, (_, text) in BENCHES.items()},
+    load,
+    (
+        "loader --quick  # the token loader's gates, in seconds",
+        "gpu --recipe r29  # a training step on the devices there are",
+    ),
+)

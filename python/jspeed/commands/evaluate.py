@@ -1,0 +1,86 @@
+"""``jspeed evaluate``: measure a trained model on text that it has not seen, and on HellaSwag."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from jspeed.commands.flags import Axes, Command, File, Folder, Wants
+from jspeed.errors import BadInput
+from jspeed.files import cache_folder, write_whole
+from jspeed.terminal import importing
+
+
+def evaluate(
+    model: Annotated[Path, Wants("MODEL", positional=True)],
+    data: Folder | None = None,
+    tokens: int | None = None,
+    hellaswag_: Annotated[str | None, Wants("FILE|download")] = None,
+    items: int | None = None,
+    mesh: Axes | None = None,
+    json_: File | None = None,
+) -> None:
+    """Measure a trained model: validation loss and bits per byte on a folder of shards, or HellaSwag.
+
+    Args:
+        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
+            GPT-2's config.json and model.safetensors.
+        data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
+        tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
+        hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
+        items: Only the first so many of them.
+        mesh: Spread the parameters over these devices, for example data=8.
+        json_: Also write the figures here.
+    """
+    for flag, given in (("tokens", tokens), ("items", items)):
+        if given is not None and given < 1:
+            raise BadInput(f"--{flag} {given}: must be at least 1")
+    with importing():
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        from jspeed.corpus.tokenise import prepare_stdlib
+        from jspeed.corpus.tokenizers import unit_of
+        from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
+        from jspeed.inference.trained import load_model
+        from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
+        from jspeed.run.compute.cache import use_compile_cache
+
+    use_compile_cache()
+    axes = parse_mesh(mesh) if mesh is not None else None
+    if axes:
+        request_cpu_devices(axes)
+    loaded = load_model(model, make_mesh(axes) if axes else None)
+    if hellaswag_ is not None:
+        path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
+        chosen = read_hellaswag(path)[:items]
+        columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+            task = bar.add_task("items", total=len(chosen))
+            for scored in hellaswag(loaded, chosen):
+                bar.update(task, completed=scored[0])
+        done, right, right_mean = scored
+        found = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
+        print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
+    else:
+        name = loaded.recipe.data.name
+        folder = data or (prepare_stdlib() if name == "stdlib" else cache_folder() / "data" / name)
+        result = validate(loaded, folder, tokens)
+        found = dict(vars(result))
+        print(
+            f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
+            f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
+            f"({result.bytes:,} bytes) of {folder}"
+        )
+    if json_:
+        write_whole(json_, json.dumps(found, indent=2) + "\n")
+
+
+COMMAND = Command(
+    evaluate,
+    (
+        "runs/mine  # loss and bits per byte on the recipe's own validation tokens",
+        "runs/mine --data shards  # on those of another folder",
+        "gpt2/ --hellaswag download --items 500  # GPT-2's accuracy on 500 items of HellaSwag",
+    ),
+)

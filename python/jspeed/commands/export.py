@@ -1,0 +1,46 @@
+"""``jspeed export``: write a trained model for others to read."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from jspeed.commands.flags import Command, Folder, Wants
+from jspeed.terminal import importing
+
+
+def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder, own: bool = False) -> None:
+    """Write a trained model as a folder of safetensors.
+
+    A GPT-2 (recipes gpt2 and llmc) becomes what transformers' GPT2LMHeadModel.from_pretrained reads. Every other
+    recipe becomes model.safetensors with the recipe's own names, config.json (recipe, its hash and fields, tokenizer)
+    and recipe.py, which sample, evaluate and run --init-from read.
+
+    Args:
+        model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), or an exported folder.
+        out: Folder to make.
+        own: Write a GPT-2 too in the recipe's own way.
+    """
+    with importing():
+        from jspeed.data.folder import check_vacant, staged
+        from jspeed.files import write_whole
+        from jspeed.inference.trained import load_model, parameters_of
+        from jspeed.run.export import FILE, OWN, gpt2_config, is_gpt2, save, to_gpt2
+
+    loaded = load_model(model)
+    tensors, recipe = parameters_of(loaded), loaded.recipe
+    check_vacant(out)
+    with staged(out) as folder:
+        if is_gpt2(recipe) and not own:
+            save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
+            config = gpt2_config(recipe)
+        else:
+            found = loaded.found
+            save(folder / FILE, tensors, OWN | {"recipe": recipe.name, "recipe_hash": found.hash})
+            write_whole(folder / "recipe.py", found.source)
+            config = {"model_type": "jspeed", "recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+            config |= {"overrides": found.overrides, "tokenizer": loaded.facts}
+        write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), config.json")
+
+
+COMMAND = Command(export, ("runs/mine --out model  # to share, or to go on from: run RECIPE --init-from model",))

@@ -1,0 +1,243 @@
+"""``jspeed leaderboard``: add finished runs, check every number, show it, compare two recipes, make its page."""
+
+import ast
+import json
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import jspeed
+from jspeed.commands import repository
+from jspeed.commands.flags import Command, Folder, Wants, group_of
+from jspeed.errors import BadInput
+from jspeed.record import store, verify
+from jspeed.record.remarks import remarks
+from jspeed.terminal import importing
+
+PACKAGE = Path(jspeed.__file__).parent
+RECIPES = PACKAGE / "recipes"
+Runs = Annotated[tuple[Path, ...], Wants("RUN_DIR ...", positional=True)]
+Side = Annotated[str, Wants("RECIPE", positional=True)]
+
+
+def add_(run_dir: Runs, records: Folder | None = None) -> None:
+    """Copy runs with their recipe and plan into the records folder; all of them, or none.
+
+    The repository's own page and README block are made anew then.
+
+    Args:
+        run_dir: Directories of runs, or of a whole plan with its runs.
+        records: The records folder; default: the repository's, or records/ in the current folder.
+    """
+    folder, own = places(records)
+    files = store.admit(run_dir, folder)
+    runs = [json.loads(content) for path, content in files.items() if store.RUN.fullmatch(path.name)]
+    notes = dict.fromkeys(note for run in runs for note in remarks(run, folder))
+    for path in store.put(files):
+        print(f"added {path}")
+    for note in notes:
+        print(f"note: {note}")
+    found = store.read(folder)
+    for problem in verify.verify(found, now()):
+        print(f"`jspeed leaderboard verify` fails until this is fixed: {problem}")
+    if own and not found.problems:
+        write_page(found, own, None)
+
+
+def verify_(
+    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None, records: Folder | None = None
+) -> int:
+    """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
+
+    Of the repository's own records it also says whether the page and README's block are what they make.
+
+    Args:
+        record: Only what concerns this file, or the files under this folder (optional); without it everything.
+        records: The records folder; default: the repository's, or records/ in the current folder.
+    """
+    if record is not None and not record.exists():
+        raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
+    folder, own = places(records)
+    found = store.read(folder)
+    problems = verify.verify(found, now())
+    if own and not problems:
+        from jspeed.leaderboard.views import page
+
+        problems = page.stale(page.contents(found, timing_rule(), own / "site", own / "README.md"))
+    if record is not None:
+        problems = [problem for problem in problems if str(record.resolve()) in problem or str(record) in problem]
+    for problem in problems:
+        print(problem)
+    count = (
+        f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes, {len(found.tracks)} tracks"
+    )
+    print(f"{folder}: {count}; " + (f"{len(problems)} problems" if problems else "every number follows from its file"))
+    return 1 if problems else 0
+
+
+def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: Folder | None = None) -> None:
+    """Print the leaderboard.
+
+    Args:
+        track: Only this track, such as stdlib/cpu.
+        records: The records folder; default: the repository's, or records/ in the current folder.
+    """
+    with importing():
+        from rich.console import Console
+
+        from jspeed.leaderboard import judge
+        from jspeed.leaderboard.views import terminal
+
+    folder, _ = places(records)
+    if records is None and not folder.exists():
+        print(f"No records yet in {folder}/; add a finished run with: jspeed leaderboard add RUN_DIR")
+        return
+    tracks = judge.board(store.load(folder))
+    console = Console(highlight=False)
+    console.print(terminal.board(tracks if track is None else terminal.of_track(tracks, track)), soft_wrap=True)
+
+
+def compare_(a: Side, b: Side, diff: bool = True, records: Folder | None = None) -> None:
+    """Say whether A is faster than B, by how much and how surely, and what in their recipes differs.
+
+    Args:
+        a: A recipe by name, by NAME@HASH, or by the path of its file.
+        b: What it is compared with, usually its parent.
+        diff: Print the diff of the two files too.
+        records: The records folder; default: the repository's, or records/ in the current folder.
+    """
+    with importing():
+        from rich.console import Console
+        from rich.text import Text
+
+        from jspeed.leaderboard import compare, judge
+
+    found = store.load(places(records)[0])
+    tracks = judge.board(found)
+    one, two = (compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b))
+    console = Console(highlight=False)
+    raced = judge.raced(found)
+    changed = compare.changes(one.source, two.source)
+    for line in [*compare.speed(one, two, raced), "", *compare.change_lines(changed)]:
+        console.print(Text(line))
+    if diff:
+        colours = {"+": "green", "-": "red", "@": "cyan"}
+        for line in ["", *changed["diff"]]:
+            console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
+
+
+def page_(out: Folder | None = None, records: Folder | None = None) -> None:
+    """Write the leaderboard as one static page, index.html, and as leaderboard.json.
+
+    Args:
+        out: Folder to write; default: the repository's own, site/, and the block in README.md.
+        records: The records folder; one that is not the repository's own needs --out.
+    """
+    folder, own = places(records)
+    found = store.load(folder)
+    if out is None and own is None:
+        shown = repository()
+        why = f"{shown / 'site'} and README.md show {shown / 'records'}" if shown else "there is no repository here"
+        raise BadInput(f"--records {folder}: {why}; give --out DIR for a page of others")
+    write_page(found, own, out)
+
+
+def race_(
+    a: Side,
+    b: Side,
+    rounds: int = 2,
+    run_dir: Folder | None = None,
+    steps: int | None = None,
+    flags: Annotated[str, Wants("FLAGS")] = "",
+) -> int:
+    """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
+
+    What drifts evenly through a round falls out of the ratio, so that B's time anywhere can be stated as A's official
+    time x the ratio. Add the folder to the records to do so.
+
+    Args:
+        a: The recipe to compare with, by name or path
+        b: The recipe in question
+        rounds: Rounds of four runs; two or more give an interval.
+        run_dir: Folder to write; the same command goes on with it.
+        steps: Stop every run after this many steps.
+        flags: More flags for each run, in one string: --flags="--data DIR --no-progress"
+    """
+    with importing():
+        from jspeed.series.announced import race
+
+    return race(a, b, rounds, run_dir, steps, flags)
+
+
+def reproduce_(
+    recipe: Side,
+    n: int = 1,
+    run_dir: Folder | None = None,
+    flags: Annotated[str, Wants("FLAGS")] = "",
+    records: Folder | None = None,
+) -> int:
+    """Run a record again: a clean worktree at its commit, the recipe's stored source, its seeds; 0 if they agree.
+
+    Args:
+        recipe: A recipe with runs among the records, by name or NAME@HASH.
+        n: How many of its seeds, and new ones after them.
+        run_dir: Folder to write.
+        flags: More flags for each run, in one string: --flags="--data DIR --no-progress".
+        records: The records folder; default: the repository's, or records/ in the current folder.
+    """
+    with importing():
+        from jspeed.leaderboard import compare, judge
+        from jspeed.series.reproduce import reproduce
+
+    folder, _ = places(records)
+    found, around = store.load(folder), repository()
+    side = compare.find_side(recipe, judge.board(found), found.sources, RECIPES)
+    if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in found.sources:
+        raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that does")
+    if around is None:
+        raise BadInput(f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again there")
+    return reproduce(around, side.entry, side.source, side.track["sigma"], n, run_dir, shlex.split(flags))
+
+
+def places(records: Path | None) -> tuple[Path, Path | None]:
+    """Return the records folder that is meant, and the repository whose own it is, or None."""
+    around = repository()
+    folder = records or (around / "records" if around else Path("records"))
+    return folder, around if around and folder.resolve() == (around / "records").resolve() else None
+
+
+def write_page(found: store.Records, own: Path | None, out: Path | None) -> None:
+    """Write the page to ``out``, or that of repository ``own`` and the block in its README.md, and say so."""
+    from jspeed.leaderboard.views import page
+
+    folder, readme = (out, None) if out or own is None else (own / "site", own / "README.md")
+    made = page.contents(found, timing_rule(), folder or Path(), readme)
+    page.write(made)
+    for path in made:
+        print(f"wrote {path}")
+
+
+def timing_rule() -> str:
+    """The docstring of run/clock.py, read without importing it and jax."""
+    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text())) or ""
+
+
+def now() -> datetime:
+    """The present: no record may be later. In the trainer only run/clock.py reads the time."""
+    return datetime.now(UTC)
+
+
+COMMAND = group_of(
+    "The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page.",
+    {
+        "add": Command(add_, ("runs/stdlib-...-plan  # all runs of a plan, whatever came out",)),
+        "verify": Command(verify_, ("  # every number, and the page made of them",)),
+        "show": Command(show_, ("--track stdlib/cpu  # one track",)),
+        "compare": Command(compare_, ("stdlib stdlib-adamw  # faster? by how much? how sure? what was changed?",)),
+        "page": Command(page_, ("--out page  # open page/index.html",)),
+        "race": Command(race_, ("stdlib-adamw mine.py --rounds 3  # in turn on this machine: their ratio",)),
+        "reproduce": Command(reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)),
+    },
+    ("show  # the board", "compare stdlib stdlib-adamw  # is one faster than the other?"),
+)

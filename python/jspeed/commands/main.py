@@ -1,0 +1,85 @@
+"""The command ``jspeed`` and the scripts: which command the words mean; nothing is imported before that is known."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import make_dataclass
+from importlib import import_module
+from typing import Annotated, Any, Union
+
+from jspeed import __version__
+from jspeed.errors import BadInput, run_script
+from jspeed.terminal import importing, starts
+
+COMMANDS = {
+    "run": "Train a recipe to its target loss under the clock",
+    "launch": "Start and watch the processes of one run on several GPUs or nodes, with torchrun's flags",
+    "prepare": "Turn documents into token shards, or download well-known data",
+    "plan": "Predict memory, time and bottlenecks of a recipe on GPUs that are absent",
+    "bench": "Measure what jspeed promises, on the machine at hand",
+    "leaderboard": "Add runs, check every number, show the board, compare, race and reproduce recipes",
+    "sample": "Let a trained model go on with a text",
+    "evaluate": "Measure a trained model on text that it has not seen",
+    "export": "Write a trained model for others to read",
+    "doctor": "Say what this machine can do",
+}
+ABOUT = "Train a small GPT to a target loss as fast as JAX can, plan it for absent GPUs, keep an honest leaderboard."
+EXAMPLES = (
+    "run  # train on the source files of Python's standard library",
+    "run --steps 20  # a short look at it",
+    "plan r29 --target h100x8  # what eight H100s would do",
+    "prepare text my_texts/ --out shards  # your own data",
+    "--tyro-print-completion bash  # the words that your shell completes; also zsh and fish",
+)
+COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
+
+
+def main(name: str = "") -> None:
+    """Do what the command line says and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
+    starts("__main__")
+    run_script(lambda: call(sys.argv[1:], name))
+
+
+def call(words: Sequence[str], name: str = "") -> int | None:
+    """Do what ``words`` say to ``jspeed``, or to its command ``name``; return the exit code."""
+    with importing():
+        from jspeed.commands.flags import Group, choose, parse
+    top = Group(ABOUT, COMMANDS, load, EXAMPLES)
+    if not name and words and words[0] == "--version":
+        print(f"jspeed {__version__}")
+        return 0
+    if not name and words and words[0] in COMPLETION:
+        return complete(top, words)
+    prog, command = (sys.argv[0], load(name)) if name else ("jspeed", top)
+    while isinstance(command, Group):
+        name, words = choose(command, words, prog), words[1:]
+        prog, command = f"{prog} {name}", command.load(name)
+    return parse(command, words, prog)()
+
+
+def load(name: str) -> Any:
+    """Return the command or group that the module ``name`` defines."""
+    with importing():
+        return import_module(f"jspeed.commands.{name}").COMMAND
+
+
+def complete(top: Any, words: Sequence[str]) -> int:
+    """Print or write what the shell is to complete, all commands and flags, as tyro makes it."""
+    with importing():
+        import tyro
+
+        from jspeed.commands.flags import Group, flags_of
+
+    def kind(command: Any) -> Any:
+        if not isinstance(command, Group):
+            return flags_of(command)
+        named = {}
+        for name in command.commands:
+            with suppress(BadInput):  # benches, where there are none
+                named[name] = kind(command.load(name))
+        options = [Annotated[Any, tyro.conf.subcommand(name=name, constructor=of)] for name, of in named.items()]
+        return make_dataclass("Chosen", [("command", Union[tuple(options)])] if options else [])  # noqa: UP007
+
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
+    tyro.cli(kind(top), prog="jspeed", args=list(words), config=config)
+    return 0

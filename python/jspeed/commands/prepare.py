@@ -1,0 +1,251 @@
+"""``jspeed prepare``: turn documents into token shards, ready to train on, or download them ready-made."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TransferSpeedColumn as Speed
+
+from jspeed.commands.flags import Command, File, Folder, Wants, group_of
+from jspeed.corpus import classics, fineweb, split, tokenise
+from jspeed.corpus.tokenizers import TOKENIZERS
+from jspeed.data.manifest import complete_manifest
+from jspeed.files import cache_folder
+
+Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
+Files = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...")]
+Mark = Literal["before", "after", "none"]
+
+
+def _default(name: str) -> Path:
+    """Where ``jspeed run`` looks for the data called ``name``."""
+    return cache_folder() / "data" / name
+
+
+def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) -> None:
+    """Call ``work(progress)`` under a progress bar, then say what the folder holds, how fast it was made, and how to
+    train ``recipe`` on it."""
+    counts = (DownloadColumn(), Speed()) if unit == "bytes" else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
+    started = False
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task(unit, total=None)
+
+        def progress(done: int, total: int | None) -> None:
+            nonlocal started
+            started = True
+            bar.update(task, completed=done, total=total)
+
+        try:
+            folder = work(progress)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
+            print("interrupted; the same command goes on with what is done", file=sys.stderr)
+            raise
+        seconds = bar.tasks[task].elapsed
+    _report(folder, seconds if started else None)
+    if recipe:
+        data = "" if folder in map(_default, TOKENIZERS) else f" --data {folder}"
+        print(f"train on it: jspeed run {recipe}{data}{_sets(folder, recipe)}")
+
+
+def _sets(folder: Path, recipe: str) -> str:
+    """The fields of ``recipe`` that are other ids than those of the symbols of a text."""
+    manifest: dict[str, Any] = complete_manifest(folder) or {}
+    if "symbols" not in manifest:
+        return ""
+    from jspeed.run.find import find  # imports jax, which takes a second
+
+    fields = find(recipe).fields
+    ids = {"VOCAB": "vocab_size", "BOS": "bos_id", "PAD": "pad_id"}
+    sets = [
+        f"{field}={manifest[name]}"
+        for field, name in ids.items()
+        if field in fields and manifest.get(name) not in (None, fields[field])
+    ]
+    return f" --set {' '.join(sets)}" if sets else ""
+
+
+def _report(folder: Path, seconds: float | None) -> None:
+    manifest: dict[str, Any] = complete_manifest(folder) or {}
+    print(f"{folder} {'is ready' if seconds else 'is already there'} (tokenizer {manifest['tokenizer']})")
+    splits, source = manifest["splits"], manifest["source"]
+    for name, total in splits.items():
+        print(f"{name:>6} {total['tokens']:>14,} tokens {total['documents']:>11,} documents")
+    documents = sum(total["documents"] for total in splits.values())
+    chosen = source.get("kind") == "text" and source.get("val_fraction", 0) is None and "val" not in source
+    if chosen and documents > 2:
+        share = splits["val"]["documents"] / documents
+        print(f"{share:.1%} of the documents validate: {split.DEFAULT}; --val-fraction takes another part")
+    if manifest.get("truncated"):
+        print(f"{manifest['truncated']:,} names are longer than a row and were cut")
+    if seconds:
+        tokens = sum(total["tokens"] for total in splits.values())
+        print(f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s in all")
+
+
+def stdlib(out: Folder | None = None) -> None:
+    """Prepare the standard library of this Python as bytes; nothing is downloaded.
+
+    Args:
+        out: Folder to make; without it, one in the cache that is found again by itself.
+    """
+    _prepare(lambda progress: tokenise.prepare_stdlib(out, progress), "source files")
+
+
+def text(
+    inputs: Inputs,
+    out: Folder,
+    tokenizer: str = "gpt2",
+    val_fraction: float | None = None,
+    seed: int = 0,
+    val_input: Files = (),
+    end_of_text: Mark = "before",
+    processes: int | None = None,
+) -> None:
+    """Tokenise text files: .txt (one document), .jsonl or .parquet (field "text"), .txt and .jsonl also as .xz.
+
+    Run again after an interruption, it goes on where it was.
+
+    Args:
+        inputs: Files, and folders whose text files are taken in order of their paths.
+        out: Folder to make; it must be absent or empty.
+        tokenizer: gpt2 (GPT-2's byte pairs), bytes, or another encoding of tiktoken with at most 65,535 ids.
+        val_fraction: Part of the documents that validates; without it 1 %, but not fewer than 32 documents, or a tenth
+            where that is less. Of a single document its last part validates, without this a tenth.
+        seed: Another one takes other documents to validate.
+        val_input: Files and folders whose documents validate; then all others train.
+        end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.
+        processes: Processes that tokenise; default: one for each core, or one for little text. The result is the same.
+    """
+    options: dict[str, Any] = {"seed": seed, "val_inputs": val_input, "mark": end_of_text, "processes": processes}
+    _prepare(
+        lambda progress: tokenise.prepare_text(inputs, out, tokenizer, val_fraction, progress=progress, **options),
+        "bytes",
+    )
+
+
+def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None) -> None:
+    """Download FineWeb's shards of GPT-2 tokens (200 MB each) from Hugging Face, several at a time.
+
+    Run again after an interruption, it goes on where it was; with more --shards it adds those. HF_ENDPOINT (a
+    mirror), HF_HUB_OFFLINE and HF_TOKEN have their usual meaning.
+
+    Args:
+        shards: Training shards of 100 M tokens; default: all, 103 of the 10B version or 1030 of 100B.
+        version: Which sample of FineWeb.
+        out: Folder to make or to add to; default: one in the cache, where jspeed run finds the 10B version.
+    """
+    folder = out or _default("fineweb" if version == "10B" else "fineweb100B")
+    _prepare(lambda progress: fineweb.prepare_fineweb(folder, version, shards, progress), "bytes")
+
+
+def names(input: File | None = None, row: int = classics.NAMES_ROW, out: Folder | None = None) -> None:
+    """Prepare names, one a line, in rows of equal length, for the recipe microgpt-names.
+
+    Args:
+        input: Text file with a name a line; default: 32,033 first names, downloaded (228 kB).
+        row: Tokens in a row; longer names are cut.
+        out: Folder to make; default: one in the cache, where jspeed run finds it.
+    """
+    folder = out or _default("names")
+    _prepare(lambda progress: classics.prepare_names(folder, input, row, progress), "bytes", "microgpt-names")
+
+
+def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
+    """Prepare a text as its characters, the last tenth to validate, for the recipe shakespeare-char.
+
+    Args:
+        input: Text file; default: 1.1 MB of Shakespeare, downloaded.
+        out: Folder to make; default: one in the cache, where jspeed run finds it.
+    """
+    folder = out or _default("shakespeare-char")
+    _prepare(lambda progress: classics.prepare_shakespeare(folder, True, input, progress), "bytes", "shakespeare-char")
+
+
+def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
+    """Prepare a text as GPT-2's tokens, the last tenth of its characters to validate.
+
+    Args:
+        input: Text file; default: 1.1 MB of Shakespeare, downloaded.
+        out: Folder to make; default: one in the cache.
+    """
+    folder = out or _default("shakespeare")
+    _prepare(lambda progress: classics.prepare_shakespeare(folder, False, input, progress), "bytes")
+
+
+def tinystories(
+    input: Files = (),
+    val_input: Files = (),
+    end_of_text: Mark = "after",
+    processes: int | None = None,
+    out: Folder | None = None,
+) -> None:
+    """Prepare TinyStories as GPT-2's tokens, for the recipe tinystories.
+
+    Args:
+        input: Its files (.txt, .jsonl, .parquet); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
+        val_input: Its validation files; without any, a part of the stories validates.
+        end_of_text: Where <|endoftext|> goes: before each story, after it, or nowhere.
+        processes: Processes that tokenise; default: one for each core, or one for little text.
+        out: Folder to make; default: one in the cache, where jspeed run finds it.
+    """
+    folder = out or _default("tinystories")
+    options = {"mark": end_of_text, "processes": processes}
+    _prepare(
+        lambda progress: classics.prepare_tinystories(folder, input, val_input, progress, **options),
+        "bytes",
+        "tinystories",
+    )
+
+
+def openwebtext(
+    input: Files = (),
+    end_of_text: Mark = "after",
+    val_fraction: float = 0.0005,
+    seed: int = 2357,
+    processes: int | None = None,
+    out: Folder | None = None,
+) -> None:
+    """Prepare OpenWebText as GPT-2's tokens, with nanoGPT's split.
+
+    Args:
+        input: Its files (.txt, .jsonl, .parquet); default: all of it, downloaded (some 25 GB).
+        end_of_text: Where <|endoftext|> goes: before each document, after it, or nowhere.
+        val_fraction: Part of the documents that validates.
+        seed: Seed of the permutation whose first documents validate.
+        processes: Processes that tokenise; default: one for each core, or one for little text.
+        out: Folder to make; default: one in the cache.
+    """
+    folder = out or _default("openwebtext")
+    options = {"mark": end_of_text, "val_fraction": val_fraction, "seed": seed, "processes": processes}
+    _prepare(lambda progress: classics.prepare_openwebtext(folder, input, progress, **options), "bytes")
+
+
+COMMAND = group_of(
+    "Turn documents into token shards, ready to train on, or download them ready-made.",
+    {
+        "stdlib": Command(stdlib),
+        "text": Command(
+            text,
+            (
+                "my_texts/ --out shards  # a folder of .txt, .jsonl, .parquet, also .xz",
+                "book.txt --out shards --tokenizer bytes  # needs no vocabulary, so no network",
+            ),
+        ),
+        "fineweb": Command(fineweb_, ("--shards 9  # enough for record 29",)),
+        "names": Command(names, ("  # then: jspeed run microgpt-names",)),
+        "shakespeare-char": Command(shakespeare_char, ("  # then: jspeed run shakespeare-char",)),
+        "shakespeare": Command(shakespeare, ("  # then: jspeed run gpt2 --init-from GPT2_FOLDER",)),
+        "tinystories": Command(tinystories, ("  # then: jspeed run tinystories",)),
+        "openwebtext": Command(openwebtext, ("--input documents.jsonl  # without a network",)),
+    },
+    (
+        "text my_texts/ --out shards  # your own data; then: jspeed run fineweb-cpu --data shards",
+        "fineweb --shards 9  # 0.9 G tokens, as the records train on",
+    ),
+)

@@ -1,0 +1,164 @@
+"""``jspeed run``: train a recipe to its target loss under the clock; the run directory holds the record."""
+
+from pathlib import Path
+from typing import Annotated
+
+from jspeed.commands.flags import Axes, Command, Fields, Folder, Wants
+from jspeed.files import cache_folder, write_whole
+from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.run.names import known_recipes
+from jspeed.terminal import escaped, importing
+
+BEST_ON_FINEWEB = "r29"
+EMBEDDED = "stdlib"
+RECIPE_HELP = (
+    f"Name of a recipe ({', '.join(known_recipes())}), or path of a recipe file (FILE.py); default: "
+    f"{BEST_ON_FINEWEB} with a GPU and FineWeb, else {EMBEDDED}."
+)
+
+
+def default_recipe(data: Path | None) -> str:
+    """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
+    shards = data or cache_folder() / "data" / "fineweb"
+    return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
+
+
+def speak(run_dir: Path) -> None:
+    """Let the model that was just trained write what its recipe's ``sample`` asks for; print it and keep it."""
+    from jspeed.inference.generate import Sampling, joined, sample
+    from jspeed.inference.trained import load_model
+
+    try:
+        model = load_model(run_dir)
+        asked = model.recipe.sample
+        if not asked.number:
+            return
+        sampling = Sampling(asked.temperature, asked.top_k)
+        texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
+        print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
+        write_whole(run_dir / "samples.txt", joined(texts) + "\n")
+    except Exception as error:  # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
+        print(f"no sample: {type(error).__name__ if not str(error) else str(error).splitlines()[0]}")
+
+
+def run(
+    recipe: Annotated[str | None, Wants("RECIPE", positional=True, help=RECIPE_HELP)] = None,
+    data: Folder | None = None,
+    seed: int = 1,
+    steps: int | None = None,
+    run_dir: Folder | None = None,
+    layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT,
+    mesh: Axes | None = None,
+    show_layout: bool = False,
+    micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
+    attention: Annotated[str | None, Wants("BACKEND")] = None,
+    target_loss: Annotated[float | None, Wants("LOSS")] = None,
+    max_minutes: Annotated[float | None, Wants("M")] = None,
+    set: Fields = (),
+    progress: bool = True,
+    log: Annotated[str | None, Wants("SINK,...")] = None,
+    profile: int = 0,
+    sample: bool = True,
+    init_from: Folder | None = None,
+    checkpoint_every: int = 0,
+    resume: bool = False,
+    plan: Annotated[str | None, Wants("n=N,seeds=A..B")] = None,
+    coordinator: Annotated[str | None, Wants("HOST:PORT")] = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+) -> int:
+    """Train a recipe to its target loss under the clock.
+
+    Exit code: 0 reached the target or ran what was asked, 1 ended without reaching it, 2 bad input, 130 Ctrl-C,
+    143 SIGTERM.
+
+    Args:
+        data: Folder of token shards; default: prepared or found in the cache folder.
+        seed: Seed of the initial weights and of the data order.
+        steps: Stop after this many steps; every schedule stays as it is.
+        run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
+        layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state), dp
+            (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp (layers in a
+            pipeline); with +remat at the end activations are computed twice instead of kept.
+        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
+        show_layout: Print where every parameter would lie, and stop.
+        micro_batch: Tokens a device takes at once; a step accumulates over the rest.
+        attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
+        target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
+        max_minutes: Stop after this many timed minutes.
+        set: Replace fields of the recipe file.
+        progress: Show a progress bar on a terminal; otherwise plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
+            WANDB_MODE says otherwise.
+        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
+        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
+        init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
+            gpt2 a folder with GPT-2's model.safetensors.
+        checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
+        resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
+        plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
+        coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
+        processes: How many processes there are.
+        process_id: Which of them this one is, from 0.
+    """
+    with importing():
+        from rich.console import Console
+
+        from jspeed.run.output.console import layout_table
+        from jspeed.run.prepare import Options, find_and_place
+        from jspeed.run.train import train
+        from jspeed.series.announced import run_series
+
+    options = Options(
+        recipe=default_recipe(data) if recipe is None else recipe,
+        data=data,
+        seed=seed,
+        steps=steps,
+        run_dir=run_dir,
+        layout=layout,
+        mesh=mesh,
+        micro_batch=micro_batch,
+        attention=attention,
+        target_loss=target_loss,
+        max_minutes=max_minutes,
+        sets=set,
+        progress=progress,
+        log=tuple(log.split(",")) if log is not None else (),
+        profile=profile,
+        sample=sample,
+        init_from=init_from,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        coordinator=coordinator,
+        processes=processes,
+        process_id=process_id,
+    )
+    if show_layout:
+        found, placed = find_and_place(options)
+        layout_table(Console(highlight=False), found.recipe, layout, placed)
+        return 0
+    if plan is not None:
+        return run_series(options, plan)
+    return train(options, afterwards=speak if sample else lambda run_dir: None)
+
+
+COMMAND = Command(
+    run,
+    (
+        "  # the best recipe that can run here: stdlib, or r29 with a GPU and FineWeb",
+        "--steps 20  # a short look; every schedule stays as it is",
+        "stdlib --set MUON_LR=0.03 --seed 2  # fields of the recipe file changed",
+        "mine.py --mesh data=8  # your own recipe, on eight devices (of a CPU: virtual ones)",
+        "--plan n=5,seeds=1..5  # five runs, announced before the first, for the leaderboard",
+        "--run-dir runs/long --checkpoint-every 500 --resume  # goes on where it was stopped",
+    ),
+    {
+        "training": ("data", "seed", "set", "target_loss", "init_from"),
+        "placement": (
+            *("mesh", "layout", "show_layout", "micro_batch", "attention"),
+            *("coordinator", "processes", "process_id"),
+        ),
+        "length": ("steps", "max_minutes", "checkpoint_every", "resume", "plan"),
+        "output": ("run_dir", "progress", "log", "profile", "sample"),
+    },
+)

@@ -1,0 +1,158 @@
+"""The command ``jspeed``: its help, its examples, and what it says to words that it does not know."""
+
+import re
+import shlex
+import subprocess
+import sys
+from typing import Annotated, Literal
+
+import pytest
+
+from jspeed.commands import main
+from jspeed.commands.flags import Command, Fields, File, Folder, Group, Wants, examples, parse
+from jspeed.errors import BadInput
+
+TOP = Group(main.ABOUT, main.COMMANDS, main.load, main.EXAMPLES)
+
+
+def leaves(group: Group = TOP, prog: str = "jspeed") -> dict[str, Command]:
+    """Every command by its words; the benches, whose modules take seconds to import, apart."""
+    found: dict[str, Command] = {}
+    for name in group.commands:
+        if (one := group.load(name)) and isinstance(one, Group):
+            found |= leaves(one, f"{prog} {name}") if name != "bench" else {}
+        else:
+            found[f"{prog} {name}"] = one
+    return found
+
+
+LEAVES = leaves()
+
+
+def said(words: str, name: str = "") -> str:
+    with pytest.raises(BadInput) as caught:
+        main.call(shlex.split(words), name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("prog", LEAVES)
+def test_help_says_what_is_wanted_and_ends_with_examples(prog, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        parse(LEAVES[prog], ["--help"], prog)
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.startswith(f"usage: {prog} [-h]")
+    assert not re.search(r"\b(None|STR|INT|FLOAT|PATH)\b", text)
+    assert max(map(len, text.splitlines())) <= 110
+    if LEAVES[prog].examples:
+        assert text.endswith(examples(LEAVES[prog].examples, prog) + "\n")
+
+
+@pytest.mark.parametrize("prog", [prog for prog, one in LEAVES.items() if one.examples])
+def test_examples_are_command_lines(prog):
+    for line in LEAVES[prog].examples:
+        words, _, why = line.partition("  #")
+        assert why and callable(parse(LEAVES[prog], shlex.split(words), prog))
+
+
+def test_examples_of_all_name_commands():
+    for line in main.EXAMPLES:
+        words = shlex.split(line.partition("  #")[0])
+        assert words[0] in main.COMPLETION or words[0] in main.COMMANDS
+        if words[0] == "prepare":
+            parse(LEAVES["jspeed prepare text"], words[2:], "jspeed prepare text")
+        elif words[0] in main.COMMANDS:
+            parse(LEAVES[f"jspeed {words[0]}"], words[1:], "jspeed")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("runn", "jspeed has no command 'runn'; did you mean 'run'?"),
+        ("--hepl", "jspeed has no flag '--hepl'; did you mean '--help'?"),
+        ("leaderboard ad", "jspeed leaderboard has no command 'ad'; did you mean 'add'?"),
+        ("run --stepz 3", "jspeed run has no flag --stepz; did you mean '--steps'?"),
+        ("run --no-resum", "did you mean '--no-resume'?"),
+        ("run stdlbi", "recipe 'stdlbi' is unknown; did you mean 'stdlib'?"),
+        ("run a b", "jspeed run: 'b' is one word too many"),
+        ("run --steps", "Missing value for argument '--steps'"),
+        ("run --steps --resume", "Missing value for argument '--steps'"),
+        ("run --steps 2.5", "--steps '2.5': expected a whole number"),
+        ("run --target-loss low", "--target-loss 'low': expected a number"),
+        ("run --data=", "--data: found an empty path"),
+        ("prepare text a --out b --end-of-text befor", "--end-of-text befor: give one of before, after, none; did you"),
+        ("prepare text a", "jspeed prepare text needs --out DIR: folder to make"),
+        ("export", "jspeed export needs MODEL: a run directory"),
+        ("leaderboard add", "jspeed leaderboard add needs RUN_DIR ...: directories of runs"),
+    ],
+)
+def test_words_that_are_not_known(words, expected):
+    assert expected in said(words)
+
+
+def test_nothing_asked_is_answered_with_help(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.call([])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "") and all(f"  {name} " in err for name in main.COMMANDS)
+
+
+def given(
+    one: Annotated[str, Wants("ONE", positional=True)],
+    many: Annotated[tuple[str, ...], Wants("MANY ...", positional=True)] = (),
+    number_: float = 1.0,
+    when: Literal["now", "later"] = "now",
+    path: Folder | None = None,
+    out: File | None = None,
+    sure: bool = True,
+    set: Fields = (),
+) -> int:
+    """Give back what was given.
+
+    Args:
+        one: A word.
+        many: More
+            words.
+    """
+    global got
+    got = (one, many, number_, when, path and path.name, out and out.name, sure, set)
+    return 3
+
+
+def test_flags_follow_from_the_signature():
+    command = Command(given, groups={"where it goes": ("path", "out")})
+    words = "a b c --number=-1e3 --when later --path x/p --out o --no-sure --set A=1 B=2 --set C=3"
+    assert parse(command, words.split(), "given")() == 3
+    assert got == ("a", ("b", "c"), -1000.0, "later", "p", "o", False, ("A=1", "B=2", "C=3"))
+    parse(command, ["a"], "given")()
+    assert got == ("a", (), 1.0, "now", None, None, True, ())
+
+
+def test_the_words_after_a_command_that_takes_them_are_left_alone():
+    def launch(sure: bool = False, number: int = 0, rest: Annotated[tuple[str, ...], Wants("REST", True)] = ()) -> None:
+        """Take the rest."""
+        global got
+        got = (sure, number, rest)
+
+    launch.__annotations__ = {"sure": bool, "number": int, "rest": Annotated[tuple[str, ...], Wants("REST", True)]}
+    parse(Command(launch, rest="rest"), "--sure --number 2 run --sure --number 3 -h -- x".split(), "launch")()
+    assert got == (True, 2, ("run", "--sure", "--number", "3", "-h", "--", "x"))
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"]])
+def test_the_first_screen_is_there_at_once(words):
+    code = "import sys; sys.argv = ['jspeed', *sys.argv[1:]]; from jspeed.commands.main import main\n"
+    code += "try: main()\nexcept SystemExit as end: sys.exit(end.code or 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and "jspeed" in done.stdout
+
+
+def test_completion_knows_commands_and_flags_at_every_depth(capsys, monkeypatch):
+    monkeypatch.setattr("jspeed.commands.bench.repository", lambda: None)  # as an installed jspeed: no benches
+    with pytest.raises(SystemExit) as ended:
+        main.call(["--tyro-print-completion", "bash"])
+    script = capsys.readouterr().out
+    assert not ended.value.code
+    for word in ("leaderboard", "reproduce", "--nproc-per-node", "--max-minutes", "shakespeare-char", "--val-fraction"):
+        assert f"'{word}'" in script or f'"{word}"' in script, word
