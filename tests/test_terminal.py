@@ -118,3 +118,43 @@ def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "clean\n", "")
+
+
+LOGGED = """
+import os, sys
+from jspeed import terminal
+
+terminal.guard()
+with terminal.without_logs():
+    os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
+    os.write(2, b"I0000 00:00:1795377060.652110   17481 cudart_stub.cc:31] Could not find cuda drivers\\n")
+    os.write(2, b"W1122 19:51:00.123456   17481 any.cc:7] careful\\n")
+    os.write(2, b"E0000 00:00:1795377060.7   17481 any.cc:9] failed\\n")
+    print("Ü, said by Python", file=sys.stderr)
+    {last}
+os.write(2, b"I0000 00:00:1.5   1 later.cc:1] after it\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "debug", "shown"),
+    [
+        ("pass", "", ["failed", "Python", "after it"]),
+        ("pass", "1", ["absl", "drivers", "careful", "failed", "Python", "after it"]),
+        ("raise SystemExit(3)", "", ["absl", "drivers", "careful", "failed", "Python"]),
+    ],
+)
+def test_logs_of_libraries_are_hidden_for_as_long_as_nothing_fails(tmp_path, last, debug, shown):
+    (tmp_path / "script.py").write_text(LOGGED.format(last=last), encoding="utf-8")
+    environment = os.environ | {"JSPEED_DEBUG": debug}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == (3 if "3" in last else 0) and len(lines) == len(shown), lines
+    assert all(word in line for word, line in zip(shown, lines, strict=True))
+
+
+def test_logs_without_standard_error(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from jspeed import terminal\nterminal.guard()\nwith terminal.without_logs(): 1\n"
+    )
+    assert subprocess.run(["sh", "-c", f"{sys.executable} script.py 2>&-"], cwd=tmp_path).returncode == 0

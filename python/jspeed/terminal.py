@@ -3,8 +3,10 @@
 import errno
 import io
 import os
+import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +31,8 @@ class Stream(io.FileIO):
 
 
 _streams: dict[str, Stream] = {}
+# As absl and glog write what is for information or a warning: I0000 00:00:1795377060.652110   17481 cudart_stub.cc:31]
+LOGS = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\]")
 
 
 def guard() -> None:
@@ -95,13 +99,47 @@ def started() -> None:
 
 
 @contextmanager
+def without_logs() -> Iterator[None]:
+    """Keep what C++ libraries log off a script's standard error, unless JSPEED_DEBUG is set.
+
+    JAX's CUDA plugin writes to the descriptor before its log level can be set, so that is what is redirected: for as
+    long as a plugin is loaded or started, no longer. Errors and all that is no log come out in the end; where an
+    exception does, everything.
+    """
+    try:
+        if not _streams or os.environ.get("JSPEED_DEBUG"):
+            raise OSError
+        kept, file = os.dup(2), tempfile.TemporaryFile()
+    except OSError:  # nothing to hide, no standard error, or no room for a file
+        yield
+        return
+    hidden: re.Pattern[bytes] | None = LOGS
+    os.dup2(file.fileno(), 2)
+    try:
+        yield
+    except BaseException:
+        hidden = None
+        raise
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        with file:
+            file.seek(0)
+            shown = b"".join(line for line in file if hidden is None or not hidden.match(line))
+        sys.stderr.write(shown.decode(errors="replace"))
+        sys.stderr.flush()
+
+
+@contextmanager
 def importing() -> Iterator[None]:
-    """Let Ctrl-C end a script at once while it imports, as :func:`starts` does, but once it has begun."""
+    """Let Ctrl-C end a script at once while it imports, as :func:`starts` does, but once it has begun; no C++ logs."""
     ours = bool(_streams) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, leave)
     try:
-        yield
+        with without_logs():
+            yield
     finally:
         if ours:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,5 +1,7 @@
 """Plans of real recipes for H100s that are not here, against the compiler's own figures and independent formulas."""
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -97,3 +99,10 @@ def test_several_nodes_and_other_gpus(h100):
         hardware = hardware_for(parse_target(f"{kind}x1"), "zero1")
         [step] = compile_stages(found.recipe, hardware)
         assert sum(kernel.flops for kernel in step.kernels) > 0
+
+
+def test_a_plan_prints_no_log():
+    """Of the plugin's four libraries, which say in two lines each that there is no GPU."""
+    words = [sys.executable, "-m", "jspeed", "plan", "stdlib", "--target", "h100x1", "--set", "LAYERS=1"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "") and "predicted" in done.stdout.lower()

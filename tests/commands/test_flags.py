@@ -1,5 +1,6 @@
 """The command ``jspeed``: its help, its examples, and what it says to words that it does not know."""
 
+import logging
 import re
 import shlex
 import subprocess
@@ -146,6 +147,18 @@ def test_the_first_screen_is_there_at_once(words):
     code += "try: main()\nexcept SystemExit as end: sys.exit(end.code or 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "" and "jspeed" in done.stdout
+
+
+@pytest.mark.parametrize(("devices", "kept"), [("", False), ("0", True)])
+def test_a_cuda_plugin_that_cannot_start_is_news_only_where_there_is_a_gpu(monkeypatch, devices, kept):
+    logger = logging.getLogger("jax._src.xla_bridge")
+    monkeypatch.setattr(logger, "filters", [])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+    main.settle_logs()
+    told = "Jax plugin configuration error: Exception when calling %s.initialize()"
+    record = logger.makeRecord(logger.name, logging.ERROR, "", 0, told, ("jax_plugins.xla_cuda12",), None)
+    assert bool(logger.filter(record)) == kept
+    assert logger.filter(logger.makeRecord(logger.name, logging.ERROR, "", 0, "another", (), None))
 
 
 def test_completion_knows_commands_and_flags_at_every_depth(capsys, monkeypatch):

@@ -3,16 +3,14 @@
 import json
 from functools import partial
 from pathlib import Path
-from runpy import run_path
 
 import numpy as np
 import pytest
 
+from jspeed.commands.prepare import names
 from jspeed.corpus import classics, download, tokenizers
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.errors import BadInput
-
-from .prepared import SCRIPT
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 NAMES, SHAKESPEARE = (SHARED / "classics" / name for name in ("names.txt", "tinyshakespeare_input.txt"))
@@ -163,12 +161,11 @@ def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_pa
 @needs_classics
 def test_advice_sets_only_what_differs_from_the_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
-    names = run_path(str(SCRIPT))["names"]
     names(NAMES)
     assert capsys.readouterr().out.endswith("\ntrain on it: jspeed run microgpt-names\n")  # README's line
     (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     names(tmp_path / "names.txt", out=tmp_path / "o")
-    line = f"speedrun.py microgpt-names --data {tmp_path}/o --set VOCAB=9 BOS=7 PAD=8\n"
+    line = f"jspeed run microgpt-names --data {tmp_path}/o --set VOCAB=9 BOS=7 PAD=8\n"
     assert capsys.readouterr().out.endswith(line)
 
 

@@ -50,11 +50,30 @@ def test_longest_prefixes_by_hand():
     assert longest_prefixes(vocabulary).tolist() == [-1, -1, 8, 2, 3, -1, -1, -1, -1]
 
 
+@pytest.fixture
+def without_a_network(monkeypatch, tmp_path):
+    """No vocabulary in tiktoken's folder, and nobody to fetch it from."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    for name in ("http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+
+def test_prefixes_need_no_vocabulary(without_a_network):
+    gpt2_prefixes.cache_clear()
+    assert gpt2_prefixes(50_256, 50_304).max() == 50_252
+
+
 def test_prefixes_of_gpt2(gpt2_vocabulary):
+    """The file is what its vocabulary gives; made with the lines below."""
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")
+    made = longest_prefixes([encoding.decode_single_token_bytes(id) for id in range(50_256)])
+    # np.savez_compressed(TABLE, prefixes=np.where(made < 0, NONE, made).astype(np.uint16))
     found = gpt2_prefixes(50_256, 50_304)
+    np.testing.assert_array_equal(found[:50_256], made)
+    few = longest_prefixes([encoding.decode_single_token_bytes(id) for id in range(4095)])
+    np.testing.assert_array_equal(gpt2_prefixes(4095, 4096)[:4095], few)
     assert found.shape == (50_304,) and found.dtype == np.int32
     assert np.all(found[50_256:] == -1) and np.all(found[:256] == -1) and np.all(found < 50_256)
     # In a vocabulary of fewer byte pairs, what lies beyond them is no byte pair, nor the prefix of one.

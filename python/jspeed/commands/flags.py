@@ -86,7 +86,7 @@ def choose(group: Group, words: Sequence[str], prog: str) -> str:
 class _Terminal(io.StringIO):
     """What tyro prints, as standard output can show it: colours on a terminal, frames where there is Unicode."""
 
-    encoding = property(lambda self: getattr(sys.__stdout__, "encoding", None))  # type: ignore[assignment]
+    encoding = property(lambda self: getattr(sys.__stdout__, "encoding", None))
 
     def isatty(self) -> bool:
         return sys.__stdout__ is not None and sys.__stdout__.isatty()
@@ -98,14 +98,14 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
     Raises BadInput for what is unknown, missing, or of another type.
     """
     about, _ = _docstring(command.call)
-    kind = flags_of(command)
+    kind: Any = flags_of(command)
     rest: Sequence[str] = ()
     if command.rest:
         words, rest = _split(command, words)
     printed, said = _Terminal(), io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
-            given, unknown = tyro.cli(
+            parsed: Any = tyro.cli(
                 kind,
                 prog=prog,
                 description="",
@@ -116,12 +116,16 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
     except SystemExit as end:
         if end.code:
             raise BadInput(f"{prog}: {_sentence(said.getvalue())}; `{prog} --help` lists what there is") from None
+        if not {"-h", "--help"} & {*words}:  # a shell's completion
+            print(printed.getvalue(), end="")
+            raise
         usage, _, options = printed.getvalue().partition("\n\n")
         lines = "\n".join(line.rstrip() for line in options.strip("\n").splitlines())
         print(f"{usage}\n\n{_wrapped(about)}\n\n{lines}")
         if command.examples:
             print(examples(command.examples, prog))
         raise
+    given, unknown = parsed
     if unknown:
         raise BadInput(_unknown(command, unknown, prog))
     values: dict[str, Any] = {}
@@ -218,7 +222,8 @@ def _hint(command: Command, name: str, text: str, default: Any) -> Any:
         str_from_instance=lambda value: list(map(str, value)) if isinstance(value, tuple) else [str(value)],
     )
     hint: Any = Annotated[tuple[Any, ...] if many else Any, spec, config]
-    return Positional[hint] if wants.positional else hint
+    marked: Any = Positional
+    return marked[hint] if wants.positional else hint
 
 
 def _read(kind: Any, where: str, word: str) -> Any:

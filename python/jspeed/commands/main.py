@@ -1,5 +1,7 @@
 """The command ``jspeed`` and the scripts: which command the words mean; nothing is imported before that is known."""
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -8,6 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any, Union
 
 from jspeed import __version__
+from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, run_script
 from jspeed.terminal import importing, starts
 
@@ -37,7 +40,19 @@ COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 def main(name: str = "") -> None:
     """Do what the command line says and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
     starts("__main__")
+    settle_logs()
     run_script(lambda: call(sys.argv[1:], name))
+
+
+def settle_logs() -> None:
+    """Let JAX log everything with JSPEED_DEBUG, and without a GPU nothing about a CUDA plugin that cannot start.
+
+    A plugin without CUDA's libraries is what compiles for absent GPUs (jspeed[aot]); JAX prints its traceback.
+    """
+    if os.environ.get("JSPEED_DEBUG"):
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"  # JAX's own default is 1, no information
+    elif not visible_gpus(os.environ):
+        logging.getLogger("jax._src.xla_bridge").addFilter(lambda line: "plugin configuration" not in str(line.msg))
 
 
 def call(words: Sequence[str], name: str = "") -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -61,7 +60,6 @@ def plan(
         memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION).
         set: Replace fields of the recipe file.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     with importing():
         import jax
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.errors import BadInput
+TABLE = Path(__file__).with_name("gpt2_prefixes.npz")  # uint16 [50,256]
+NONE = 65_535
 
 
 def longest_prefixes(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
@@ -25,18 +27,12 @@ def longest_prefixes(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
 def gpt2_prefixes(ordinary: int, size: int) -> NDArray[np.int32]:
     """Return :func:`longest_prefixes` of GPT-2's first ``ordinary`` byte pairs: int32 ``[size]``, -1 for other ids.
 
-    An id from ``ordinary`` on is a special token, padding, or what a smaller vocabulary uses it for: no byte pair.
-
-    Raises BadInput when tiktoken can neither find nor fetch the vocabulary.
+    An id from ``ordinary`` on is a special token, padding, or what a smaller vocabulary uses it for: no byte pair. The
+    table of all 50,256 is a file beside this one, so that no vocabulary is fetched; a test makes it again.
     """
-    import tiktoken
-
-    try:
-        encoding = tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:
-        raise BadInput(
-            f"tiktoken cannot fetch GPT-2's vocabulary ({type(error).__name__}); connect to the network, "
-            "or set TIKTOKEN_CACHE_DIR to a folder that has it"
-        ) from None
-    found = longest_prefixes([encoding.decode_single_token_bytes(id) for id in range(ordinary)])
+    with np.load(TABLE) as file:
+        table = np.where(file["prefixes"] == NONE, -1, file["prefixes"].astype(np.int32))
+    found = table[:ordinary]
+    while (beyond := found >= ordinary).any():
+        found = np.where(beyond, table[found], found)  # the next shorter prefix is the longest one of the longest
     return np.pad(found, (0, size - ordinary), constant_values=-1)

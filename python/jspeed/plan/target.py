@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import make_mesh
+from jspeed.terminal import without_logs
 
 TARGETS = Path(__file__).with_name("targets")
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
@@ -131,11 +132,12 @@ def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[
     """
     if reason := missing():
         raise BadInput(reason)
-    topology = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=target.text,
-        topology=f"1x{nodes}x{devices}",  # slices x hosts of each x devices of each
-    )
+    with without_logs():
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target.text,
+            topology=f"1x{nodes}x{devices}",  # slices x hosts of each x devices of each
+        )
     return make_mesh(dict(axes or {"data": nodes * devices}), topology.devices)
 
 
