@@ -1,14 +1,232 @@
-"""``jspeed doctor``: what this machine can do."""
+"""``jspeed doctor``: what this machine can do, on one screen."""
 
-from jspeed.commands.flags import Command, File
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jspeed
+from jspeed.cluster.rank import find_rank
+from jspeed.commands import repository
+from jspeed.commands.flags import Command
+from jspeed.data.manifest import complete_manifest
+from jspeed.errors import BadInput
+from jspeed.files import cache_folder
+from jspeed.terminal import importing
+
+PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tiktoken")
+# Of each extra: modules that show that it is there (any of them), and what it gives.
+EXTRAS = {
+    "cuda12": (("nvidia.cudnn",), "runs on NVIDIA GPUs (cuda13 with CUDA 13)"),
+    "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for GPUs that are not here"),
+    "fa4": (("fa4_jax",), "FlashAttention 4 on Hopper"),
+    "parquet": (("pyarrow",), "prepare reads .parquet"),
+    "log": (("tensorboard", "wandb"), "run --log tensorboard,wandb"),
+}
+LABEL = 12  # columns
 
 
-def doctor(json_: File | None = None) -> None:
-    """Say what this machine can do.
+def doctor(json_: bool = False) -> None:
+    """Say what this machine can do: devices, kernels, caches, prepared data, extras, launcher.
+
+    Exit code: 0, whatever is found.
 
     Args:
-        json_: Write it here.
+        json_: Print it as JSON.
     """
+    found = look()
+    print(json.dumps(found, indent=2) if json_ else screen(found))
 
 
-COMMAND = Command(doctor)
+def look() -> dict[str, Any]:
+    """Return everything, as plain data; sizes are in bytes."""
+    around = repository()
+    return {
+        "jspeed": jspeed.__version__,
+        "package": str(Path(jspeed.__file__).parent),
+        "repository": str(around) if around else None,
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "packages": {name: version(name) for name in PACKAGES},
+        "machine": {"cores": cores(), "memory": memory(), "system": f"{platform.system()} {platform.machine()}"},
+        **accelerators(),
+        "cache": cache(cache_folder()),
+        "data": data_sets(cache_folder() / "data"),
+        "extras": {
+            name: {"installed": any(map(installed, modules)), "gives": gives}
+            for name, (modules, gives) in EXTRAS.items()
+        },
+        "launcher": launcher(os.environ),
+    }
+
+
+def accelerators() -> dict[str, Any]:
+    """Return the devices, and which kernels recipes get on them and why; or why JAX has none."""
+    with importing():
+        import jax
+
+        from jspeed.parallel.mesh import make_mesh
+        from jspeed.run.compute.device import device_of
+        from jspeed.run.evidence import provenance
+    try:
+        devices: dict[str, Any] = provenance.devices()
+        mesh = make_mesh()
+        first = mesh.devices.flat[0]
+        device = device_of(mesh)
+    except (RuntimeError, BadInput) as error:
+        return {"devices": None, "problem": str(error).splitlines()[0], "attention": None, "fp8": None}
+    capability = getattr(first, "compute_capability", None) if device.platform == "gpu" else None
+    attention, fp8 = why(device.attention, device.fp8, capability)
+    return {
+        "devices": {
+            "platform": device.platform,
+            "kind": devices["kind"],
+            "count": len(jax.devices()),
+            "memory": device.memory,
+            "compute_capability": capability and str(capability),
+        },
+        "problem": None,
+        "attention": {"backend": device.attention, "why": attention},
+        "fp8": {"matmuls": device.fp8, "why": fp8},
+    }
+
+
+def why(attention: str, fp8: str, capability: str | None) -> tuple[str, str]:
+    """Say why a device gets this attention backend and these FP8 matmuls; a CPU has no compute capability."""
+    if capability is None:
+        reason = "the only backend on a CPU"
+    elif attention == "xla":
+        reason = f"cuDNN attends within documents from compute capability 9.0 on, this is {capability}"
+    elif attention == "fa4":
+        reason = "fa4_jax is installed, and this is Hopper"
+    else:
+        reason = f"compute capability {capability}"
+        reason += "; jspeed[fa4] would give FlashAttention 4" if str(capability) == "9.0" else ""
+    reasons = {
+        "native": f"on tensor cores, compute capability {capability}",
+        "missing": f"tensor cores multiply FP8 from compute capability 8.9 on, this is {capability}",
+        "emulated": "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster",
+    }
+    return reason, reasons[fp8]
+
+
+def cache(folder: Path) -> dict[str, Any]:
+    """Return where prepared data and compiled programs are kept, how large both are, and what room there is."""
+    programs = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder / "xla")
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    sizes = {"data": size(folder / "data"), "programs": size(programs)}
+    return {"folder": str(folder), "programs_folder": str(programs), **sizes, "free": shutil.disk_usage(there).free}
+
+
+def data_sets(folder: Path) -> list[dict[str, Any]]:
+    """Return the folders of shards in the cache: tokenizer and tokens, or what is wrong with one."""
+    found = []
+    for place in sorted(folder.iterdir() if folder.is_dir() else []):
+        if place.name.startswith(".") or not place.is_dir():
+            continue
+        one: dict[str, Any] = {"name": place.name, "tokenizer": None, "tokens": None, "problem": None}
+        try:
+            manifest: dict[str, Any] = complete_manifest(place) or {}
+            if manifest:
+                tokens = {split: total["tokens"] for split, total in manifest["splits"].items()}
+                one |= {"tokenizer": manifest["tokenizer"], "tokens": tokens}
+            else:
+                one["problem"] = "no whole manifest.json; jspeed prepare goes on with it"
+        except BadInput as error:
+            one["problem"] = str(error)
+        found.append(one)
+    return found
+
+
+def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what started this process, as a run would find out, or why it could not."""
+    try:
+        rank = find_rank(environment)
+    except BadInput as error:
+        return {"processes": None, "problem": str(error)}
+    return {"processes": rank.count if rank else 1, "process_id": rank.index if rank else 0, "problem": None}
+
+
+def screen(found: Mapping[str, Any]) -> str:
+    """Return what was found as lines for a terminal."""
+    devices, sizes, machine = found["devices"], found["cache"], found["machine"]
+    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
+    memory_of_one = f", {amount(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
+    rows = [
+        ("jspeed", f"{found['jspeed']} in {found['package']}"),
+        ("repository", found["repository"] or "none around; benches, records and tests are in one"),
+        ("Python", f"{found['python']} ({found['executable']})"),
+        ("packages", packages),
+        ("machine", f"{machine['system']}, {machine['cores']} cores, {amount(machine['memory'])} memory"),
+        ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}" if devices else found["problem"]),
+    ]
+    if devices:
+        rows.append(("attention", f"{found['attention']['backend']}: {found['attention']['why']}"))
+        rows.append(("FP8", f"{found['fp8']['matmuls']}: {found['fp8']['why']}"))
+    rows.append(("cache", f"{sizes['folder']}: {amount(sizes['data'])} data, {amount(sizes['free'])} free"))
+    rows.append(("", f"{sizes['programs_folder']}: {amount(sizes['programs'])} compiled programs"))
+    for number, one in enumerate(found["data"]):
+        tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
+        text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
+        rows.append(("" if number else "data", f"{one['name']}: {text}"))
+    if not found["data"]:
+        rows.append(("data", "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has others"))
+    for number, (name, extra) in enumerate(found["extras"].items()):
+        state = "installed" if extra["installed"] else f"pip install 'jspeed[{name}]'"
+        rows.append(("" if number else "extras", f"{name}: {extra['gives']} - {state}"))
+    launched = found["launcher"]
+    alone = "none; jspeed launch, torchrun, srun and mpirun start several processes"
+    several = f"process {launched.get('process_id')} of {launched['processes']}"
+    rows.append(("launcher", launched["problem"] or (alone if launched["processes"] == 1 else several)))
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    gap = " " * LABEL
+    return "\n".join(
+        textwrap.fill(text, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=gap, break_on_hyphens=False)
+        for label, text in rows
+    )
+
+
+def version(package: str) -> str | None:
+    """Return the version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def installed(module: str) -> bool:
+    """Return whether a module is there, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package above it
+        return False
+
+
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory() -> int:
+    """Return the machine's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def size(folder: Path) -> int:
+    """Return the bytes of all files under a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def amount(count: int) -> str:
+    """Return a number of bytes as a person reads it."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
+
+
+COMMAND = Command(doctor, ("  # one screen", "--json  # for a program, or a bug report"))

@@ -1,0 +1,86 @@
+"""``jspeed doctor``: everything that it says is looked up, and nothing that it finds makes it fail."""
+
+import json
+import os
+
+import pytest
+
+from jspeed.commands import doctor
+from jspeed.corpus import tokenise
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache with a data set, one that was interrupted, one that is broken, and a compiled program."""
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    (tmp_path / "text.txt").write_text("round and round " * 300)
+    tokenise.prepare_text((tmp_path / "text.txt",), tmp_path / "data" / "mine", "bytes", None)
+    for name, manifest in {"begun": None, "broken": "{"}.items():
+        (tmp_path / "data" / name).mkdir()
+        if manifest:
+            (tmp_path / "data" / name / "manifest.json").write_text(manifest)
+    (tmp_path / "xla").mkdir()
+    (tmp_path / "xla" / "jit_step-cache").write_bytes(b"0" * 1234)
+    return tmp_path
+
+
+def test_what_is_there(cache, capsys):
+    doctor.doctor(json_=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["devices"]["platform"] == "cpu" and found["devices"]["count"] == 8 and found["problem"] is None
+    assert found["attention"] == {"backend": "xla", "why": "the only backend on a CPU"}
+    assert found["fp8"]["matmuls"] == "emulated" and found["machine"]["cores"] == len(os.sched_getaffinity(0))
+    assert found["cache"]["programs"] == 1234 and found["cache"]["folder"] == str(cache)
+    assert found["cache"]["data"] == sum(path.stat().st_size for path in (cache / "data").rglob("*") if path.is_file())
+    begun, broken, mine = found["data"]
+    assert "jspeed prepare goes on with it" in begun["problem"] and "manifest.json" in broken["problem"]
+    assert (mine["name"], mine["tokenizer"], mine["problem"]) == ("mine", "bytes", None)
+    assert sum(mine["tokens"].values()) == 16 * 300 + 2  # a BOS before each of the two parts
+    assert found["extras"]["parquet"]["installed"] == doctor.installed("pyarrow")
+    assert found["launcher"] == {"processes": 1, "process_id": 0, "problem": None}
+    assert found["packages"]["jax"] == __import__("jax").__version__
+
+
+def test_one_screen(cache, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    doctor.doctor()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 100
+    labels = [line[: doctor.LABEL].strip() for line in lines if line[0] != " "]
+    assert labels == ["jspeed", "repository", "Python", "packages", "machine", "devices", "attention", "FP8"] + [
+        *("cache", "data", "extras", "launcher")
+    ]
+    assert any("mine: train " in line and line.endswith("tokens of bytes") for line in lines)
+
+
+def test_devices_that_cannot_be_started_are_said(cache, capsys, monkeypatch):
+    def fails():
+        raise RuntimeError("Unable to initialize backend 'cuda': no device\nmore")
+
+    monkeypatch.setattr("jspeed.run.evidence.provenance.devices", fails)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    doctor.doctor()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "devices Unable to initialize backend 'cuda': no device cache" in shown and "launcher RANK" in shown
+
+
+@pytest.mark.parametrize(
+    ("attention", "fp8", "capability", "words"),
+    [
+        ("cudnn", "native", "9.0", ["jspeed[fa4] would give", "on tensor cores"]),
+        ("fa4", "native", "9.0", ["fa4_jax is installed", "on tensor cores"]),
+        ("cudnn", "native", "10.0", ["compute capability 10.0", "on tensor cores"]),
+        ("xla", "missing", "8.0", ["from compute capability 9.0 on, this is 8.0", "from compute capability 8.9 on"]),
+    ],
+)
+def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):
+    said = doctor.why(attention, fp8, capability)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+    assert "fa4" not in said[0] or capability == "9.0"
+
+
+def test_a_launched_process_says_which_it_is():
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+    assert doctor.launcher(environment) == {"processes": 2, "process_id": 1, "problem": None}
