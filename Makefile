@@ -40,6 +40,12 @@ test-faults: .venv/dev
 test-launchers: .venv/dev
 	JSPEED_TEST_LAUNCHERS=1 $(BIN)/python -m pytest -rs tests/launchers
 
+# The wheel, installed with its dependencies alone and used outside the repository; the workflow that builds it for other
+# platforms, against GitHub's schema.
+test-package: .venv/lint/installed
+	JSPEED_TEST_PACKAGE=1 $(BIN)/python -m pytest -rs tests/test_package.py
+	PYTHONPATH=.venv/lint $(BIN)/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
 
@@ -102,4 +108,9 @@ clean:
 	$(BIN)/python -m pip install --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers page docs check clean
+.venv/lint/installed: | .venv/dev
+	rm -rf .venv/lint
+	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
+	@touch $@
+
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package page docs check clean
