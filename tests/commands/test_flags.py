@@ -82,6 +82,7 @@ def test_examples_of_all_name_commands():
         ("run --steps 2.5", "--steps '2.5': expected a whole number"),
         ("run --target-loss low", "--target-loss 'low': expected a number"),
         ("run --data=", "--data: found an empty path"),
+        ("run --seed 'a\nb'", r"--seed 'a\nb': expected a whole number"),
         ("prepare text a --out b --end-of-text befor", "--end-of-text befor: give one of before, after, none; did you"),
         ("prepare text a", "jspeed prepare text needs --out DIR: folder to make"),
         ("export", "jspeed export needs MODEL: a run directory"),

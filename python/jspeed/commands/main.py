@@ -69,7 +69,9 @@ def call(words: Sequence[str], name: str = "") -> int | None:
     while isinstance(command, Group):
         name, words = choose(command, words, prog), words[1:]
         prog, command = f"{prog} {name}", command.load(name)
-    return parse(command, words, prog)()
+    with importing():  # Python wraps a Ctrl-C in the middle of making a class into another exception
+        do = parse(command, words, prog)
+    return do()
 
 
 def load(name: str) -> Any:
