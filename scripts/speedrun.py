@@ -75,6 +75,7 @@ def speedrun(
     show_layout: bool = False,
     micro_batch: int | None = None,
     attention: str | None = None,
+    preflight: bool = True,
     target_loss: float | None = None,
     max_minutes: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
@@ -107,6 +108,7 @@ def speedrun(
         show_layout: Print where every parameter would lie, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
+        preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
@@ -135,6 +137,7 @@ def speedrun(
         mesh=mesh,
         micro_batch=micro_batch,
         attention=attention,
+        preflight=preflight,
         target_loss=target_loss,
         max_minutes=max_minutes,
         sets=sets,

@@ -18,7 +18,7 @@ from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import carry
-from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
+from jspeed.run.compute.device import GPUS, Device, device_of, lanes_at_once, micro_batches
 from jspeed.run.compute.step import State, evaluate, init_state, train_step
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -157,7 +157,7 @@ def lower_evaluation(
 
 def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile for ``device`` with the options of this file."""
-    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform != "cpu" else None)
+    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:
