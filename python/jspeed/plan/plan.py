@@ -19,7 +19,7 @@ from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
 from jspeed.run.compute import program
-from jspeed.run.compute.device import lanes_at_once, micro_batches
+from jspeed.run.compute.device import divisions, micro_batches
 from jspeed.run.find import Found
 from jspeed.sizes import flops_per_token, is_matrix, parameter_count
 
@@ -249,15 +249,16 @@ def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]
 def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]]:
     last = recipe.stages[-1]
     parts = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
-    for lanes in lanes_at_once(recipe, last, hardware.mesh):
-        if lanes > recipe.lanes // hardware.mesh.shape["data"] // parts:
+    own = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
+    for number in divisions(recipe, last, hardware.mesh):
+        if number < parts:
             continue
-        step = compile_stages(change(recipe, stages=(last,)), hardware, lanes * last.lane_len)[-1]
+        step = compile_stages(change(recipe, stages=(last,)), hardware, own // number)[-1]
         seconds = predict.times(step.kernels, hardware.cluster)[0].total
         yield {
             "layout": hardware.layout,
             "mesh": dict(hardware.mesh.shape),
-            "micro_batch_tokens": lanes * last.lane_len,
+            "micro_batch_tokens": own // number,
             "peak_bytes": step.memory["peak"],
             "fits": step.memory["peak"] <= hardware.limit,
             "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],

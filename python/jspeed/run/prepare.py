@@ -39,6 +39,7 @@ from jspeed.run.compute import carry
 from jspeed.run.compute.cache import use_compile_cache
 from jspeed.run.compute.cpu import keep_freed_memory
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
+from jspeed.run.compute.pieces import piece_length
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
 from jspeed.run.compute.program import (
     Program,
@@ -188,6 +189,14 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
             device = checked.device
+        if program.micro_tokens < (lane := recipe.stages[-1].lane_len):
+            number = lane // program.micro_tokens
+            console.print(
+                f"note: a lane of {lane:,} tokens is cut at document borders into {number} pieces of at most "
+                f"{piece_length(recipe.stages[-1], number):,}, one at a time: the same training in less memory",
+                markup=False,
+                soft_wrap=True,
+            )
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))

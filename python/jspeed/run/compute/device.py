@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ATTENTION, Recipe, Stage
+from jspeed.run.compute.pieces import numbers_of_pieces
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
@@ -131,19 +132,27 @@ def memory_of(device: Any) -> int | None:
     return stats.get("bytes_limit") if stats else None
 
 
-def lanes_at_once(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
-    """Return the numbers of lanes one device may take at once, largest first.
-
-    Raises :class:`BadInput` when the lanes cannot be divided over the devices.
-    """
+def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
+    """Return the lanes of one device. Raises :class:`BadInput` when the lanes cannot be divided over the devices."""
     devices = row_shards(mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} lanes of {stage.lane_len}) cannot "
             f"be divided over {devices} devices on the data axis; use a number of devices that divides {recipe.lanes}"
         )
-    lanes = recipe.lanes // mesh.shape["data"]
-    return [n for n in range(lanes, 0, -1) if lanes % n == 0]
+    return recipe.lanes // mesh.shape["data"]
+
+
+def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
+    """Return into how many micro-batches one device may divide its lanes, fewest first.
+
+    Up to one lane each, then, where documents have a bound and there is no pipeline, pieces of a lane.
+    """
+    lanes = lanes_of_device(recipe, stage, mesh)
+    whole = [parts for parts in range(1, lanes + 1) if lanes % parts == 0]
+    if mesh.shape.get("pipe", 1) > 1:
+        return whole
+    return whole + [lanes * pieces for pieces in numbers_of_pieces(recipe, stage)]
 
 
 def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> int:
@@ -152,15 +161,17 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micr
     Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, but leaves every
     stage of a pipeline a micro-batch. Raises :class:`BadInput` with the numbers when the batch does not divide.
     """
-    choices = lanes_at_once(recipe, stage, mesh)
-    lanes = choices[0]
+    choices = divisions(recipe, stage, mesh)
+    lanes = lanes_of_device(recipe, stage, mesh)
     if micro_batch is None:
         most = max(1, min(lanes // mesh.shape.get("pipe", 1), device.micro_batch // stage.lane_len))
-        return lanes // next(n for n in choices if n <= most)
-    if micro_batch < 1 or micro_batch % stage.lane_len or micro_batch // stage.lane_len not in choices:
+        return next(parts for parts in choices if lanes // parts <= most)
+    own = lanes * stage.lane_len
+    if micro_batch < 1 or own % micro_batch or own // micro_batch not in choices:
+        sizes = ", ".join(str(own // parts) for parts in reversed(choices) if own % parts == 0)
         raise BadInput(
             f"--micro-batch {micro_batch}: the global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} "
             f"lanes of {stage.lane_len}) is not a multiple of {mesh.shape['data']} devices x {micro_batch} tokens in "
-            f"whole lanes; give one of {', '.join(str(n * stage.lane_len) for n in reversed(choices))}"
+            f"whole lanes, or in pieces that document borders allow; give one of {sizes}"
         )
-    return lanes * stage.lane_len // micro_batch
+    return own // micro_batch
