@@ -19,7 +19,7 @@ from jspeed.files import write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.plan.calculate import PRESETS, preset, verdict, widest_memory
-from jspeed.plan.compile import MEMORY_FRACTION, Hardware, hardware_for
+from jspeed.plan.compile import MEMORY_FRACTION, TPU_MEMORY_FRACTION, Hardware, hardware_for
 from jspeed.plan.plan import candidates, make_plan, require_devices, search
 from jspeed.plan.target import Cluster, missing, parse_target
 from jspeed.plan.views import terminal
@@ -45,7 +45,7 @@ def plan(
     svg: Annotated[Path | None, arg(metavar="FILE")] = None,
     html: Annotated[Path | None, arg(metavar="FILE")] = None,
     dollars_per_hour: float | None = None,
-    memory_fraction: float = MEMORY_FRACTION,
+    memory_fraction: float | None = None,
     set: Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], arg(metavar="FIELD=VALUE ...")] = (),
 ) -> int:
     """Predict memory, time and bottlenecks of a recipe on absent GPUs.
@@ -54,7 +54,7 @@ def plan(
 
     Args:
         recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without recipe, such as gpt2-xl.
-        target: GPUs to plan for: h100x8, h200x1, a100x8, b200x8, or h100x8x4 for 4 nodes of 8.
+        target: GPUs to plan for: h100x8, h200x1, a100x8, rtx4090x1, or h100x8x4 for 4 nodes of 8; or TPUs: v6ex8.
         layout: How parameters are sharded over the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see speedrun.py --help.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens a device takes at once.
@@ -67,10 +67,13 @@ def plan(
         svg: Write a picture of the plan.
         html: Write a report that opens from disk.
         dollars_per_hour: Price of one GPU, instead of the guess in the target's file.
-        memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION).
+        memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION); default: 0.75, and
+            0.93 of a TPU's.
         set: Replace fields of the recipe file.
     """
     cluster = parse_target(target)
+    if memory_fraction is None:
+        memory_fraction = TPU_MEMORY_FRACTION if cluster.target.tpu else MEMORY_FRACTION
     check_numbers(memory_fraction, dollars_per_hour)
     sets = tuple(text for group in set for text in group)
     if gpt3 and recipe:
@@ -89,10 +92,11 @@ def plan(
     if recipe is None:
         raise BadInput(f"no recipe given; give one of {', '.join(known_recipes())}, a path, or --gpt3")
     found = find(recipe, sets)
-    if not compile or missing():
+    absent = missing(cluster.target)
+    if not compile or absent:
         code = without_compiler(found.recipe, layout, cluster, micro_batch, memory_fraction, strict)
         if compile:
-            raise BadInput(str(missing()))
+            raise BadInput(str(absent))
         return code
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh is not None else None

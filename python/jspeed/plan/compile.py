@@ -156,7 +156,7 @@ def read(stage: Stage, parts: int, built: jax.stages.Compiled) -> Step:
 def largest_that_fits(
     recipe: Recipe, hardware: Hardware, stage: Stage, below: int | None = None
 ) -> tuple[int, int] | None:
-    """Compile one stage with fewer lanes at once, then pieces of a lane, until it fits: (micro-batch, bytes), or None."""
+    """Compile a stage with fewer lanes at once, then pieces of one, until it fits: (micro-batch, bytes), or None."""
     own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
     for parts in divisions(recipe, stage, hardware.mesh):
         tokens = own // parts

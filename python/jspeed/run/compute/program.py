@@ -78,8 +78,8 @@ def compile_program(
     need = memory_needed(evaluation) if device.memory else 0
     if device.memory and need > device.memory:
         raise BadInput(
-            f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate a row of {recipe.eval_len} tokens and "
-            f"there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
+            f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
+            f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
         )
     return Program(init, steps, evaluation, micro_tokens, padded)
 
@@ -126,6 +126,9 @@ def smallest(recipe: Recipe, stage: Stage, parts: int, own: int) -> str:
 def memory_needed(step: jax.stages.Compiled) -> int:
     """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
     sizes: Any = step.memory_analysis()
+    shardings = jax.tree.leaves(step.input_shardings)
+    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":  # whose temporaries are not in the others
+        return sizes.peak_memory_in_bytes
     arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return arrays + sizes.temp_size_in_bytes
 
