@@ -158,7 +158,7 @@ def versions(mesh: Mesh) -> list[str]:
     try:
         from jax._src.lib import cuda_versions  # of the cuDNN that was loaded, which need not be the installed one
 
-        found.append(str(cuda_versions.cudnn_get_version()))
+        found.append(str(cuda_versions.cudnn_get_version()) if cuda_versions else "")
     except (ImportError, AttributeError, RuntimeError):
         found.append("")
     for package in ("jspeed", "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"):
@@ -194,7 +194,7 @@ def attention_error(backend: str, width: int, packed: bool) -> str | None:
     tokens = np.zeros((2, LENGTH), np.int32)
     tokens[0, [at for at in BORDERS if at < LENGTH]] = 1
     draw = np.random.default_rng(0)
-    arrays = [draw.normal(size=(2, LENGTH, HEADS, width)).astype(jnp.bfloat16) for _ in range(4)]
+    q, k, v, g = (draw.normal(size=(2, LENGTH, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
     scale, window = width**-0.5, WINDOW if packed else None
 
     def call(tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
@@ -203,10 +203,10 @@ def attention_error(backend: str, width: int, packed: bool) -> str | None:
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
 
-    placed = jax.device_put([tokens, *arrays], jax.local_devices()[0])
+    placed = jax.device_put([tokens, q, k, v, g], jax.local_devices()[0])
     found = jax.device_get(jax.jit(call)(*placed))
     ids = np.cumsum(tokens, axis=1) if packed else np.zeros_like(tokens)
-    return _worst(("the output", "dq", "dk", "dv"), found, attention_in_float64(*arrays, scale, ids, window))
+    return _worst(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
 
 
 def attention_in_float64(
