@@ -61,7 +61,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize(
+    "broken", [pytest.param(b, marks=pytest.mark.slow if b in ("1 % off", "no window") else ()) for b in BROKEN]
+)
 def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
     monkeypatch.setattr(kernels, "cudnn", wrong)
