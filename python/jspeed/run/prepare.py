@@ -31,6 +31,7 @@ from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
 from jspeed.record.remarks import taken_name
+from jspeed.record.schema import Kernels
 from jspeed.run import evaluate
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
@@ -108,7 +109,7 @@ class Setup:
     identity: dict[str, Any]
     record: dict[str, Any] | None
     at_start: StartEvidence
-    kernels: dict[str, Any]
+    kernels: Kernels
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:

@@ -28,6 +28,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.kernels import Refused
 from jspeed.parallel.mesh import put
 from jspeed.recipe import Recipe
+from jspeed.record.schema import Kernels
 from jspeed.run.compute.device import Device, packs
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.output.console import waiting
@@ -50,10 +51,14 @@ class Preflight:
     checks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Kernels:
         """What run.json says of it."""
-        facts = {"attention": self.device.attention, "fp8": self.device.fp8}
-        return facts | {"checked": list(self.checks), "refused": list(self.refused)}
+        return {
+            "attention": self.device.attention,
+            "fp8": self.device.fp8,
+            "checked": list(self.checks),
+            "refused": list(self.refused),
+        }
 
 
 def preflight(recipe: Recipe, mesh: Mesh, device: Device, fp8_field: str | None, console: Console) -> Preflight:
