@@ -110,3 +110,33 @@ def test_published_times_lie_in_the_range_and_one_is_held_out():
         assert low < row["measured_ms"] < high
     fitted = [row["error"] for row in rows if row["used_to_fit"]]
     assert max(map(abs, fitted)) < 0.1
+
+
+# Shortened from a program for TPU v6e: a matmul with its fused epilogue, one that is batched, one contracted over two.
+TPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%fused.1 (p.0: bf16[1024,768], p.1: bf16[768,3072]) -> bf16[1024,3072] {
+  %p.0 = bf16[1024,768]{1,0:T(8,128)(2,1)} parameter(0)
+  %p.1 = bf16[768,3072]{1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %convolution.1 = bf16[1024,3072]{1,0:T(8,128)(2,1)} convolution(%p.0, %p.1), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[1024,768], w: bf16[768,3072], b: bf16[16,512,256], g: bf16[4,256,768]) -> bf16[1024,3072] {
+  %x = bf16[1024,768]{1,0:T(8,128)(2,1)} parameter(0)
+  %w = bf16[768,3072]{1,0:T(8,128)(2,1)} parameter(1)
+  %b = bf16[16,512,256]{2,1,0:T(8,128)(2,1)} parameter(2)
+  %g = bf16[4,256,768]{2,1,0:T(8,128)(2,1)} parameter(3)
+  %batched = bf16[16,512,512]{2,1,0} convolution(%b, %b), \
+window={size=16 stride=15 lhs_dilate=16}, dim_labels=0bf_0oi->0bf
+  %both = bf16[1,768,768]{2,1,0} convolution(%g, %g), window={size=4}, dim_labels=0fb_0io->0bf
+  ROOT %fusion = bf16[1024,3072]{1,0} fusion(%x, %w), kind=kOutput, calls=%fused.1
+}
+"""
+
+
+def test_matmuls_that_a_tpu_writes_as_convolutions():
+    batched, both, fused = cost.kernels(TPU_TEXT)
+    assert (batched.flops, batched.dims) == (2 * 16 * 512 * 256 * 512, (16, 512, 256, 512))
+    assert (both.flops, both.dims) == (2 * 4 * 256 * 768 * 768, (1, 768, 4 * 256, 768))
+    assert (fused.flops, fused.dims, fused.dtype) == (2 * 1024 * 768 * 3072, (1, 1024, 768, 3072), "bf16")
+    assert {kernel.kind for kernel in (batched, both, fused)} == {"matmul"}

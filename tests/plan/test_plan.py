@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import jspeed.plan.compile
 import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
-from jspeed.plan.compile import Hardware, compile_stages
+from jspeed.plan.compile import Hardware, Step, compile_stages
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
 from jspeed.run.compute.device import Device
 from jspeed.run.find import find
 from jspeed.sizes import parameter_count
+
+from ..toys import TOYS
 
 SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
 FOUND = find(str(Path(__file__).with_name("bad.py")), SMALL)
@@ -129,3 +132,31 @@ def test_tables_and_comparison(plan, rows):
 def test_lanes_that_do_not_divide_are_a_sentence():
     with pytest.raises(BadInput, match="--set LANES=64"):
         require_devices(replace(FOUND.recipe, lanes=60), hardware_for())
+
+
+def test_a_plan_takes_the_micro_batch_that_training_would_find(monkeypatch):
+    """Where the first does not fit: the largest that does, here a piece of a lane. Only the choice is looked at."""
+    tried = []
+
+    class Chosen(Exception):
+        pass
+
+    def compile_stages(recipe, hardware, micro_batch=None):
+        if micro_batch:
+            raise Chosen(micro_batch)
+        [stage] = recipe.stages
+        return [Step(stage, 1, "", {"peak": 100})]
+
+    def lower(recipe, stage, hardware, tokens, phase=-1):
+        tried.append(tokens)
+        return tokens
+
+    recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129"]).recipe
+    hardware = hardware_for(memory=40)
+    monkeypatch.setattr(jspeed.plan.plan, "compile_stages", compile_stages)
+    monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
+    monkeypatch.setattr(jspeed.plan.compile, "build", lambda lowered, device: lowered)
+    monkeypatch.setattr(jspeed.plan.compile.program, "memory_needed", lambda tokens: tokens)
+    with pytest.raises(Chosen, match="32"):
+        make_plan(replace(FOUND, recipe=recipe), hardware)
+    assert tried == [64, 32]

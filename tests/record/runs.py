@@ -73,6 +73,12 @@ def as_run(
         "mesh": {"data": 1},
         "layout": "dp",
         "micro_batch": 8192,
+        "kernels": {
+            "attention": "cudnn",
+            "fp8": "native",
+            "checked": ["FP8 matmuls"],
+            "refused": ["attention fa4: a test"],
+        },
         "data": {
             "name": "stdlib",
             "fingerprint": "aa" * 8,

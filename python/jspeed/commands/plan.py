@@ -10,7 +10,7 @@ from jspeed.commands.flags import Axes, Command, Fields, File, Wants
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.plan import MEMORY_FRACTION
+from jspeed.plan import MEMORY_FRACTION, TPU_MEMORY_FRACTION
 from jspeed.run.names import known_recipes
 from jspeed.terminal import importing
 
@@ -35,7 +35,7 @@ def plan(
     svg: File | None = None,
     html: File | None = None,
     dollars_per_hour: Annotated[float | None, Wants("DOLLARS")] = None,
-    memory_fraction: Annotated[float, Wants("SHARE")] = MEMORY_FRACTION,
+    memory_fraction: Annotated[float | None, Wants("SHARE")] = None,
     set: Fields = (),
 ) -> int:
     """Predict memory, time and bottlenecks of a recipe on absent GPUs.
@@ -44,7 +44,7 @@ def plan(
 
     Args:
         recipe: Name of a recipe, path of a recipe file (FILE.py), or a published size without recipe, such as gpt2-xl.
-        target: GPUs to plan for: h100x8, h200x1, a100x8, b200x8, or h100x8x4 for 4 nodes of 8.
+        target: GPUs to plan for: h100x8, h200x1, a100x8, rtx4090x1, or h100x8x4 for 4 nodes of 8; or TPUs: v6ex8.
         layout: How parameters are sharded over the mesh: zero1, dp, fsdp, tp, fsdp+tp or pp; see jspeed run --help.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens a device takes at once.
@@ -57,7 +57,8 @@ def plan(
         svg: Write a picture of the plan.
         html: Write a report that opens from disk.
         dollars_per_hour: Price of one GPU, instead of the guess in the target's file.
-        memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION).
+        memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION); default: 0.75, and
+            0.93 of a TPU's.
         set: Replace fields of the recipe file.
     """
     with importing():
@@ -75,6 +76,8 @@ def plan(
 
     jax.config.update("jax_platforms", "cpu")  # of this machine only, whatever plugins are installed
     cluster = parse_target(target)
+    if memory_fraction is None:
+        memory_fraction = TPU_MEMORY_FRACTION if cluster.target.tpu else MEMORY_FRACTION
     check_numbers(memory_fraction, dollars_per_hour)
     if gpt3 and recipe:
         raise BadInput(f"both {recipe} and --gpt3 say what to plan; give one of them")
@@ -92,10 +95,11 @@ def plan(
     if recipe is None:
         raise BadInput(f"no recipe given; give one of {', '.join(known_recipes())}, a path, or --gpt3")
     found = find(recipe, set)
-    if not compile or missing():
+    absent = missing(cluster.target)
+    if not compile or absent:
         code = without_compiler(found.recipe, layout, cluster, micro_batch, memory_fraction, strict)
         if compile:
-            raise BadInput(str(missing()))
+            raise BadInput(str(absent))
         return code
     other = find(against) if against else None
     axes = parse_mesh(mesh) if mesh is not None else None

@@ -52,6 +52,7 @@ def run(
     show_layout: bool = False,
     micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
     attention: Annotated[str | None, Wants("BACKEND")] = None,
+    preflight: bool = True,
     target_loss: Annotated[float | None, Wants("LOSS")] = None,
     max_minutes: Annotated[float | None, Wants("M")] = None,
     set: Fields = (),
@@ -84,6 +85,7 @@ def run(
         show_layout: Print where every parameter would lie, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
+        preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
@@ -119,6 +121,7 @@ def run(
         mesh=mesh,
         micro_batch=micro_batch,
         attention=attention,
+        preflight=preflight,
         target_loss=target_loss,
         max_minutes=max_minutes,
         sets=set,

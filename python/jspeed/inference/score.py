@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from jspeed.corpus.download import Progress, fetch
 from jspeed.corpus.tokenizers import Tokenizer
@@ -24,6 +25,7 @@ from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe import Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import device_of
+from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compiled, eval_context, lower_evaluation
 from jspeed.run.compute.step import computing
 
@@ -63,7 +65,8 @@ def validate(model: Model, folder: Path, tokens: int | None = None) -> Validatio
     if recipe.eval_tokens < recipe.eval_len:
         raise BadInput(f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least as many")
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
-    device = device_of(model.mesh)
+    device = device_of(model.mesh, recipe=recipe)
+    device = preflight(recipe, model.mesh, device, None, Console(stderr=True, highlight=False)).device
     evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
     padded, lowered = lower_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.place(rows, padded, recipe, model.mesh)

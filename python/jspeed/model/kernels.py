@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from jspeed.errors import BadInput
 
 
+class Refused(BadInput):
+    """A backend cannot do what it was asked for, and another one may."""
+
+
 def cudnn(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -34,7 +38,7 @@ def cudnn(
     """
     _check("cudnn", q_BTHK, k_BTHK, v_BTHK)
     if offsets_BO is not None and q_BTHK.size >= 2**31:
-        raise BadInput(
+        raise Refused(
             f"attention backend 'cudnn' counts elements in int32, found {q_BTHK.size:,} in a batch of "
             f"{q_BTHK.shape[0]} lanes; take fewer lanes at a time"
         )
@@ -44,7 +48,7 @@ def cudnn(
     try:
         fused.check_cudnn_version()
     except RuntimeError:
-        raise BadInput("attention backend 'cudnn' finds no cuDNN; install jspeed[cuda12] or choose 'xla'") from None
+        raise Refused("attention backend 'cudnn' finds no cuDNN; install jspeed[cuda12] or choose 'xla'") from None
     mask, lengths_BM, starts_BO = fused.MaskType.CAUSAL, None, None
     if offsets_BO is not None:
         mask = fused.MaskType.PADDING_CAUSAL
@@ -64,7 +68,7 @@ def cudnn(
             sliding_window_length=window,
         )
     except NotImplementedError as error:
-        raise BadInput(f"attention backend 'cudnn' cannot do this here ({error}); choose another backend") from error
+        raise Refused(f"attention backend 'cudnn' cannot do this here ({error}); choose another backend") from error
 
 
 def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
@@ -103,7 +107,7 @@ def fa4(
     multiple of 8 or above 256.
     """
     if importlib.util.find_spec("fa4_jax") is None:
-        raise BadInput(
+        raise Refused(
             "attention backend 'fa4' needs the package fa4-jax, which is not installed; "
             "pip install 'jspeed[fa4]' with Python 3.12 or newer, or choose 'cudnn'"
         )
@@ -155,9 +159,9 @@ def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
 def _check(backend: str, *qkv: jax.Array) -> None:
     for name, x in zip("qkv", qkv, strict=True):
         if x.dtype not in (jnp.bfloat16, jnp.float16):
-            raise BadInput(f"attention backend '{backend}' takes bfloat16 or float16, found {name} in {x.dtype}")
+            raise Refused(f"attention backend '{backend}' takes bfloat16 or float16, found {name} in {x.dtype}")
         if x.shape != qkv[0].shape:
-            raise BadInput(f"attention backend '{backend}' takes q, k, v of one shape, found {[x.shape for x in qkv]}")
+            raise Refused(f"attention backend '{backend}' takes q, k, v of one shape, found {[x.shape for x in qkv]}")
     width = qkv[0].shape[-1]
     if width % 8 or width > 256:
-        raise BadInput(f"attention backend '{backend}' takes head widths 8, 16, ... 256, found {width}")
+        raise Refused(f"attention backend '{backend}' takes head widths 8, 16, ... 256, found {width}")

@@ -16,7 +16,7 @@ from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
-from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
+from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
 
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
 
@@ -60,7 +60,7 @@ def hardware_for(
     """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin."""
     jax.config.update("jax_platforms", "cpu")  # else JAX would try to start CUDA, and then not know it
     mesh = cluster_mesh(cluster, axes)
-    device = replace(device_of(mesh), memory=int(fraction * cluster.facts.hbm_bytes))
+    device = device_of(mesh, memory=int(fraction * cluster.facts.hbm_bytes))
     if device.attention == "fa4":  # asks the live backend; its kernels carry no shapes to read FLOPs from
         device = replace(device, attention="cudnn")
     return Hardware(cluster, mesh, layout, device)
@@ -131,7 +131,7 @@ def lower(
 
 def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile with the options of training, and matmuls as cuBLAS calls (nothing can be autotuned here)."""
-    if device.platform == "cpu":
+    if device.platform not in GPUS:
         return program.compiled(lowered, device)
     return lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
 
@@ -152,9 +152,10 @@ def read(stage: Stage, parts: int, built: jax.stages.Compiled) -> Step:
 def largest_that_fits(
     recipe: Recipe, hardware: Hardware, stage: Stage, below: int | None = None
 ) -> tuple[int, int] | None:
-    """Compile one stage with fewer and fewer lanes at once until it fits: (micro-batch in tokens, bytes), or None."""
-    for lanes in lanes_at_once(recipe, stage, hardware.mesh):
-        tokens = lanes * stage.lane_len
+    """Compile a stage with fewer lanes at once, then pieces of one, until it fits: (micro-batch, bytes), or None."""
+    own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
+    for parts in divisions(recipe, stage, hardware.mesh):
+        tokens = own // parts
         if below is None or tokens < below:
             with pretend(hardware.cluster.target):
                 need = program.memory_needed(build(lower(recipe, stage, hardware, tokens), hardware.device))

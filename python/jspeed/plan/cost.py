@@ -105,6 +105,26 @@ def matmul_flops(step: Instruction, operands: list[Instruction]) -> tuple[float,
     return 2.0 * batch * rows * contracted * columns, (batch, rows, contracted, columns)
 
 
+def convolution_flops(step: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
+    """:func:`matmul_flops` of a matmul that a TPU's compiler writes as a convolution.
+
+    A dimension that is batched, or belongs to one operand alone, is a spatial one whose windows hold one product; one
+    that is contracted besides the features is a spatial one of which a single window is left.
+    """
+    match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", step.attributes)
+    assert match, step.attributes
+    kernel, out = (dict(zip(labels, array.dims, strict=True)) for labels, array in (
+        (match[2], operands[1].arrays[0]), (match[3], step.arrays[0])
+    ))  # fmt: skip
+    spatial = [label for label in out if label.isdigit()]
+    batch = math.prod(out[label] for label in spatial)
+    contracted = kernel["i"] * math.prod(kernel[label] for label in spatial if out[label] == 1)
+    return 2.0 * batch * out["b"] * contracted * out["f"], (batch, out["b"], contracted, out["f"])
+
+
+PRODUCTS = {"dot": matmul_flops, "convolution": convolution_flops}
+
+
 def _walk(
     name: str,
     times: int,
@@ -151,8 +171,8 @@ def _kernel(
         kind = ATTENTION[step.target]
         flops = attention_flops(kind, step, max_doc_len)
         return Kernel(kind, flops, moved, _dtype(step.arrays[0].dtype), (), times, step)
-    if step.opcode == "dot" or "matmul" in step.target:
-        flops, dims = matmul_flops(step, operands)
+    if step.opcode in PRODUCTS or "matmul" in step.target:
+        flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
     if step.opcode == "fusion":
@@ -160,8 +180,8 @@ def _kernel(
         for called in step.calls:
             body = computations.get(called, {})
             for dot in body.values():
-                if dot.opcode == "dot":
-                    more, dims = matmul_flops(dot, [body[name] for name in dot.operands])
+                if dot.opcode in PRODUCTS:
+                    more, dims = PRODUCTS[dot.opcode](dot, [body[name] for name in dot.operands])
                     flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
         kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
         return Kernel(kind, flops, moved, dtype, dims, times, step)

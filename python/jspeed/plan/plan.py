@@ -19,7 +19,7 @@ from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
 from jspeed.run.compute import program
-from jspeed.run.compute.device import lanes_at_once, micro_batches
+from jspeed.run.compute.device import divisions, micro_batches
 from jspeed.run.find import Found
 from jspeed.sizes import flops_per_token, is_matrix, parameter_count
 
@@ -44,10 +44,16 @@ def make_plan(
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
-    Raises :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
+    Without ``micro_batch`` it is the one that training would find: the first that fits in memory. Raises
+    :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
     recipe, cluster = found.recipe, hardware.cluster
     steps = compile_stages(recipe, hardware, micro_batch)
+    worst = max(steps, key=lambda step: step.memory["peak"])
+    if micro_batch is None and worst.memory["peak"] > hardware.limit:
+        below = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts
+        if smaller := largest_that_fits(recipe, hardware, worst.stage, below):
+            steps = compile_stages(recipe, hardware, smaller[0])
     ideal = ideal_flops(recipe, hardware, steps[-1].parts)
     stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
@@ -202,7 +208,9 @@ def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool
     whole = hardware.cluster.facts.hbm_bytes
     have = f"{limit / 1e9:.1f} GB ({limit / whole:.0%} of {whole / 1e9:.1f})"
     if need <= limit:
-        return True, f"fits: {need / 1e9:.1f} of {have} a device with a micro-batch of {tokens:,} tokens"
+        lane = worst.stage.lane_len
+        pieces = f", lanes cut at document borders into {lane // tokens}" if tokens < lane else ""
+        return True, f"fits: {need / 1e9:.1f} of {have} a device with a micro-batch of {tokens:,} tokens{pieces}"
     start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
     if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
         return False, f"{start}; --micro-batch {smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
@@ -210,8 +218,8 @@ def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool
         return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
     return (
         False,
-        f"{start}; one lane of {worst.stage.lane_len:,} tokens is the least there is: shorten it with --set, or use "
-        "more devices or larger ones",
+        f"{start}; that is the least there is of lanes of {worst.stage.lane_len:,} tokens: shorten them with --set, or "
+        "use more devices or larger ones",
     )
 
 
@@ -249,15 +257,16 @@ def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]
 def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]]:
     last = recipe.stages[-1]
     parts = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
-    for lanes in lanes_at_once(recipe, last, hardware.mesh):
-        if lanes > recipe.lanes // hardware.mesh.shape["data"] // parts:
+    own = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
+    for number in divisions(recipe, last, hardware.mesh):
+        if number < parts:
             continue
-        step = compile_stages(change(recipe, stages=(last,)), hardware, lanes * last.lane_len)[-1]
+        step = compile_stages(change(recipe, stages=(last,)), hardware, own // number)[-1]
         seconds = predict.times(step.kernels, hardware.cluster)[0].total
         yield {
             "layout": hardware.layout,
             "mesh": dict(hardware.mesh.shape),
-            "micro_batch_tokens": lanes * last.lane_len,
+            "micro_batch_tokens": own // number,
             "peak_bytes": step.memory["peak"],
             "fits": step.memory["peak"] <= hardware.limit,
             "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
@@ -289,8 +298,11 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
             "here; where fa4_jax is installed training uses that on H100 and H200"
         )
     elif hardware.device.attention == "xla":
-        found.append("this GPU gets XLA's own attention, which holds all scores in memory")
-    found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
+        found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
+    if hardware.cluster.target.tpu:
+        found.append("nothing has run on a TPU: what a kernel reaches of its peak is what was assumed of GPUs")
+    else:
+        found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
     return found
 
 

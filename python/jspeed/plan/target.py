@@ -1,6 +1,7 @@
-"""Absent GPUs: their published specifications, a mesh to compile for, and stand-ins for JAX's device checks."""
+"""Absent GPUs and TPUs: published specifications, a mesh to compile for, stand-ins for JAX's device checks."""
 
 import importlib.util
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -26,16 +27,19 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Target(NamedTuple):
-    """One kind of GPU, as the compiler is told of it."""
+    """One kind of GPU or TPU, as the compiler is told of it."""
 
     name: str
-    text: str  # stream_executor.GpuTargetConfigProto as text
-    capability: tuple[int, int]  # compute capability: (9, 0)
-    cudnn: int  # as cuDNN numbers its versions: 91002 is 9.10.2
+    text: str = ""  # of a GPU: stream_executor.GpuTargetConfigProto as text
+    capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability, (9, 0)
+    cudnn: int = 0  # of a GPU, as cuDNN numbers its versions: 91002 is 9.10.2
+    tpu: dict[str, Any] | None = None  # of a TPU: its kind, and the topology of each number of chips
 
     @property
     def device_kind(self) -> str:
         """What JAX calls the device."""
+        if self.tpu:
+            return self.tpu["kind"]
         return re.findall(r'device_description_str: "([^"]*)"', self.text)[0]
 
 
@@ -69,9 +73,11 @@ class Cluster(NamedTuple):
 
 def load_target(name: str) -> Target:
     """Return the target called ``name``. Raises :class:`BadInput` with the names there are."""
-    known = sorted(path.stem for path in TARGETS.glob("*.txtpb"))
-    if name not in known:
-        raise BadInput(f"target {name} is unknown{nearest(name, known)}; known targets: {', '.join(known)}")
+    if name not in known_targets():
+        known = ", ".join(known_targets())
+        raise BadInput(f"target {name} is unknown{nearest(name, known_targets())}; known targets: {known}")
+    if tpu := _read(name).get("tpu"):
+        return Target(name, tpu=tpu)
     text = (TARGETS / f"{name}.txtpb").read_text()
     major, minor = _fields(text, "cuda_compute_capability", "major", "minor")
     dnn = _fields(text, "dnn_version_info", "major", "minor", "patch")
@@ -80,9 +86,17 @@ def load_target(name: str) -> Target:
 
 def load_facts(name: str) -> Facts:
     """Return the rates, sizes and bandwidths of the target called ``name``, from its ``.toml`` beside its text."""
+    return Facts(**{key: value for key, value in _read(name).items() if key != "tpu"})
+
+
+def known_targets() -> list[str]:
+    """Names of all targets."""
+    return sorted(path.stem for path in TARGETS.glob("*.toml"))
+
+
+def _read(name: str) -> dict[str, Any]:
     with (TARGETS / f"{name}.toml").open("rb") as file:
-        facts: dict[str, Any] = tomllib.load(file)
-    return Facts(**facts)
+        return tomllib.load(file)
 
 
 def parse_target(text: str) -> Cluster:
@@ -91,7 +105,10 @@ def parse_target(text: str) -> Cluster:
     More GPUs than one node holds are spread over whole nodes: ``h100x1024`` is ``h100x8x128``. Raises
     :class:`BadInput` for an unknown kind or a count that cannot be.
     """
-    kind, *counts = text.split("x")
+    # Some names have an x of their own: rtx4090x1.
+    named = [name for name in known_targets() if text == name or text.startswith(f"{name}x")]
+    kind = max(named, key=len, default=text.split("x")[0] or text)
+    counts = text.removeprefix(kind).split("x")[1:]
     target = load_target(kind)
     facts = load_facts(kind)
     if not 1 <= len(counts) <= 2 or not all(count.isdecimal() and int(count) for count in counts):
@@ -99,6 +116,9 @@ def parse_target(text: str) -> Cluster:
             f"--target {text} says no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
         )
     devices, nodes = int(counts[0]), int(counts[1]) if len(counts) == 2 else 1
+    if target.tpu and (nodes > 1 or str(devices) not in target.tpu["topologies"]):
+        sizes = ", ".join(f"{kind}x{chips}" for chips in target.tpu["topologies"])
+        raise BadInput(f"--target {text}: slices of {kind} chips that can be planned for are {sizes}")
     if devices > facts.per_node:
         if nodes > 1 or devices % facts.per_node:
             whole = -(-devices // facts.per_node)
@@ -109,8 +129,15 @@ def parse_target(text: str) -> Cluster:
     return Cluster(text, target, facts, nodes, devices)
 
 
-def missing() -> str | None:
-    """Return the error message if nothing can be compiled for a GPU here, else None."""
+def missing(target: Target | None = None) -> str | None:
+    """Return the error message if nothing can be compiled for ``target`` (None: a GPU) here, else None."""
+    if target and target.tpu:
+        if _installed("libtpu"):
+            return None
+        return (
+            "libtpu is not installed here, so nothing can be compiled for a TPU; pip install 'libtpu==0.0.42.*' brings "
+            "the one for JAX 0.10.2 (213 MB to download)"
+        )
     if any(_installed(plugin) for plugin in PLUGINS):
         return None
     return (
@@ -125,13 +152,24 @@ def cluster_mesh(cluster: Cluster, axes: Mapping[str, int] | None = None) -> Mes
 
 
 def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[str, int] | None = None) -> Mesh:
-    """Return a mesh of ``nodes`` hosts of ``devices`` absent GPUs on one ``data`` axis; arrays cannot be put on it.
+    """Return a mesh of ``nodes`` hosts of ``devices`` absent devices on one ``data`` axis; arrays cannot be put on it.
 
     Set ``jax_platforms`` to ``cpu`` before anything asks JAX for devices: with the plugin and no GPU, JAX would fail
     to start CUDA and then not know it. Raises :class:`BadInput` when there is no plugin.
     """
-    if reason := missing():
+    if reason := missing(target):
         raise BadInput(reason)
+    if target.tpu:
+        # libtpu would ask Google's metadata server what it runs on, and lock the chips of this machine.
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+        grid = target.tpu["topologies"][str(devices)]
+        bounds = tuple(int(size) for size in f"{grid}x1".split("x")[:3])
+        given = {"chip_config_name": target.tpu["chip_config"]} if "chip_config" in target.tpu else {}
+        if devices < 8 or grid.count("x") == 1:  # a host has as many chips; 2x2x2 is two hosts of four
+            given["chips_per_host_bounds"] = bounds
+        slice_ = topologies.get_topology_desc(platform="tpu", topology_name=f"{target.name}:{grid}", **given)
+        return make_mesh(dict(axes or {"data": devices}), slice_.devices)
     with without_logs():
         topology = topologies.get_topology_desc(
             platform="cuda",

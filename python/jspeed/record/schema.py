@@ -5,7 +5,7 @@ evidence: what the data, the recipe's file, the packages and the GPUs were. A fi
 """
 
 from datetime import datetime, timedelta
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 from jspeed.errors import BadInput
 from jspeed.fields import TESTS, Rule, check_json, found
@@ -121,6 +121,15 @@ class Data(OldData, Evidence):
     """What a run trained and validated on."""
 
 
+class Kernels(TypedDict):
+    """What attention and FP8 matmuls ran on."""
+
+    attention: str  # backend
+    fp8: str  # native, emulated or missing
+    checked: list[str]  # what the preflight found right; empty without one
+    refused: list[str]  # what the device should have and was not used, with the reasons
+
+
 class PlaceInPlan(TypedDict):
     """Which run of which plan a run is."""
 
@@ -197,6 +206,7 @@ class Unsealed(Common):
     gpus: Gpus | None
     container: str | None  # JSPEED_CONTAINER, the image's digest if whoever started it says so
     environment: str  # SHA-256 of the names and versions of all installed packages
+    kernels: NotRequired[Kernels]  # runs from before the preflight have none
 
 
 class Run(Unsealed):

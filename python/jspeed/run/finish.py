@@ -95,6 +95,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "mesh": dict(setup.mesh.shape),
         "layout": setup.options.layout,
         "micro_batch": setup.program.micro_tokens,
+        "kernels": setup.kernels,
         "data": {
             "name": recipe.data.name,
             "fingerprint": setup.shards.fingerprint,

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import barrier, process_index, same_everywhere
+from jspeed.cluster.distributed import process_index, same_everywhere
 from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS
@@ -32,6 +32,7 @@ from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
 from jspeed.record.remarks import taken_name
+from jspeed.record.schema import Kernels
 from jspeed.run import evaluate
 from jspeed.run.checkpoint import restore
 from jspeed.run.claim import Claim, claim
@@ -40,9 +41,10 @@ from jspeed.run.compute import carry
 from jspeed.run.compute.cache import use_compile_cache
 from jspeed.run.compute.cpu import keep_freed_memory
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
+from jspeed.run.compute.pieces import piece_length
+from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
 from jspeed.run.compute.program import (
     Program,
-    compile_program,
     eval_context,
     state_shardings,
     warm_up,
@@ -70,6 +72,7 @@ class Options:
     mesh: str | None = None
     micro_batch: Count | None = None
     attention: str | None = None
+    preflight: bool = True
     target_loss: float | None = None
     max_minutes: Positive | None = None
     sets: tuple[str, ...] = ()
@@ -107,6 +110,7 @@ class Setup:
     identity: dict[str, Any]
     record: dict[str, Any] | None
     at_start: StartEvidence
+    kernels: Kernels
 
 
 def prepare(options: Options, clock: Clock, console: Console) -> Setup:
@@ -121,7 +125,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         given, found = read_parameters(options.init_from, recipe), start_from(found, options.init_from)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
-    device = device_of(mesh, options.attention)
+    device = device_of(mesh, options.attention, recipe=recipe)
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
@@ -133,6 +137,11 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         loader = open_loader(recipe, shards, options.seed)
+    checked = Preflight(device)
+    if options.preflight:
+        with clock.section("preflight"):
+            checked = preflight(recipe, mesh, device, found.fields.get("FP8"), console)
+    device = checked.device
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
@@ -173,11 +182,23 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
         ]
         say.opening(console, facts)
+        if device.note:
+            console.print(f"note: {device.note}", markup=False, soft_wrap=True)
         if note := taken_name(recipe.name, recipe.track, hashlib.sha256(found.source.encode()).hexdigest()):
             console.print(f"note: {note}", markup=False, soft_wrap=True)
-        with clock.section("compile"), say.waiting(console, "compiling"):
-            program = compile_program(recipe, mesh, options.layout, options.micro_batch, len(rows), device)
-            barrier("compiled")  # whoever runs a collective first waits for the others 30 s only, with gloo
+        with clock.section("compile"):
+            program, checked = compile_or_fall_back(
+                recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
+            )
+            device = checked.device
+        if program.micro_tokens < (lane := recipe.stages[-1].lane_len):
+            number = lane // program.micro_tokens
+            console.print(
+                f"note: a lane of {lane:,} tokens is cut at document borders into {number} pieces of at most "
+                f"{piece_length(recipe.stages[-1], number):,}, one at a time: the same training in less memory",
+                markup=False,
+                soft_wrap=True,
+            )
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))
@@ -221,6 +242,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         identity=same,
         record=record,
         at_start=at_start,
+        kernels=checked.record(),
     )
 
 

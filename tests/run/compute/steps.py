@@ -32,7 +32,7 @@ def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1):
     phases = range(recipe.period)
 
     def fit(stage, phase):
-        micro_batch = lanes_at_once and lanes_at_once * stage.lane_len
+        micro_batch = lanes_at_once and int(lanes_at_once * stage.lane_len)
         return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
 
     compiled = [[fit(stage, phase) for phase in phases] for stage in recipe.stages]

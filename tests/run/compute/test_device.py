@@ -137,8 +137,8 @@ def test_refuses_a_layout_and_says_why():
     ("fp8", "asked", "names", "words"),
     [
         ("emulated", None, "xla", "attention backend"),
-        ("emulated", "auto", "xla, FP8 off", "this device has no FP8 matmuls"),
-        ("missing", "auto", "xla, FP8 off", "this device has no FP8 matmuls"),
+        ("emulated", "auto", "xla, FP8 off", "there are no FP8 matmuls here"),
+        ("missing", "auto", "xla, FP8 off", "there are no FP8 matmuls here"),
         ("native", "off", "xla, FP8 off", "FP8=off"),
         ("native", "auto", "xla, FP8 native", "on tensor cores"),
         ("emulated", "on", "xla, FP8 emulated", "no faster"),
@@ -147,3 +147,49 @@ def test_refuses_a_layout_and_says_why():
 def test_kernels_in_words(fp8, asked, names, words):
     found = device.kernels_of(device.Device("cpu", "xla", fp8, 512), asked)
     assert found[0] == names and words in found[1]
+
+
+def other(platform, **attributes):
+    """A mesh of one device of another kind, with the attributes that JAX gives it."""
+    found = types.SimpleNamespace(platform=platform, **attributes)
+    return types.SimpleNamespace(devices=types.SimpleNamespace(flat=[found]))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "note"),
+    [
+        (other("tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000}), "TPU v5 lite:"),
+        (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "jspeed does not know"),
+        (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is a kind of device that jspeed does not know"),
+    ],
+)
+def test_a_device_that_is_not_known_gets_the_plain_path_and_a_note(mesh, note):
+    found = device.device_of(mesh)
+    assert (found.attention, found.fp8, found.fallbacks) == ("xla", "missing", ()) and note in found.note
+    assert device.device_of(mesh, "xla").attention == "xla"
+    with pytest.raises(BadInput, match=r"the backends are xla"):
+        device.device_of(mesh, "cudnn")
+
+
+def test_no_options_for_gpus_reach_another_compiler(monkeypatch):
+    given = []
+    lowered = types.SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options))
+    for platform in ("cpu", "tpu", "metal", "gpu", "cuda"):
+        program.compiled(lowered, device.Device(platform, "xla", "missing", 1))
+    assert given == [None, None, None, program.GPU_OPTIONS, program.GPU_OPTIONS]
+
+
+def test_memory_decides_the_first_micro_batch():
+    assert device.micro_batch_of(None) == device.micro_batch_of(64 * 10**9) == 65_536
+    assert device.micro_batch_of(18 * 10**9) == 20_000  # three quarters of 24 GB
+    tpu = other("tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000})
+    assert device.device_of(tpu).micro_batch == 17_777
+
+
+def test_cudnn_before_hopper_attends_where_lanes_hold_no_documents():
+    plain, packed = (find(name, TOYS[name]).recipe for name in ("track3", "r29"))
+    assert device.device_of(cuda("8.6"), recipe=plain).attention == "cudnn"
+    assert device.device_of(cuda("8.6"), recipe=plain).fallbacks == ("xla",)
+    assert device.device_of(cuda("8.6"), recipe=packed).attention == "xla"
+    assert device.device_of(cuda("7.5"), recipe=plain).attention == "xla"
+    assert device.device_of(cuda("9.0"), recipe=packed).attention == "cudnn"

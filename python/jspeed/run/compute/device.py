@@ -2,55 +2,114 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ATTENTION, Recipe, Stage
+from jspeed.run.compute.pieces import numbers_of_pieces
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
+BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-PACKED_CUDNN = (9, 0)  # cuDNN attends within documents from Hopper on
+FUSED_CUDNN = (8, 0)  # cuDNN attends causally from Ampere on,
+PACKED_CUDNN = (9, 0)  # and within documents from Hopper on
+GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
 
 @dataclass(frozen=True)
 class Device:
-    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest, in tokens."""
+    """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest, in tokens.
+
+    Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none where it was
+    ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels.
+    """
 
     platform: str
     attention: str
     fp8: str
     micro_batch: int
     memory: int | None = None
+    fallbacks: tuple[str, ...] = ()
+    asked: bool = False
+    note: str | None = None
 
 
-def device_of(mesh: Mesh, attention: str | None = None) -> Device:
+def device_of(
+    mesh: Mesh, attention: str | None = None, memory: int | None = None, recipe: Recipe | None = None
+) -> Device:
     """Return what the devices of ``mesh`` can do; ``attention`` overrides the choice of backend.
 
+    ``memory`` is what an absent device has, in bytes. ``recipe`` says whether lanes hold documents to attend within;
+    without one they may. A device that is not known gets what runs everywhere, and a note.
     Raises :class:`BadInput` for a backend that is unknown, or that these devices do not have.
     """
     first = mesh.devices.flat[0]
-    known = ATTENTION[:1] if first.platform == "cpu" else ATTENTION
+    cuda = first.platform in GPUS and capability_of(first) is not None
+    known = ATTENTION if cuda else ATTENTION[:1]
     if attention is not None and attention not in known:
         raise BadInput(
             f"--attention {attention}: on {first.platform} devices the backends are {', '.join(known)}"
             f"{nearest(attention, known)}"
         )
     if first.platform == "cpu":
-        return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH)
-    capability = tuple(int(part) for part in str(first.compute_capability).split("."))
-    best = "xla"
-    if capability >= PACKED_CUDNN:
-        best = "fa4" if capability == PACKED_CUDNN and find_spec("fa4_jax") else "cudnn"
+        return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=attention is not None)
+    memory = memory or memory_of(first)
+    best, *rest = [attention] if attention else backends(first, recipe is None or packs(recipe))
     return Device(
         platform=first.platform,
-        attention=attention or best,
-        fp8="native" if capability >= NATIVE_FP8 else "missing",
-        micro_batch=GPU_MICRO_BATCH,
-        memory=memory_of(first),
+        attention=best,
+        fp8="native" if cuda and (capability_of(first) or (0, 0)) >= NATIVE_FP8 else "missing",
+        micro_batch=micro_batch_of(memory),
+        memory=memory,
+        fallbacks=tuple(rest),
+        asked=attention is not None,
+        note=None if cuda else note_of(first),
     )
+
+
+def packs(recipe: Recipe) -> bool:
+    """Whether attention of ``recipe`` is told where documents start."""
+    return any(stage.max_docs for stage in recipe.stages)
+
+
+def backends(device: Any, packed: bool) -> list[str]:
+    """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``, runs everywhere."""
+    capability = capability_of(device) if device.platform in GPUS else None
+    if capability is None or capability < (PACKED_CUDNN if packed else FUSED_CUDNN):
+        return ["xla"]
+    has_fa4 = capability == PACKED_CUDNN and find_spec("fa4_jax")
+    return ["fa4", "cudnn", "xla"] if has_fa4 else ["cudnn", "xla"]
+
+
+def capability_of(device: Any) -> tuple[int, ...] | None:
+    """CUDA's compute capability as (9, 0); None for what has none: a TPU, another maker's GPU."""
+    try:
+        return tuple(int(part) for part in str(device.compute_capability).split("."))
+    except (AttributeError, NotImplementedError, ValueError):
+        return None
+
+
+def note_of(device: Any) -> str:
+    """What a user is told of a device that is no NVIDIA GPU and no CPU."""
+    kind = getattr(device, "device_kind", device.platform)
+    if device.platform == "tpu":
+        return f"{kind}: attention by XLA, no FP8; jspeed compiles for TPUs but has not been run on one"
+    return (
+        f"{kind} ({device.platform}) is a kind of device that jspeed does not know: attention by XLA, no FP8, and "
+        "nothing was measured on one"
+    )
+
+
+def micro_batch_of(memory: int | None) -> int:
+    """Tokens to begin with on a device of ``memory`` bytes: what it holds, at most GPU_MICRO_BATCH.
+
+    Whether they fit is seen when the step is compiled; a start near the answer saves compilations that do not fit.
+    """
+    return GPU_MICRO_BATCH if memory is None else max(1, min(GPU_MICRO_BATCH, memory // BYTES_PER_TOKEN))
 
 
 def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
@@ -58,34 +117,42 @@ def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
     if fp8 is None:
         return device.attention, "attention backend"
     if fp8 == "off" or (fp8 == "auto" and device.fp8 != "native"):
-        why = "FP8=off" if fp8 == "off" else "FP8=auto, and this device has no FP8 matmuls"
+        why = "FP8=off" if fp8 == "off" else "FP8=auto, and there are no FP8 matmuls here"
         return f"{device.attention}, FP8 off", f"attention backend; matmuls in the compute dtype ({why})"
     how = "on tensor cores" if device.fp8 == "native" else "rounded to FP8, multiplied in the compute dtype: no faster"
     return f"{device.attention}, FP8 {device.fp8}", f"attention backend; FP8 matmuls, {how}"
 
 
-def memory_of(device) -> int | None:
+def memory_of(device: Any) -> int | None:
     """Bytes the allocator may take on ``device``; None where it is unknown (CPU, absent devices)."""
     try:
         stats = device.memory_stats()
-    except (NotImplementedError, RuntimeError):
+    except (AttributeError, NotImplementedError, RuntimeError):
         return None
     return stats.get("bytes_limit") if stats else None
 
 
-def lanes_at_once(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
-    """Return the numbers of lanes one device may take at once, largest first.
-
-    Raises :class:`BadInput` when the lanes cannot be divided over the devices.
-    """
+def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
+    """Return the lanes of one device. Raises :class:`BadInput` when the lanes cannot be divided over the devices."""
     devices = row_shards(mesh)
     if recipe.lanes % devices:
         raise BadInput(
             f"global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} lanes of {stage.lane_len}) cannot "
             f"be divided over {devices} devices on the data axis; use a number of devices that divides {recipe.lanes}"
         )
-    lanes = recipe.lanes // mesh.shape["data"]
-    return [n for n in range(lanes, 0, -1) if lanes % n == 0]
+    return recipe.lanes // mesh.shape["data"]
+
+
+def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
+    """Return into how many micro-batches one device may divide its lanes, fewest first.
+
+    Up to one lane each, then, where documents have a bound and there is no pipeline, pieces of a lane.
+    """
+    lanes = lanes_of_device(recipe, stage, mesh)
+    whole = [parts for parts in range(1, lanes + 1) if lanes % parts == 0]
+    if mesh.shape.get("pipe", 1) > 1:
+        return whole
+    return whole + [lanes * pieces for pieces in numbers_of_pieces(recipe, stage)]
 
 
 def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> int:
@@ -94,15 +161,17 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micr
     Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, but leaves every
     stage of a pipeline a micro-batch. Raises :class:`BadInput` with the numbers when the batch does not divide.
     """
-    choices = lanes_at_once(recipe, stage, mesh)
-    lanes = choices[0]
+    choices = divisions(recipe, stage, mesh)
+    lanes = lanes_of_device(recipe, stage, mesh)
     if micro_batch is None:
         most = max(1, min(lanes // mesh.shape.get("pipe", 1), device.micro_batch // stage.lane_len))
-        return lanes // next(n for n in choices if n <= most)
-    if micro_batch < 1 or micro_batch % stage.lane_len or micro_batch // stage.lane_len not in choices:
+        return next(parts for parts in choices if lanes // parts <= most)
+    own = lanes * stage.lane_len
+    if micro_batch < 1 or own % micro_batch or own // micro_batch not in choices:
+        sizes = ", ".join(str(own // parts) for parts in reversed(choices) if own % parts == 0)
         raise BadInput(
             f"--micro-batch {micro_batch}: the global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} "
             f"lanes of {stage.lane_len}) is not a multiple of {mesh.shape['data']} devices x {micro_batch} tokens in "
-            f"whole lanes; give one of {', '.join(str(n * stage.lane_len) for n in reversed(choices))}"
+            f"whole lanes, or in pieces that document borders allow; give one of {sizes}"
         )
-    return lanes * stage.lane_len // micro_batch
+    return own // micro_batch

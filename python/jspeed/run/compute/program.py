@@ -18,7 +18,8 @@ from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import carry
-from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
+from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
+from jspeed.run.compute.pieces import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -73,7 +74,14 @@ def compile_program(
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
-    return Program(init, steps, compiled(lowered, device), micro_tokens, padded)
+    evaluation = compiled(lowered, device)
+    need = memory_needed(evaluation) if device.memory else 0
+    if device.memory and need > device.memory:
+        raise BadInput(
+            f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
+            f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
+        )
+    return Program(init, steps, evaluation, micro_tokens, padded)
 
 
 def fit(
@@ -81,14 +89,14 @@ def fit(
 ) -> tuple[jax.stages.Compiled, int]:
     """Return (compiled step, micro-batches) of the largest micro-batch that fits in the memory of ``device``.
 
-    With ``micro_batch`` tokens asked for, that one; raises :class:`BadInput` if it, or every one, needs too much.
+    Where one lane is too much these are pieces of lanes, more than there are lanes. With ``micro_batch`` tokens asked
+    for, that one; raises :class:`BadInput` if it, or every one, needs too much.
     """
     wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
-    lanes = recipe.lanes // mesh.shape["data"]
+    own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
     limit = device.memory or math.inf
     too_much = 0  # bytes that the micro-batch asked for would need
-    for at_once in lanes_at_once(recipe, stage, mesh):
-        parts = lanes // at_once
+    for parts in divisions(recipe, stage, mesh):
         if parts < wanted:
             continue
         step = compiled(lower_step(recipe, stage, mesh, layout, device, parts, phase), device)
@@ -99,18 +107,28 @@ def fit(
         if micro_batch and parts != wanted:
             raise BadInput(
                 f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
-                f"{limit / 1e9:.1f} GB; {at_once * stage.lane_len} tokens need {need / 1e9:.1f} GB and fit"
+                f"{limit / 1e9:.1f} GB; {own // parts} tokens need {need / 1e9:.1f} GB and fit"
             )
         return step, parts
     raise BadInput(
-        f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with one lane of {stage.lane_len} tokens at once "
+        f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with {smallest(recipe, stage, parts, own)} at once "
         f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
     )
+
+
+def smallest(recipe: Recipe, stage: Stage, parts: int, own: int) -> str:
+    """Say what the smallest micro-batch is, ``parts`` of ``own`` tokens: a lane, or a piece of one."""
+    if own // parts < stage.lane_len:
+        return f"a piece of a lane, {piece_length(stage, stage.lane_len * parts // own)} tokens,"
+    return f"one lane of {stage.lane_len} tokens"
 
 
 def memory_needed(step: jax.stages.Compiled) -> int:
     """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
     sizes: Any = step.memory_analysis()
+    shardings = jax.tree.leaves(step.input_shardings)
+    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":  # whose temporaries are not in the others
+        return sizes.peak_memory_in_bytes
     arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return arrays + sizes.temp_size_in_bytes
 
@@ -157,7 +175,7 @@ def lower_evaluation(
 
 def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile for ``device`` with the options of this file."""
-    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform != "cpu" else None)
+    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:

@@ -28,6 +28,7 @@ from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.parallel.sharded_table import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
 from jspeed.run.compute import carry
+from jspeed.run.compute import pieces as pieces_of
 
 State = dict[str, Any]
 
@@ -89,8 +90,11 @@ def gradients(
 ) -> tuple[Any, jax.Array]:
     """Return (gradient of ``weight`` x the summed loss, mean loss of each row) of one device's rows, as they count.
 
-    Micro-batches are summed in fp32; the result has the dtypes of ``params``.
+    Micro-batches are summed in fp32; the result has the dtypes of ``params``. More ``parts`` than rows cut each row at
+    document borders (:mod:`jspeed.run.compute.pieces`) and take one piece at a time.
     """
+    if parts > tokens.shape[0]:
+        return piecewise_gradients(recipe, ctx, parts // tokens.shape[0], weight, params, tokens.astype(jnp.int32))
     tokens = tokens.astype(jnp.int32).reshape(parts, -1, tokens.shape[-1])
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
@@ -107,6 +111,27 @@ def gradients(
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     sums, row_losses = jax.lax.scan(accumulate, zeros, tokens)
     return jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params), row_losses.reshape(-1)
+
+
+def piecewise_gradients(
+    recipe: Recipe, ctx: Context, pieces: int, weight: float, params: Any, tokens: jax.Array
+) -> tuple[Any, jax.Array]:
+    """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a time."""
+    rows = tokens.shape[0]
+    cut_rows, counts = pieces_of.cut(recipe, ctx.stage, pieces, tokens)
+
+    def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights = weigh(recipe, micro, weight * counts_BT)
+        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, ctx)
+        return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
+
+    def accumulate(sums: Any, piece: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        grads, part = jax.grad(loss, has_aux=True)(params, piece[0][None], piece[1][None])
+        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads), part
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    sums, parts = jax.lax.scan(accumulate, zeros, (cut_rows, counts))
+    return jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params), jnp.sum(parts.reshape(rows, pieces), axis=1)
 
 
 def evaluate(

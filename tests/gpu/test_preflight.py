@@ -1,0 +1,36 @@
+"""The preflight on a real GPU: what it checks is right there, or the GPU's own backends are not."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from jspeed.model.attention import BACKENDS
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run.compute import preflight
+from jspeed.run.compute.device import NATIVE_FP8, backends, capability_of
+
+pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention(backend, packed, width):
+    if backend not in backends(jax.devices()[0], packed):
+        pytest.skip(f"this GPU is not given {backend}")
+    if backend == "fa4" and importlib.util.find_spec("fa4_jax") is None:
+        pytest.skip("fa4-jax is not installed")
+    assert preflight.attention_error(backend, width, packed) is None
+
+
+def test_fp8():
+    if (capability_of(jax.devices()[0]) or (0,)) < NATIVE_FP8:
+        pytest.skip("this GPU has no FP8 matmuls")
+    assert preflight.fp8_error() is None
+
+
+def test_collectives():
+    if jax.device_count() < 2:
+        pytest.skip("one device")
+    assert preflight.collectives_error(make_mesh()) is None

@@ -1,0 +1,51 @@
+"""A whole training step for TPUs that are not here: it compiles, and the plan reads it. Skipped without libtpu."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jspeed.plan.target import load_target, missing
+from jspeed.recipe import leaves
+from jspeed.run.find import find
+from jspeed.sizes import is_matrix
+
+from ..toys import TOYS
+
+PLAN = Path(__file__).parents[2] / "scripts" / "plan.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target"), [("track3", "v5ex8"), ("r29", "v6ex4"), ("r29", "v5px8"), ("track3", "v4x1")]
+)
+def test_a_step_compiles_and_is_read(name, target, tmp_path):
+    if reason := missing(load_target(target.split("x")[0])):
+        pytest.skip(reason)
+    sets = [text.replace("COMPUTE=float32", "COMPUTE=bfloat16") for text in TOYS[name]]
+    # A process of its own: libtpu takes signals for itself, and JAX's settings of this one are for CPUs.
+    command = [
+        sys.executable,
+        str(PLAN),
+        name,
+        "--target",
+        target,
+        "--json",
+        str(tmp_path / "plan.json"),
+        "--set",
+        *sets,
+    ]
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    [stage, *_] = plan["stages"]
+    recipe = find(name, sets).recipe
+    matrices = sum(spec.size for _, spec in leaves(recipe.parameters) if is_matrix(spec))
+    tokens = recipe.tokens_per_step(recipe.stages[0]) / plan["devices"]
+    assert stage["flops"] > 6 * matrices * tokens  # and attention, and the optimizer
+    assert plan["fits"] and stage["memory_bytes"]["peak"] > stage["memory_bytes"]["arguments"]
+    assert plan["attention"] == "xla" and any("nothing has run on a TPU" in text for text in plan["warnings"])

@@ -1,0 +1,118 @@
+"""Lanes that are cut at document borders: every token once, and the same training as with whole lanes."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.recipe import Context, Stage
+from jspeed.run.compute import device, pieces, program, step
+from jspeed.run.find import find
+
+from ...toys import TOYS
+from .steps import mesh_of, run
+
+BOS = 5
+LANE = 128
+R29 = [*TOYS["r29"], f"LANE_LEN={LANE}", "MAX_DOC_LEN=16", "MAX_DOCS=129", "LANES=8", "WINDOWS=(2,)"]
+
+
+def packed(recipe, count, longest, seed=0):
+    """Batches in which a document starts every 1 to ``longest`` tokens, lanes with the last one cut off."""
+    draw = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        tokens = draw.integers(6, 257, size=(recipe.lanes, recipe.stages[0].lane_len + 1), dtype=np.uint16)
+        for row in tokens:
+            at = 0
+            while at < len(row):
+                row[at] = BOS
+                at += int(draw.integers(1, longest + 1))
+        found.append(tokens)
+    return found
+
+
+def test_every_token_counts_once_with_its_document():
+    recipe = find("r29", R29).recipe
+    stage = recipe.stages[0]
+    [tokens] = packed(recipe, 1, 16)
+    assert pieces.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
+    for number in (2, 8):
+        length = pieces.piece_length(stage, number)
+        cut, counts = jax.device_get(jax.jit(partial(pieces.cut, recipe, stage, number))(tokens.astype(np.int32)))
+        assert length < LANE and cut.shape == (8 * number, length + 1) and counts.shape == (8 * number, length)
+        for row, these, marks in zip(tokens, np.split(cut, 8), np.split(counts, 8), strict=True):
+            counted = [(a[:-1][m > 0], a[1:][m > 0]) for a, m in zip(these, marks, strict=True)]
+            np.testing.assert_array_equal(np.concatenate([a for a, _ in counted]), row[:-1])
+            np.testing.assert_array_equal(np.concatenate([b for _, b in counted]), row[1:])
+            assert all(len(a) == 0 or a[0] == BOS for a, _ in counted)  # two shares may begin in one document
+
+
+def test_a_document_longer_than_promised_is_nan():
+    recipe = find("r29", R29).recipe
+    tokens = np.full((1, LANE + 1), 7, np.int32)
+    tokens[0, 0] = BOS
+    assert np.isnan(jax.jit(partial(pieces.cut, recipe, recipe.stages[0], 4))(tokens)[1]).any()
+
+
+def test_only_lanes_of_bounded_documents_are_cut():
+    recipe = find("r29", R29).recipe
+    unbounded = dataclasses.replace(recipe.stages[0], max_doc_len=None)
+    contiguous = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, align=None))
+    assert pieces.numbers_of_pieces(recipe, unbounded) == [] == pieces.numbers_of_pieces(contiguous, recipe.stages[0])
+    full = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
+    assert pieces.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
+    assert [pieces.piece_length(full, n) for n in (1, 2, 4, 32)] == [49_152, 26_752, 14_464, 3_712]
+
+
+def test_gradients_of_pieces_are_those_of_lanes():
+    recipe = find("r29", [*R29, "LAYERS=2"]).recipe
+    [tokens] = packed(recipe, 1, 16)
+    ctx, params = Context(recipe.stages[0], training=True), step.init_state(recipe, jnp.uint32(1))["params"]
+
+    def of(parts):
+        run = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens[:, 1:].size))
+        return run(params, jnp.asarray(tokens[:2]))
+
+    (grads, losses), (wanted, wanted_losses) = of(8), of(1)
+    np.testing.assert_allclose(losses, wanted_losses, rtol=1e-6)
+    for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max() + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+def test_pieces_are_the_same_training_as_lanes(devices):
+    recipe = find("r29", R29).recipe
+    tokens = packed(recipe, 10, 16)
+    losses, expected = (run(recipe, mesh_of(n), at_once, tokens)[1] for n, at_once in ((devices, 0.25), (1, None)))
+    assert abs(expected[-1] - expected[0]) > 1e-3
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+
+
+def test_a_micro_batch_may_be_a_piece():
+    recipe, mesh = find("r29", R29).recipe, mesh_of(2)
+    parts = [device.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), n) for n in (8, 32, 128, 256)]
+    assert parts == [64, 16, 4, 2]
+    with pytest.raises(
+        BadInput, match="or in pieces that document borders allow; give one of 4, 8, 16, 32, 64, 128, 256, 512"
+    ):
+        device.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), 48)
+
+
+@pytest.mark.slow
+def test_what_fits_is_found_largest_first():
+    recipe, mesh = find("r29", R29).recipe, mesh_of(8)
+    cpu, stage = device.device_of(mesh), recipe.stages[0]
+    needs = [
+        program.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, n).compile()) for n in (1, 2, 4)
+    ]
+    assert needs == sorted(needs, reverse=True)
+    tight = dataclasses.replace(cpu, memory=(needs[1] + needs[2]) // 2)
+    assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 4
+    with pytest.raises(BadInput, match="--micro-batch 128 needs .* 32 tokens need .* and fit"):
+        program.fit(recipe, stage, mesh, "zero1", tight, LANE)

@@ -1,0 +1,163 @@
+"""A backend that raises, gives NaN or is 1 % off makes way for the next; the run is that of the next backend."""
+
+import dataclasses
+import io
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jspeed.errors import BadInput
+from jspeed.model import fp8, kernels
+from jspeed.model.attention import attention, find_documents
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run.compute import device, preflight
+from jspeed.run.find import find
+
+from ...model import dense
+from ...toys import TOYS
+
+RECIPE = find("r29", TOYS["r29"]).recipe
+
+
+def one_device():
+    return make_mesh({"data": 1}, devices=jax.devices()[:1])
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """A small example, and a console whose text can be read."""
+    monkeypatch.setattr(preflight, "LENGTH", 104)
+    return Console(file=io.StringIO(), width=400)
+
+
+def with_cudnn(fallbacks=("xla",), **rest):
+    return device.Device("gpu", "cudnn", "missing", 512, fallbacks=fallbacks, **rest)
+
+
+def by_xla(q, k, v, *, scale, offsets_BO, window):
+    """What cuDNN is told, computed by the plain backend."""
+    starts = jnp.zeros(q.shape[:2], jnp.int32).at[jnp.arange(2)[:, None], offsets_BO].set(1, mode="drop")
+    return attention(q, k, v, scale=scale, documents=find_documents(starts, 1), window=window)
+
+
+def a_percent_off(x):
+    return (1.01 * x.astype(jnp.float32)).astype(x.dtype)  # in bf16 1.01 would be 1.0078
+
+
+def refuses(*_, **__):
+    raise kernels.Refused("attention backend 'cudnn' cannot do this here (a test); choose another backend")
+
+
+BROKEN = {
+    "raises": (refuses, "Refused: attention backend 'cudnn' cannot do this here"),
+    "NaN": (lambda *a, **k: by_xla(*a, **k).at[1, 3].set(jnp.nan), "the output is not a number somewhere"),
+    "1 % off": (lambda *a, **k: a_percent_off(by_xla(*a, **k)), "the output is off by 1.0"),
+    "1 % off in one gradient": (lambda q, *a, **k: by_xla(q, *a, **k) + 0.1 * (q - jax.lax.stop_gradient(q)), "dq is"),
+    "no window": (lambda *a, **k: by_xla(*a, **k | {"window": None}), "the output is off by"),
+}
+
+
+@pytest.mark.parametrize(
+    "broken", [pytest.param(b, marks=pytest.mark.slow if b in ("1 % off", "no window") else ()) for b in BROKEN]
+)
+def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
+    wrong, reason = BROKEN[broken]
+    monkeypatch.setattr(kernels, "cudnn", wrong)
+    monkeypatch.setattr(preflight, "WINDOW", 30)
+    found = preflight.preflight(RECIPE, one_device(), with_cudnn(), "auto", said)
+    assert (found.device.attention, found.device.fallbacks) == ("xla", ())
+    [line] = said.file.getvalue().splitlines()
+    assert reason in line and line.endswith("attention by xla")
+    assert found.record()["refused"] == [line.removeprefix("preflight: ").removesuffix("; attention by xla")]
+    with pytest.raises(BadInput, match=f"--attention cudnn: .*{reason}.* give --no-preflight"):
+        preflight.preflight(RECIPE, one_device(), with_cudnn((), asked=True), "auto", said)
+
+
+def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernels, "cudnn", lambda *a, **k: calls.append(1) or by_xla(*a, **k))
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of this test"])
+    for _ in range(2):
+        found = preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said)
+        assert found.device.attention == "cudnn" and not found.refused and len(calls) == 1
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["another driver"])
+    monkeypatch.setattr(kernels, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
+    for count in (2, 3):
+        assert preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said).device.attention == "xla"
+        assert len(calls) == count
+
+
+def test_no_backend_at_all_is_one_sentence(said, monkeypatch):
+    monkeypatch.setattr(preflight, "attention", refuses)
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["versions of which nothing is known"])
+    with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
+        preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said)
+
+
+def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatch):
+    native = device.Device("gpu", "xla", "native", 512)
+    found = preflight.preflight(RECIPE, one_device(), native, "auto", said)
+    assert found.device.fp8 == "native" and "FP8 matmuls" in found.checks and not said.file.getvalue()
+    right = fp8.matmul
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["other versions"])
+    monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
+    found = preflight.preflight(RECIPE, one_device(), native, "auto", said)
+    assert found.device.fp8 == "missing"
+    assert "FP8: the product is off by 1.0" in said.file.getvalue()
+    assert "in the compute dtype instead of FP8" in said.file.getvalue()
+    with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the product is off"):
+        preflight.preflight(RECIPE, one_device(), native, "on", said)
+    assert preflight.preflight(RECIPE, one_device(), native, "off", said).device.fp8 == "native"
+
+
+def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
+    monkeypatch.setattr(preflight, "attention", refuses)
+    mesh = one_device()
+    assert preflight.preflight(RECIPE, mesh, device.device_of(mesh), "auto", said) == preflight.Preflight(
+        device.device_of(mesh)
+    )
+
+
+def test_sums_over_devices(said, monkeypatch):
+    mesh = make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
+    assert preflight.collectives_error(mesh) is None
+    right = jax.lax.psum_scatter
+    monkeypatch.setattr(jax.lax, "psum_scatter", lambda *a, **k: right(*a, **k) + 1)
+    found = preflight.collectives_error(mesh)
+    assert found is not None and found.startswith("the part of the sum that")
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
+    found = preflight.collectives_error(mesh)
+    assert found is not None and found.startswith("the sum of all devices is wrong")
+
+
+def test_float64_reference_is_that_of_the_attention_tests():
+    tokens = np.zeros((2, 40), int)
+    tokens[0, [1, 30]] = 1
+    q, k, v, g = np.random.default_rng(0).normal(size=(4, 2, 40, 3, 8))
+    found = preflight.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7)
+    seen = dense.mask(tokens, 1, 7)
+    wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch):
+    def compile_program(recipe, mesh, layout, micro_batch, rows, device):
+        if device.attention == "cudnn":
+            raise jax.errors.JaxRuntimeError("INTERNAL: no execution plan\nand more")
+        return types.SimpleNamespace(attention=device.attention)
+
+    monkeypatch.setattr(preflight, "compile_program", compile_program)
+    start = preflight.Preflight(with_cudnn())
+    program, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
+    assert program.attention == found.device.attention == "xla"
+    assert "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla" in (
+        said.file.getvalue()
+    )
+    asked = dataclasses.replace(start, device=with_cudnn((), asked=True))
+    with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
+        preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
