@@ -76,7 +76,7 @@ def accelerators() -> dict[str, Any]:
         from jspeed.run.compute.device import device_of
         from jspeed.run.evidence import provenance
     try:
-        devices: dict[str, Any] = provenance.devices()
+        kind = provenance.devices()["kind"]
         mesh = make_mesh()
         first = mesh.devices.flat[0]
         device = device_of(mesh)
@@ -87,7 +87,7 @@ def accelerators() -> dict[str, Any]:
     return {
         "devices": {
             "platform": device.platform,
-            "kind": devices["kind"],
+            "kind": kind,
             "count": len(jax.devices()),
             "memory": device.memory,
             "compute_capability": capability and str(capability),
