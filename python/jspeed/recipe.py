@@ -132,6 +132,7 @@ class Data:
     ``name`` is ``stdlib`` (prepared on first use) or what ``scripts/prepare.py`` calls the data set. Ids in the
     shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
+    ``windows="random"`` starts every lane at a random token instead, drawn with replacement, as nanoGPT does.
     """
 
     name: FolderName
@@ -139,6 +140,7 @@ class Data:
     bos_id: Annotated[int, whole(0, MOST_IDS - 1)]
     align: Literal["bos"] | None = None
     shuffle_block: Count | None = None
+    windows: Literal["random"] | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +258,11 @@ class Recipe:
                     f"{self.layers} layers; give one for each layer"
                 )
         block = self.data.shuffle_block
+        if self.data.windows and (block or self.data.align):
+            raise BadInput(
+                f"recipe {self.name}: windows='random' starts lanes at any token, which neither align nor shuffle_block "
+                "can order; leave them out of Data"
+            )
         for stage in self.stages:
             if block and block % stage.lane_len:
                 raise BadInput(
