@@ -58,8 +58,9 @@ class Shuffle:
     (i + 1) * block_tokens)`` and needs one more token after it. ``block_tokens`` must be a multiple of the
     ``lane_len`` of every stage; None takes the smallest such number.
 
-    ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has ``lane_len`` more after
-    it in its shard, the last such token included, drawn with replacement. It needs ``align=None`` and ``epochs=None``.
+    ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has ``lane_len`` more
+    after it in its shard, the last such one included, drawn with replacement. It needs ``align=None`` and
+    ``epochs=None``.
     """
 
     def __new__(

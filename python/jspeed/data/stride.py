@@ -22,8 +22,8 @@ def shard(
     The shares of all ``n`` ranks are disjoint, together they are everything, and their lengths differ by at most one.
     ``shuffle`` first puts the elements in the order that ``seed`` gives, the same on every rank; ``drop_last`` leaves
     out the last ``len % n``, so that all shares are equally long. Several sequences of one length are shared alike and
-    returned as a tuple. Lists, tuples and NumPy arrays (along the first axis) stay what they are; ``rank`` and ``n`` are
-    those of ``jax.process_index()`` and ``jax.process_count()``, or of a single process.
+    returned as a tuple. Lists, tuples and NumPy arrays (along the first axis) stay what they are; ``rank`` and ``n``
+    are those of ``jax.process_index()`` and ``jax.process_count()``; by default there is one process.
 
     Raises:
         BadInput: A rank outside of ``[0, n)``, no data, sequences of several lengths, or another type.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import LAYOUTS, REMAT
+from jspeed.parallel.layout import LAYOUTS
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.collectives import describe_collectives
@@ -241,7 +241,7 @@ def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]
     for hardware in candidates:
         tried = list(_until_it_fits(found.recipe, hardware))
         if not tried[-1]["fits"] and found.recipe.alike:
-            tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + REMAT))
+            tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + "+remat"))
         rows += tried
     return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
 

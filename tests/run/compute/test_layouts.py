@@ -13,6 +13,8 @@ from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import ParamSpec, replace
+from jspeed.run.compute import program
+from jspeed.run.compute.device import device_of
 from jspeed.run.find import find
 
 from ...toys import TOYS
@@ -32,11 +34,19 @@ WAYS = {  # layout, mesh, lanes a device takes at once
     "pp, 4 micro-batches": ("pp", {"data": 2, "pipe": 4}, 2),
     "pp, 8 micro-batches": ("pp", {"data": 2, "pipe": 4}, 1),
     "pp+remat": ("pp+remat", {"data": 4, "pipe": 2}, 1),
+    "zero1+scan": ("zero1+scan", {"data": 8}, 1),
+    "fsdp+scan": ("fsdp+scan", {"data": 8}, 2),
+    "tp+scan": ("tp+scan", {"data": 4, "model": 2}, 4),
+    "fsdp+tp+remat+scan": ("fsdp+tp+remat+scan", {"data": 4, "model": 2}, 4),
+    "pp+remat+scan": ("pp+scan+remat", {"data": 4, "pipe": 2}, 1),
 }
-QUICK = ("zero1+remat", "fsdp", "tp 2", "fsdp+tp 4x2", "pp, 4 micro-batches")
+QUICK = ("zero1+remat", "fsdp", "tp 2", "fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
 CASES = [("track3", way) for way in QUICK]
 CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way not in QUICK]
-CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in QUICK[-2:]]
+CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in QUICK[-3:]]
+# The only one with dropout, whose masks must be the same.
+CASES += [("nanogpt", "pp+remat+scan")]
+CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (*QUICK, "tp+scan")]
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +128,15 @@ def test_bytes_of_a_device_are_those_computed_by_hand(layout, size):
     assert compiled.memory_analysis().argument_size_in_bytes == size
 
 
+def test_a_loop_over_layers_is_one_program_for_any_number():
+    def size(layers, layout):
+        recipe, mesh = toy("track3", f"LAYERS={layers}"), mesh_of(1)
+        return len(program.lower_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1).as_text())
+
+    assert size(12, "dp+scan") < 1.05 * size(3, "dp+scan")
+    assert size(12, "dp") > 2 * size(3, "dp")
+
+
 def test_stages_of_a_pipeline_hold_their_layers_only():
     recipe, mesh = toy("track3"), mesh_of(data=2, pipe=4)
     state, _ = run(recipe, mesh, None, batches(recipe, 1), "pp")
@@ -136,6 +155,13 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
         ("tp", {"data": 4, "model": 2}, "r29", "no matrix of recipe r29 has 'heads' or 'mlp'"),
         ("pp", {"data": 4, "pipe": 2}, "r29", "the layers of recipe r29 are not alike"),
         ("zero1+remat", {"data": 8}, "r29", "the layers of recipe r29 are not alike"),
+        ("zero1+scan", {"data": 8}, "r29", "the layers of recipe r29 are not alike"),
+        (
+            "dp+scan+scan",
+            {"data": 8},
+            "track3",
+            "known layouts: dp, zero1, fsdp, tp, fsdp+tp, pp, and each with +remat or",
+        ),
         ("pp", {"data": 1, "pipe": 8}, "track3", "4 layers of recipe track3 cannot be divided over 8 stages"),
     ],
 )
