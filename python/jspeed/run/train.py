@@ -61,7 +61,8 @@ def run(options: Options) -> tuple[int, Path]:
                 setup.claim.begin()
                 if setup.record:
                     progress.resume(setup.record)
-                with ctrl_c_ends(stop), jax.transfer_guard("disallow"):
+                # Without jit every constant of the program is a copy.
+                with ctrl_c_ends(stop), jax.transfer_guard("allow" if jax.config.jax_disable_jit else "disallow"):
                     with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
                         state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping

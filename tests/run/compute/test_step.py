@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
-from jspeed.recipe import Context
+from jspeed.recipe import Context, ParamSpec, replace
 from jspeed.run import evaluate
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
@@ -153,6 +154,37 @@ def test_state_is_donated():
     old = jax.tree.leaves(state)
     compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))
     assert all(leaf.is_deleted() for leaf in old)
+
+
+def bigrams():
+    """A table from each token to the logits of the next: few operations, since without jit each compiles by itself."""
+
+    def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
+        logits_BTV = params["embed"][tokens_BT]
+        loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+        return jnp.sum(loss_BT * weights_BT), loss_BT
+
+    table = {"embed": ParamSpec((272, 272), ("token", "vocab"), jax.nn.initializers.normal(1.0), "all")}
+    return replace(toy(), parameters=table, loss=loss, optimizer=lambda: optax.sgd(50.0))
+
+
+@pytest.mark.parametrize("make", [bigrams, pytest.param(toy, marks=pytest.mark.slow)])
+def test_without_jit_three_steps_are_the_same(make):
+    recipe = make()
+    mesh, tokens, losses = mesh_of(1), batches(recipe, 3), []
+    state, compiled = run(recipe, mesh, None, tokens)
+    seed = jax.device_put(np.uint32(1), replicated(mesh))
+    with jax.disable_jit():
+        built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
+        plain = built.init(seed)
+        for batch in tokens:
+            plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
+            losses.append(float(metrics["loss"]))
+        with pytest.raises(BadInput, match="JAX_DISABLE_JIT computes on one device and the mesh is {'data': 8}"):
+            program.compile_program(recipe, mesh_of(8), "zero1", None, rows=10)
+    assert compiled[0] != compiled[2]
+    np.testing.assert_allclose(losses, compiled, atol=1e-5)
+    np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
 
 
 def test_warm_up_leaves_no_trace():

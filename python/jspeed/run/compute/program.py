@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -64,6 +65,8 @@ def compile_program(
     device = device or device_of(mesh)
     _, shardings = state_shardings(recipe, layout, mesh)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
+    if jax.config.jax_disable_jit:
+        return eager_program(recipe, mesh, layout, micro_batch, rows, device)
     init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
@@ -74,6 +77,36 @@ def compile_program(
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
     return Program(init, steps, compiled(lowered, device), micro_tokens, padded)
+
+
+def eager_program(
+    recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | None, rows: int, device: Device
+) -> Program:
+    """Return the programs of a run as Python that computes operation by operation, for JAX_DISABLE_JIT and a debugger.
+
+    Raises :class:`BadInput` on more than one device.
+    """
+    if mesh.size > 1:
+        raise BadInput(
+            f"JAX_DISABLE_JIT computes on one device and the mesh is {dict(mesh.shape)}; leave --mesh out, and on GPUs "
+            "set CUDA_VISIBLE_DEVICES=0"
+        )
+
+    _, shardings = state_shardings(recipe, layout, mesh)
+
+    def init(seed: jax.Array) -> State:
+        return jax.device_put(init_state(recipe, seed, layout, mesh), shardings)
+
+    def step(stage: Stage, phase: int) -> StepProgram:
+        parts = micro_batches(recipe, stage, mesh, device, micro_batch)
+        return partial(train_step, recipe, step_context(recipe, stage, device, phase), layout, parts, mesh)
+
+    parts = micro_batches(recipe, recipe.stages[-1], mesh, device, micro_batch)
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // parts
+    cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
+    steps = tuple(tuple(step(stage, phase) for phase in range(recipe.period)) for stage in recipe.stages)
+    evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
+    return Program(init, steps, evaluation, micro_tokens, padded)
 
 
 def fit(
@@ -129,7 +162,7 @@ def trace_step(
 
     ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
     """
-    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
+    ctx = step_context(recipe, stage, device, phase)
     state, shardings = state_shardings(recipe, layout, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
 
@@ -138,6 +171,11 @@ def trace_step(
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, {"loss": replicated(mesh)}))
     return jitted.trace(state, tokens)
+
+
+def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
+    """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's period."""
+    return Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
 
 
 def lower_evaluation(

@@ -158,11 +158,18 @@ def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: 
 
 def device_of_rows(mesh: Mesh) -> jax.Array:
     """Inside :func:`manual`: which of the shards of a batch's rows this device has, from 0."""
+    if mesh.size == 1:
+        return jnp.zeros((), jnp.int32)
     return jax.lax.axis_index(tuple(axis for axis in ROW_AXES if axis in mesh.shape))
 
 
 def manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work."""
+    """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work.
+
+    Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs on arrays.
+    """
+    if jax.config.jax_disable_jit and mesh.size == 1:
+        return function
     axes = {axis for axis in ROW_AXES if axis in mesh.shape}
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
 
