@@ -16,7 +16,7 @@ from jspeed.errors import run_script
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.run.find import known_recipes
-from jspeed.run.output.console import layout_table
+from jspeed.run.output.console import layout_table, tile_table
 from jspeed.run.prepare import Options, find_and_place
 from jspeed.run.train import train
 from jspeed.series.announced import run_series
@@ -73,6 +73,7 @@ def speedrun(
     layout: str = DEFAULT_LAYOUT,
     mesh: str | None = None,
     show_layout: bool = False,
+    show_tiles: str | None = None,
     micro_batch: int | None = None,
     attention: str | None = None,
     target_loss: float | None = None,
@@ -102,9 +103,11 @@ def speedrun(
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
         layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state), dp
             (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp (layers in a
-            pipeline); with +remat at the end activations are computed twice instead of kept.
+            pipeline); with +remat at the end activations are computed twice instead of kept, with +scan the layers are
+            one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
         show_layout: Print where every parameter would lie, and stop.
+        show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
@@ -149,9 +152,12 @@ def speedrun(
         processes=processes,
         process_id=process_id,
     )
-    if show_layout:
+    if show_layout or show_tiles is not None:
         found, placed = find_and_place(options)
-        layout_table(Console(highlight=False), found.recipe, layout, placed)
+        if show_layout:
+            layout_table(Console(highlight=False), found.recipe, layout, placed)
+        if show_tiles is not None:
+            tile_table(Console(highlight=False), found.recipe, layout, placed, show_tiles)
         return 0
     if plan is not None:
         return run_series(options, plan)

@@ -30,6 +30,7 @@ from jspeed.run.output.profile import Profile
 from jspeed.run.output.progress import Progress
 from jspeed.run.output.sinks import sinks
 from jspeed.run.prepare import Options, Setup, prepare
+from jspeed.terminal import only_first_prints
 
 
 def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:
@@ -39,6 +40,8 @@ def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir:
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
     with failure.ends_all(), sigterm_is(_terminate):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
+        if distributed.process_count() > 1:
+            only_first_prints(distributed.process_index() == 0)
         failure.watch()
         code, run_dir = run(options)
     if distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():

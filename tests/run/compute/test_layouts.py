@@ -1,6 +1,7 @@
 """Every layout is the same training: losses, gradients, what a device holds, and the sentence where it cannot be."""
 
 import functools
+import io
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from rich.console import Console
 
 from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
@@ -16,9 +18,10 @@ from jspeed.recipe import ParamSpec, replace
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
 from jspeed.run.find import find
+from jspeed.run.output.console import layout_table, tile_table
 
 from ...toys import TOYS
-from .steps import batches, mesh_of, run
+from .steps import batches, mesh_of, run, start
 
 WAYS = {  # layout, mesh, lanes a device takes at once
     "dp": ("dp", {"data": 8}, 1),
@@ -180,11 +183,43 @@ def test_heads_that_do_not_divide_are_a_sentence():
 def test_the_plan_says_what_is_not_cut_and_why(monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)
     rows = {row[0]: row for row in layouts.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))}
-    assert rows["attention"] == ("attention", "16x32x32", "model/data heads/model", "16x8x16", "0.008", "")
-    assert rows["down_bias"][2:] == ("whole", "4x32", "0.001", "")
-    assert rows["embed"][2:5] == ("model/data", "272x8", "0.009")
+    assert rows["attention"] == ("attention", "16x32x32", "model/data heads/model", "16x8x16", 8192, "")
+    assert rows["down_bias"][2:] == ("whole", "4x32", 512, "")
+    assert rows["embed"][2:5] == ("model/data", "272x8", 8704)
     odd = {row[0]: row for row in layouts.describe_layout(toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2))}
-    assert odd["head"][2:] == ("whole", "259x32", "0.033", "vocab 259 does not divide by 2")
+    assert odd["head"][2:] == ("whole", "259x32", 33_152, "vocab 259 does not divide by 2")
     monkeypatch.setattr(layouts, "SMALL", 10**6)
     small = {row[0]: row for row in layouts.describe_layout(toy("track3"), "zero1", mesh_of(8))}
-    assert small["head"][2:] == ("whole", "272x32", "0.035", "small")
+    assert small["head"][2:] == ("whole", "272x32", 34_816, "small")
+
+
+@pytest.mark.parametrize(("layout", "axes"), [("fsdp+tp", {"data": 4, "model": 2}), ("zero1", {"data": 8})])
+def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch):
+    monkeypatch.setattr(layouts, "SMALL", 300)
+    recipe, mesh = toy("llmc"), mesh_of(**axes)
+    total = sum(row[4] for row in layouts.describe_layout(recipe, layout, mesh))
+    state = start(recipe, mesh, layout)
+    for device in mesh.devices.flat:
+        parts = [
+            s.data.nbytes for a in jax.tree.leaves(state["params"]) for s in a.addressable_shards if s.device == device
+        ]
+        assert sum(parts) == total
+    console = Console(file=io.StringIO(), width=200)
+    layout_table(console, recipe, layout, mesh)
+    assert console.file.getvalue().splitlines()[-1].split() == ["all", f"{total / 1e6:,.3f}"]
+
+
+def test_tiles_name_the_devices_that_hold_them():
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    both, columns = (NamedSharding(mesh, cut) for cut in (PartitionSpec("x", "y"), PartitionSpec("y")))
+    assert layouts.tiles((4, 8), both) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert layouts.tiles((8,), columns) == [["0,4", "1,5", "2,6", "3,7"]]
+    assert layouts.tiles((8, 4, 2), columns) == [["0,4", "1,5", "2,6", "3,7"]]
+    assert layouts.tiles((4, 8), NamedSharding(mesh, PartitionSpec())) == [["0,1,2,3,4,5,6,7"]]
+    assert layouts.tiles((4, 3, 8), NamedSharding(mesh, PartitionSpec("y", None, "x")))[3] == ["3", "7"]
+    console, mesh = Console(file=io.StringIO(), width=200), mesh_of(data=4, model=2)
+    tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlp")
+    said = console.file.getvalue()
+    assert said.startswith("mlp ") and "tiles of" in said and all(str(n) in said for n in range(8))
+    with pytest.raises(BadInput, match="has no such parameter; did you mean 'mlp'"):
+        tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlpp")
