@@ -142,15 +142,19 @@ def test_a_loop_over_layers_is_one_program_for_any_number():
 
 @pytest.mark.slow
 def test_remat_takes_less_memory_and_more_flops():
-    """Between a tenth and two fifths more: a block's forward pass once more, a third of what it costs, and no head."""
-    sets = [*TOYS["llmc"], "LAYERS=8", "LANES=16", "LANE_LEN=64", "EVAL_LEN=64", "WIDTH=64", "MLP_WIDTH=256"]
+    """A block's forward pass once more, a third of what it costs, and no head: 10 to 40 % more FLOPs.
+
+    Memory is compared in a loop over layers: of layers in a row XLA's CPU compiler recomputes all before the gradient
+    of the first, and FLOPs in a row, since those of a loop are counted once.
+    """
+    sets = [*TOYS["llmc"], "LAYERS=6", "LANES=16", "LANE_LEN=32", "EVAL_LEN=32", "WIDTH=64", "MLP_WIDTH=256"]
     recipe, mesh = find("llmc", sets).recipe, mesh_of(1)
-    kept, again = (
+    rows, rows_again, loop, loop_again = (
         program.lower_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1).compile()
-        for layout in ("dp", "dp+remat")
+        for layout in ("dp", "dp+remat", "dp+scan", "dp+remat+scan")
     )
-    memory = [step.memory_analysis().temp_size_in_bytes for step in (kept, again)]
-    flops = [step.cost_analysis()["flops"] for step in (kept, again)]
+    memory = [step.memory_analysis().temp_size_in_bytes for step in (loop, loop_again)]
+    flops = [step.cost_analysis()["flops"] for step in (rows, rows_again)]
     assert memory[1] < 0.6 * memory[0] and 1.1 < flops[1] / flops[0] < 1.4
 
 

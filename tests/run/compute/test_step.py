@@ -202,11 +202,12 @@ def test_bf16_trains_as_fp32_does(name):
     found = []
     for dtype in ("float32", "bfloat16"):
         sets = [f"COMPUTE={dtype}", "STEPS=200", "HEADS=4"]
+        sets += ["LEARNING_RATE=0.003"] * (name != "track3") + ["COOLDOWN=200"] * (name == "nanogpt")
         recipe = find(name, [*TOYS[name], *sets]).recipe
         tokens = [(3 * first + np.arange(17) ** 2 + 7 * n) % 97 for n in range(200) for first in range(recipe.lanes)]
         tokens = np.stack(tokens).reshape(200, recipe.lanes, 17).astype(np.uint16)
         found.append(np.mean(run(recipe, mesh_of(1), None, list(tokens))[1][-10:]))
-    assert found[0] < 4 and abs(found[0] - found[1]) < 0.03
+    assert found[0] < 4.6 and abs(found[0] - found[1]) < 0.03
 
 
 @pytest.mark.parametrize("make", [bigrams, pytest.param(toy, marks=pytest.mark.slow)])
