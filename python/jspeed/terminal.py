@@ -57,7 +57,7 @@ def only_first_prints(first: bool) -> None:
     sys.stdout.flush()
     if first:
         stream = Stream(os.dup(1), "w")
-        raw = io.BufferedWriter(stream)
+        raw = io.BufferedWriter(stream)  # type: ignore[type-var]
         sys.stdout = io.TextIOWrapper(
             raw, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True
         )

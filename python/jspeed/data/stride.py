@@ -43,5 +43,9 @@ def shard(
     count = lengths[0] - lengths[0] % n if drop_last else lengths[0]
     order = np.random.default_rng(seed).permutation(lengths[0]) if shuffle else np.arange(lengths[0])
     mine = order[rank:count:n]
-    shares = tuple(one[mine] if isinstance(one, np.ndarray) else type(one)(one[i] for i in mine) for one in data)
+    shares = tuple(one[mine] if isinstance(one, np.ndarray) else _like(one, [one[i] for i in mine]) for one in data)
     return shares if len(shares) > 1 else shares[0]
+
+
+def _like(one: Sequence[Any], mine: list[Any]) -> Sequence[Any]:
+    return tuple(mine) if isinstance(one, tuple) else mine

@@ -59,7 +59,8 @@ KEPT = ("dot_general", "dot_product_attention_fwd_wrapper", "ffi_call")
 
 def find_layout(name: str) -> Layout:
     """Return the layout called ``name``, without its endings, as they say. Raises :class:`BadInput`."""
-    base, modes = name, {}
+    base: str = name
+    modes: dict[str, Any] = {}
     while ending := next((e for e, mode in MODES.items() if base.endswith(e) and mode not in modes), None):
         base, modes[MODES[ending]] = base.removesuffix(ending), True
     if base not in LAYOUTS:
@@ -282,7 +283,8 @@ def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
     where more than two are cut.
     """
     where: dict[tuple[int, ...], list[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
+    devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in devices.items():
         where.setdefault(tuple(part.start or 0 for part in index), []).append(device.id)
     starts = [sorted({start[dim] for start in where}) for dim in range(len(shape))]
     dims = [dim for dim, found in enumerate(starts) if len(found) > 1]

@@ -21,7 +21,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute import carry
 from jspeed.run.compute.program import StepProgram
-from jspeed.run.compute.step import State
+from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish
@@ -65,7 +65,7 @@ def run(options: Options) -> tuple[int, Path]:
                 if setup.record:
                     progress.resume(setup.record)
                 # Without jit every constant of the program is a copy.
-                with ctrl_c_ends(stop), jax.transfer_guard("allow" if jax.config.jax_disable_jit else "disallow"):
+                with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
                     with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
                         state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping

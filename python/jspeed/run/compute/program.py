@@ -20,7 +20,7 @@ from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import carry
 from jspeed.run.compute.device import Device, device_of, lanes_at_once, micro_batches
-from jspeed.run.compute.step import State, evaluate, init_state, train_step
+from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
@@ -65,7 +65,7 @@ def compile_program(
     device = device or device_of(mesh)
     _, shardings = state_shardings(recipe, layout, mesh)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
-    if jax.config.jax_disable_jit:
+    if without_jit():
         return eager_program(recipe, mesh, layout, micro_batch, rows, device)
     init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
     with ThreadPoolExecutor(os.cpu_count()) as pool:

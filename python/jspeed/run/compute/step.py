@@ -168,10 +168,15 @@ def manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
 
     Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs on arrays.
     """
-    if jax.config.jax_disable_jit and mesh.size == 1:
+    if without_jit() and mesh.size == 1:
         return function
     axes = {axis for axis in ROW_AXES if axis in mesh.shape}
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def without_jit() -> bool:
+    """Whether JAX_DISABLE_JIT or ``jax.disable_jit`` says that nothing is to be compiled."""
+    return jax.config.jax_disable_jit  # type: ignore[attr-defined]
 
 
 def computing(recipe: Recipe, params: Any) -> Any:
