@@ -216,6 +216,8 @@ def test_describe_names_the_total():
         ({"data": r.Data("../x", 257, 256)}, "data.name is '../x'"),
         ({"data": r.Data("x", 10**6, 256)}, "data.vocab_size is 1000000"),
         ({"data": r.Data("x", 257, 256, align="eos")}, "data.align is 'eos'"),
+        ({"data": r.Data("x", 257, 256, windows="all")}, "data.windows is 'all'"),
+        ({"data": r.Data("x", 257, 256, windows="random", shuffle_block=128)}, "windows='random' starts lanes at any"),
         ({"sample": r.Sample(temperature=-1)}, "sample.temperature is -1"),
         ({"stages": (r.Stage(steps=2.5, lane_len=128),)}, r"stages\[0\].steps is 2.5"),
         ({"stages": (r.Stage(steps=0, lane_len=128),)}, r"stages\[0\].steps is 0"),

@@ -45,6 +45,7 @@ TOYS = {
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
     "gpt2": ["SIZES={'124M': (2, 2, 32)}", "LANES=8", "LANE_LEN=16", "STEPS=12", "EVAL_TOKENS=160", *LARGE[-4:]],
+    "nanogpt": [*TINY[:3], *TINY[4:], "VOCAB=272", "COMPUTE=float32", "EVAL_CHUNK=12", "WARMUP=4", "COOLDOWN=12"],
     "microgpt-names": [*TINY, "VOCAB=272"],
     "shakespeare-char": [*TINY, "VOCAB=272", "ROWS=512"],
     "tinystories": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],

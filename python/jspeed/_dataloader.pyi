@@ -51,16 +51,20 @@ class Shards:
 
 @final
 class Shuffle:
-    """A seeded order of shards or blocks, another one for every epoch.
+    """A seeded order of shards, blocks or windows, another one for every epoch.
 
     ``unit="shard"`` takes whole shards in random order and fits every ``align``. ``unit="block"`` takes all whole
     blocks of all shards and needs ``align=None``: block ``i`` of a shard is its tokens ``[i * block_tokens,
     (i + 1) * block_tokens)`` and needs one more token after it. ``block_tokens`` must be a multiple of the
     ``lane_len`` of every stage; None takes the smallest such number.
+
+    ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has ``lane_len`` more
+    after it in its shard, the last such one included, drawn with replacement. It needs ``align=None`` and
+    ``epochs=None``.
     """
 
     def __new__(
-        cls, seed: int = 0, block_tokens: int | None = None, unit: Literal["block", "shard"] = "block"
+        cls, seed: int = 0, block_tokens: int | None = None, unit: Literal["block", "shard", "window"] = "block"
     ) -> Self: ...
     @property
     def seed(self) -> int: ...
@@ -135,7 +139,7 @@ class TokenLoader:
             arguments of those names; the stream ends after the last stage.
         process_index: Which process this is, from 0.
         process_count: How many processes share the global batch.
-        shuffle: Take shards or blocks in a seeded random order.
+        shuffle: Take shards, blocks or windows in a seeded random order.
         epochs: Passes over the data, after which the stream ends; None for no end.
         vocab_size: Ids at or above it raise :class:`TokenRangeError`; None checks nothing.
         loss_mask: Make a mask of targets that do not follow their input in the text; needs ``align="bos"``.

@@ -73,7 +73,7 @@ def run_blocks(
     ``table`` describes ``params`` over all ``layers``: an array of one entry a layer gives that entry, one of k entries
     a layer gives ``[k, ...]``. A device that holds fewer layers applies those.
     """
-    entries = {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
+    entries = _entries(table, layers)
     held = {params[name].shape[0] // k for name, k in entries.items()}
     for layer in range(*held):
         x = block(
@@ -86,18 +86,43 @@ def run_blocks(
     return x
 
 
+def scan_blocks(
+    block: Callable[[dict[str, jax.Array], Any], Any],
+    table: Mapping[str, ParamSpec],
+    layers: int,
+    params: Mapping[str, jax.Array],
+    x: Any,
+) -> Any:
+    """Compute what :func:`run_blocks` does by ``jax.lax.scan``: the compiler sees one layer, however many there are.
+
+    ``block`` must return an ``x`` of the shapes and dtypes that it is given.
+    """
+    stacked = {
+        name: params[name] if k == 1 else params[name].reshape(-1, k, *params[name].shape[1:])
+        for name, k in _entries(table, layers).items()
+    }
+    return jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked)[0]
+
+
+def _entries(table: Mapping[str, ParamSpec], layers: int) -> dict[str, int]:
+    return {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
+
+
 def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
     return table_VD[ids_BT]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What ``forward`` and ``loss`` may know besides parameters and tokens; all but ``step`` fixed at compile time.
+    """What ``forward`` and ``loss`` may know besides parameters and tokens; all but ``step`` and ``first_row``
+    fixed at compile time.
 
     ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
     multiplication is on these devices: ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or
     ``missing``. ``blocks`` is :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the
-    number of steps before this one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``.
+    number of steps before this one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``; ``first_row`` is
+    the number of the first of the rows at hand in the global batch, an int32 scalar: with the step it names a row's
+    random numbers (:func:`jspeed.model.layers.row_keys`), the same on any mesh.
     ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
     """
 
@@ -108,6 +133,7 @@ class Context:
     blocks: Callable[..., Any] = run_blocks
     phase: int = 0
     step: Any = 0
+    first_row: Any = 0
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
 
     def use_fp8(self, asked: str) -> bool:
@@ -132,6 +158,7 @@ class Data:
     ``name`` is ``stdlib`` (prepared on first use) or what ``jspeed prepare`` calls the data set. Ids in the
     shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
     contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
+    ``windows="random"`` starts every lane at a random token instead, drawn with replacement, as nanoGPT does.
     """
 
     name: FolderName
@@ -139,6 +166,7 @@ class Data:
     bos_id: Annotated[int, whole(0, MOST_IDS - 1)]
     align: Literal["bos"] | None = None
     shuffle_block: Count | None = None
+    windows: Literal["random"] | None = None
 
 
 @dataclass(frozen=True)
@@ -256,6 +284,11 @@ class Recipe:
                     f"{self.layers} layers; give one for each layer"
                 )
         block = self.data.shuffle_block
+        if self.data.windows and (block or self.data.align):
+            raise BadInput(
+                f"recipe {self.name}: windows='random' starts lanes at any token, which neither align nor "
+                "shuffle_block can order; leave them out of Data"
+            )
         for stage in self.stages:
             if block and block % stage.lane_len:
                 raise BadInput(

@@ -55,6 +55,27 @@ def guard() -> None:
             setattr(sys, name, new)
 
 
+def only_first_prints(first: bool) -> None:
+    """Of several processes let the first alone print to standard output; standard error stays everybody's.
+
+    What libraries in C++ write there, as gloo does of its connections, goes nowhere; with NCCL_DEBUG to standard error.
+    """
+    sys.stdout.flush()
+    if first:
+        stream = Stream(os.dup(1), "w")
+        raw = io.BufferedWriter(stream)  # type: ignore[type-var]
+        sys.stdout = io.TextIOWrapper(
+            raw, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True
+        )
+        _streams["stdout"] = stream
+    else:
+        sys.stdout = open(os.devnull, "w")
+        _streams.pop("stdout", None)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(2 if "NCCL_DEBUG" in os.environ else nowhere, 1)
+    os.close(nowhere)
+
+
 def has_reader() -> bool:
     """Whether somebody still takes what is printed on standard output."""
     return "stdout" not in _streams or _streams["stdout"].failure is None

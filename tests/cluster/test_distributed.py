@@ -6,7 +6,9 @@ import socket
 import numpy as np
 import pytest
 
-from ..several import ended, environment, free_port, metrics, places, shards, start, toy
+from jspeed.corpus.tokenise import prepare_text
+
+from ..several import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     results = ended(two)
     assert [code for code, _, _ in results] == [0, 0], results
     assert "10/10" in results[0][1] and "nats/" in results[0][1] and not results[1][2]
-    assert not [line for line in results[1][1].splitlines() if not line.startswith("[Gloo]")]
+    assert results[1][1] == "" and "[Gloo]" not in results[0][1]
     ((code, _, err),) = ended([start(tmp_path, environment(), "--run-dir", "one", *arguments)])
     assert code == 0, err
     for kind in ("train_loss", "val_loss"):
@@ -32,6 +34,22 @@ def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     run = json.loads((tmp_path / "two" / "run.json").read_text())
     assert run["devices"]["processes"] == 2 and run["devices"]["count"] == 8
     assert all(probe["passed"] for probe in run["probes"].values())
+
+
+@pytest.mark.slow
+def test_launch_gathers_the_result_of_every_process(tmp_path):
+    (tmp_path / "text.txt").write_bytes(words(8000, 0))
+    data = prepare_text([tmp_path / "text.txt"], tmp_path / "data", "bytes")
+    flags = ["--standalone", "--nproc-per-node", 2, "--results", "results.json"]
+    run = [REPOSITORY / "scripts/speedrun.py", "--data", data, "--steps", 4, *toy()[1:], "--run-dir", "run"]
+    ((code, out, err),) = ended([start(tmp_path, environment(), *flags, *run, script="launch.py")])
+    assert code == 0, err
+    first, second = json.loads((tmp_path / "results.json").read_text())
+    assert (first["rank"], second["rank"], first["exit_code"], second["exit_code"]) == (0, 1, 0, 0)
+    assert first["train_loss"] == second["train_loss"] == metrics(tmp_path / "run")[4]
+    assert first["val_loss"] == second["val_loss"] and first["steps"] == 4 and first["status"] == "stopped"
+    assert first["samples"] == (tmp_path / "run/samples.txt").read_text() and "samples" not in second
+    assert out.count("nats/") == 1
 
 
 def test_an_error_on_one_process_ends_both_with_its_sentence(tmp_path, data):

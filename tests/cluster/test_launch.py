@@ -1,5 +1,6 @@
 """scripts/launch.py with small programs in place of a training run: places, output, failures, signals, restarts."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -57,6 +58,31 @@ def test_dry_run_prints_each_node(launch):
     assert done.returncode == 0 and "ran" not in lines and lines[0] == "# node 0 of 3"
     assert [line.split()[0] for line in lines[1::2]] == ["RANK=0", "RANK=1", "RANK=2"]
     assert all("MASTER_ADDR=n0 MASTER_PORT=29500" in line and "'of the program'" in line for line in lines[1::2])
+
+
+def test_results_of_every_process_are_gathered(launch, tmp_path):
+    """Rank 0 leaves a result and samples, rank 1 a result and an error, rank 2 is killed before it can."""
+    program = """
+    import json
+    rank = int(os.environ["RANK"])
+    if rank == 2:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.mkdir(f"run{rank}")
+    open(f"run{rank}/samples.txt", "w").write("once upon")
+    json.dump({"val_loss": 1.5, "run_dir": f"run{rank}"}, open(os.environ["JSPEED_RESULT"], "w"))
+    sys.exit(3 * rank)
+    """
+    done = launch("--nproc-per-node 3 --results all.json", program)
+    assert done.returncode == 3
+    said = {"val_loss": 1.5, "run_dir": "run0"}
+    assert json.loads((tmp_path / "all.json").read_text()) == [
+        {"rank": 0, "exit_code": 0, **said, "samples": "once upon"},
+        {"rank": 1, "exit_code": 3, **said, "run_dir": "run1"},
+        {"rank": 2, "exit_code": -9},
+    ]
+    lost = launch("--results nowhere/all.json", program)
+    assert lost.returncode == 2 and "--results nowhere/all.json: there is no folder nowhere" in lost.stderr
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from jspeed.corpus import pieces, sources, tokenise
 from jspeed.corpus import split as splits
 from jspeed.errors import BadInput
 
+from ..called import call
 from .prepared import (
     SHARED,
     VOCABULARY,
@@ -266,6 +267,19 @@ def test_gpt2_counts_of_real_text(tmp_path, monkeypatch):
     first = json.loads(lzma.open(SHARED / "webtext" / "webtext_val.jsonl.xz").readline())["text"]
     pieces = documents_in(read_split(out, "train"), 50256) + documents_in(read_split(out, "val"), 50256)
     assert tiktoken.get_encoding("gpt2").encode_ordinary(first) in [piece.tolist() for piece in pieces]
+
+
+def test_ten_short_lines_train(tmp_path):
+    """One document of 300 bytes: its last tenth validates."""
+    lines = [f"line {n}: the quick brown fox {n}\n" for n in range(10)]
+    (tmp_path / "ten.txt").write_text("".join(lines))
+    done = call(tmp_path, "prepare.py", "text", "ten.txt", "--tokenizer", "bytes", "--out", "shards")
+    assert done.code == 0, done.err
+    sets = ["WIDTH=16", "LAYERS=1", "HEADS=1", "MLP_WIDTH=16", "LANES=8", "LANE_LEN=8", "EVAL_LEN=8"]
+    run = ["--data", "shards", "--run-dir", "run", "--steps", 20, "--no-sample"]
+    done = call(tmp_path, "speedrun.py", "stdlib", *run, "--set", *sets, "EVAL_TOKENS=16")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 20
 
 
 def test_no_vocabulary_is_a_sentence(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from itertools import islice
 
 import jax
 import numpy as np
@@ -65,6 +66,58 @@ def test_shard_orders_differ_between_epochs_and_seeds():
 
     one, two = order(1), order(2)
     assert len({tuple(o) for o in (one[:20], one[20:], two[:20], two[20:])}) == 4
+
+
+MASK, GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
+
+
+def mix(z):
+    """SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & MASK
+    return z ^ (z >> 31)
+
+
+def windows(shards, lanes, length, seed, step):
+    """The rule of ``Shuffle(unit="window")``: starts of all shards in a row, one drawn for each lane."""
+    all_of_them = [shard[n : n + length + 1] for shard in shards for n in range(len(shard) - length)]
+    key = mix(mix(seed + GOLDEN & MASK) ^ step)
+    draws = [mix(key + GOLDEN * (lane + 1) & MASK) * len(all_of_them) >> 64 for lane in range(lanes)]
+    return [all_of_them[draw].tolist() for draw in draws]
+
+
+@few
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    st.integers(1, 20),
+    st.integers(0, 99),
+    st.sampled_from([1, 2, 4]),
+)
+def test_random_windows_are_those_of_the_rule_and_go_on_on_other_processes(lengths, length, seed, processes):
+    shards = [1000 * i + np.arange(n) for i, n in enumerate([length + 1, *lengths])]
+    same = {"lanes": 4, "lane_len": length, "shuffle": Shuffle(seed, unit="window"), "epochs": None}
+    loader = TokenLoader(shards_of(*shards), **same)
+    for step in range(4):
+        batch = next(loader)
+        assert batch.tokens.tolist() == windows(shards, 4, length, seed, step)
+        assert np.array_equal(batch.inputs[:, 1:], batch.targets[:, :-1]) and batch.dropped_tokens == 0
+    rest = [
+        TokenLoader(shards_of(*shards), process_index=index, process_count=processes, **same)
+        for index in range(processes)
+    ]
+    for part in rest:
+        part.load_state_dict(loader.state_dict())
+    assert np.concatenate([next(part).tokens for part in rest]).tolist() == windows(shards, 4, length, seed, 4)
+
+
+def test_random_windows_start_anywhere_up_to_the_last():
+    """Eight tokens and windows of three with their target: starts 0 to 4, as often as each other."""
+    same = {"lanes": 50, "lane_len": 3, "epochs": None}
+    loader = TokenLoader(shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **same)
+    starts = np.concatenate([batch.tokens[:, 0] for batch in islice(loader, 100)])
+    assert np.bincount(starts).shape == (5,) and np.abs(np.bincount(starts) - 1000).max() < 120
+    with pytest.raises(BadInput, match="needs 9 tokens in one shard but there are 8"):
+        TokenLoader(shards_of(np.arange(8)), shuffle=Shuffle(3, unit="window"), **(same | {"lane_len": 8}))
 
 
 def test_two_epochs_without_shuffle_are_one_twice():

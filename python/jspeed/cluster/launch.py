@@ -5,24 +5,29 @@ then SIGKILL; then all may be restarted (--max-restarts).
 """
 
 import ctypes
+import json
 import os
 import queue
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput, say
+from jspeed.files import write_whole
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
+RESULT = "JSPEED_RESULT"  # the file where a process leaves its result, for --results
 ENDED = {0, 1, 2, 130, 143}  # exit codes that a restart would not change: done, target missed, bad input, stopped
 
 
@@ -40,6 +45,7 @@ class Launch:
     standalone: bool = False
     prefix: bool = False
     grace: float = 30.0
+    results: Path | None = None
 
 
 def check(launch: Launch, dry: bool = False) -> None:
@@ -52,6 +58,8 @@ def check(launch: Launch, dry: bool = False) -> None:
         say("launch: --master-addr is this machine itself; other machines cannot reach it")
     if launch.max_restarts < 0 or launch.grace < 0:
         raise BadInput("--max-restarts and --grace must be 0 or more")
+    if launch.results and not launch.results.parent.is_dir():
+        raise BadInput(f"--results {launch.results}: there is no folder {launch.results.parent}; make it first")
 
 
 def processes_of(text: str) -> int:
@@ -98,7 +106,7 @@ def run(launch: Launch) -> int:
     for attempt in range(launch.max_restarts + 1):
         if launch.standalone:
             launch = replace(launch, master_addr="127.0.0.1", master_port=free_port() - attempt)
-        code = Node(launch, attempt).watch()
+        code = Node(launch, attempt).results()
         if code in ENDED or attempt == launch.max_restarts:
             break
         say(f"launch: restart {attempt + 1} of {launch.max_restarts}")
@@ -129,9 +137,11 @@ class Node:
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._previous = {number: signal.signal(number, self._note) for number in signals}
         self._first = launch.node_rank * launch.nproc_per_node
+        self._said = tempfile.TemporaryDirectory(prefix="jspeed-results-") if launch.results else None
         self._processes: list[subprocess.Popen[str]] = []
         for local in range(launch.nproc_per_node):
-            self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt)))
+            told = {RESULT: str(Path(self._said.name, str(local)))} if self._said else {}
+            self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt) | told))
         self._threads = [threading.Thread(target=self._wait, args=(n,)) for n in range(len(self._processes))]
         for thread in self._threads:
             thread.start()
@@ -217,6 +227,23 @@ class Node:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         return 128 + self._told if self._told and code not in (0, 1) else code
+
+    def results(self) -> int:
+        """Return what :meth:`watch` does, and write --results: a list of objects, one for each process."""
+        code, found = self.watch(), []
+        if self._said is None or self._launch.results is None:
+            return code
+        for local, process in enumerate(self._processes):
+            record: dict[str, Any] = {"rank": self._first + local, "exit_code": process.returncode}
+            with suppress(OSError):
+                record |= json.loads(Path(self._said.name, str(local)).read_text())
+            if record["rank"] == 0:
+                with suppress(OSError, KeyError):
+                    record["samples"] = Path(record["run_dir"], "samples.txt").read_text()
+            found.append(record)
+        self._said.cleanup()
+        write_whole(self._launch.results, json.dumps(found, indent=1) + "\n")
+        return code
 
     def _next(self) -> tuple[str, int]:
         """The next event. A signal that comes just before a wait does not interrupt it, so no wait is long."""

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jspeed.cluster.launch import Launch, check, processes_of, run, shown
-from jspeed.commands.flags import Command, Wants
+from jspeed.commands.flags import Command, File, Wants
 from jspeed.errors import BadInput, nearest
 
 TRAIN = "run"  # the command of jspeed that several processes can make together
@@ -23,6 +23,7 @@ def launch(
     dry_run: bool = False,
     prefix: bool = False,
     grace: Annotated[float, Wants("SECONDS")] = 30.0,
+    results: File | None = None,
 ) -> int:
     """Start this node's processes of one run and watch them, with torchrun's flags (--node_rank is --node-rank).
 
@@ -41,9 +42,10 @@ def launch(
         dry_run: Print each node's processes and start none.
         prefix: Begin each line of output with its rank.
         grace: Seconds from SIGTERM to SIGKILL.
+        results: Write what every process of this node ended with here (JSON).
     """
     count = processes_of(nproc_per_node)
-    where = (nnodes, node_rank, count, master_addr, master_port, max_restarts, standalone, prefix, grace)
+    where = (nnodes, node_rank, count, master_addr, master_port, max_restarts, standalone, prefix, grace, results)
     asked = Launch(program(command), *where)
     check(asked, dry_run)
     if dry_run:
@@ -75,7 +77,7 @@ COMMAND = Command(
     {
         "placement": ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "standalone"),
         "failure": ("max_restarts", "grace"),
-        "output": ("dry_run", "prefix"),
+        "output": ("dry_run", "prefix", "results"),
     },
     rest="command",
 )

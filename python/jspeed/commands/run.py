@@ -50,6 +50,7 @@ def run(
     layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT,
     mesh: Axes | None = None,
     show_layout: bool = False,
+    show_tiles: Annotated[str | None, Wants("NAME")] = None,
     micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
     attention: Annotated[str | None, Wants("BACKEND")] = None,
     preflight: bool = True,
@@ -80,9 +81,11 @@ def run(
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
         layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state), dp
             (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp (layers in a
-            pipeline); with +remat at the end activations are computed twice instead of kept.
+            pipeline); with +remat at the end activations are computed twice instead of kept, with +scan the layers are
+            one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
         show_layout: Print where every parameter would lie, and stop.
+        show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the one the device gets: xla, cudnn or fa4.
         preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
@@ -106,7 +109,7 @@ def run(
     with importing():
         from rich.console import Console
 
-        from jspeed.run.output.console import layout_table
+        from jspeed.run.output.console import layout_table, tile_table
         from jspeed.run.prepare import Options, find_and_place
         from jspeed.run.train import train
         from jspeed.series.announced import run_series
@@ -136,9 +139,12 @@ def run(
         processes=processes,
         process_id=process_id,
     )
-    if show_layout:
+    if show_layout or show_tiles is not None:
         found, placed = find_and_place(options)
-        layout_table(Console(highlight=False), found.recipe, layout, placed)
+        if show_layout:
+            layout_table(Console(highlight=False), found.recipe, layout, placed)
+        if show_tiles is not None:
+            tile_table(Console(highlight=False), found.recipe, layout, placed, show_tiles)
         return 0
     if plan is not None:
         return run_series(options, plan)
@@ -158,7 +164,7 @@ COMMAND = Command(
     {
         "training": ("data", "seed", "set", "target_loss", "init_from"),
         "placement": (
-            *("mesh", "layout", "show_layout", "micro_batch", "attention"),
+            *("mesh", "layout", "show_layout", "show_tiles", "micro_batch", "attention"),
             *("coordinator", "processes", "process_id"),
         ),
         "length": ("steps", "max_minutes", "checkpoint_every", "resume", "plan"),

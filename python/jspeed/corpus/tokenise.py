@@ -22,7 +22,7 @@ from jspeed.files import cache_folder
 
 MARKS = ("before", "after", "none")
 WORTH_PROCESSES = 32 << 20  # bytes of input; a process takes half a second to start
-ONE_DOCUMENT_TOKENS = 1000  # a single document of fewer is not cut in two
+ONE_DOCUMENT_TOKENS = 20  # of a single document of fewer, a tenth is not an input and its target
 ONE_DOCUMENT_VAL = 0.1  # of a single document's tokens, as in nanoGPT's Shakespeare
 
 Progress = Callable[[int, int | None], None]

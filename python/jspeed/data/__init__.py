@@ -11,6 +11,7 @@ from jspeed.data.errors import (
     TokenRangeError,
 )
 from jspeed.data.shards import find_split, open_shards
+from jspeed.data.stride import shard
 from jspeed.stage import Stage
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "TokenRangeError",
     "find_split",
     "open_shards",
+    "shard",
 ]

@@ -1,4 +1,4 @@
-"""Small parts of a block: embedding lookup, normalisation, rotary positions, squared ReLU."""
+"""Small parts of a block: embedding lookup, normalisation, rotary positions, squared ReLU, dropout."""
 
 from typing import Any
 
@@ -105,6 +105,34 @@ def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
 def relu_squared(x: jax.Array) -> jax.Array:
     """Return ``max(x, 0) ** 2`` (So et al. 2021, Primer)."""
     return jnp.square(jnp.maximum(x, 0))
+
+
+def row_keys(seed: int, step: jax.Array, first_row: jax.Array, rows: int) -> jax.Array:
+    """Return random keys for ``rows`` rows of a batch from ``first_row`` (int32 scalar) on: uint32 ``[B, 2]``.
+
+    A key depends on ``seed``, ``step`` and the row's number in the global batch alone, so it is the same on any mesh
+    and with any micro-batch (``Context.step``, ``Context.first_row``).
+    """
+    at_step = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    numbers_B = first_row + jnp.arange(rows, dtype=jnp.int32)
+    return jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(at_step, number)))(numbers_B)
+
+
+def dropout(x_BTD: jax.Array, keys_B2: jax.Array, rate: float) -> tuple[jax.Array, jax.Array]:
+    """Return ``x_BTD`` with each element zero with probability ``rate`` and else divided by ``1 - rate`` (Srivastava et
+    al. 2014), and the keys for the next call: passed on from layer to layer, each has its own.
+
+    ``keys_B2`` come from :func:`row_keys`. With ``rate`` 0 nothing is drawn.
+    """
+    if not rate:
+        return x_BTD, keys_B2
+
+    def kept(key_2: jax.Array) -> tuple[jax.Array, jax.Array]:
+        now, later = jax.random.split(jax.random.wrap_key_data(key_2, impl="threefry2x32"))
+        return jax.random.bernoulli(now, 1 - rate, x_BTD.shape[1:]), jax.random.key_data(later)
+
+    kept_BTD, keys_B2 = jax.vmap(kept)(keys_B2)
+    return jnp.where(kept_BTD, x_BTD / (1 - rate), 0).astype(x_BTD.dtype), keys_B2
 
 
 def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale: jax.Array | float) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import ROW_AXES
 from jspeed.parallel.pipeline import pipeline
-from jspeed.recipe import ParamSpec, Recipe, leaves, map_specs, run_blocks
+from jspeed.recipe import ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,14 @@ class Layout:
     ``cuts`` maps logical axes to mesh axes. Over each mesh axis an array is sharded along the first of the logical axes
     mapped to it that it has, if that divides; else it is replicated. With ``at_use`` a layer's parameters are gathered
     over ``data`` when the layer runs, and again for its gradient, instead of all at the start of a step; with ``remat``
-    only a layer's input is saved for its gradient, and the rest is recomputed.
+    only a layer's input is saved for its gradient, and the rest is recomputed; with ``scan`` the layers are one loop of
+    the compiled program, which is then no larger for many layers than for one.
     """
 
     cuts: Mapping[str, str]
     at_use: bool = False
     remat: bool = False
+    scan: bool = False
 
     @property
     def through_matrices(self) -> bool:
@@ -47,7 +49,7 @@ LAYOUTS = {
     # Each group of devices along ``pipe`` holds some of the layers.
     "pp": Layout({"layer": "pipe", "matrix": "pipe"}),
 }
-REMAT = "+remat"
+MODES = {"+remat": "remat", "+scan": "scan"}  # endings of any layout
 SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 WHOLE = PartitionSpec()
 # What a layer saves for its gradient when it gathers its parameters again: results of expensive primitives.
@@ -55,14 +57,17 @@ KEPT = ("dot_general", "dot_product_attention_fwd_wrapper", "ffi_call")
 
 
 def find_layout(name: str) -> Layout:
-    """Return the layout called ``name``, with remat where it ends in ``+remat``. Raises :class:`BadInput`."""
-    base = name.removesuffix(REMAT)
+    """Return the layout called ``name``, without its endings, as they say. Raises :class:`BadInput`."""
+    base: str = name
+    modes: dict[str, Any] = {}
+    while ending := next((e for e, mode in MODES.items() if base.endswith(e) and mode not in modes), None):
+        base, modes[MODES[ending]] = base.removesuffix(ending), True
     if base not in LAYOUTS:
         raise BadInput(
             f"--layout {name} is unknown{nearest(base, LAYOUTS)}; known layouts: {', '.join(LAYOUTS)}, and each with "
-            f"{REMAT}"
+            f"{' or '.join(MODES)} at its end, or both"
         )
-    return replace(LAYOUTS[base], remat=base != name)
+    return replace(LAYOUTS[base], **modes)
 
 
 def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
@@ -81,7 +86,7 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             f"--layout {layout} {works}, so the mesh axis '{idle[0]}' of size {mesh.shape[idle[0]]} would repeat the "
             f"same work; give --mesh data={mesh.size}, or another --layout"
         )
-    if not recipe.alike and ("pipe" in needed or found.remat):
+    if not recipe.alike and ("pipe" in needed or found.remat or found.scan):
         raise BadInput(
             f"--layout {layout} works layer by layer and the layers of recipe {recipe.name} are not alike; choose "
             "another --layout, or a recipe that runs its layers through ctx.blocks"
@@ -217,15 +222,17 @@ def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
             return share(part, cut)
 
         def one(p: Mapping[str, jax.Array], x: Any) -> Any:
-            return share(block({name: whole(name, part) for name, part in p.items()}, share(x)))
+            x = block({name: whole(name, part) for name, part in p.items()}, jax.tree.map(share, x))
+            return jax.tree.map(share, x)
 
         if how.remat:
             one = jax.checkpoint(one)
         elif how.at_use:
             one = jax.checkpoint(one, policy=lambda primitive, *_, **__: primitive.name in KEPT)
+        through = scan_blocks if how.scan else run_blocks
         if mesh.shape.get("pipe", 1) == 1:
-            return run_blocks(one, table, layers, params, x)
-        return pipeline(lambda x: run_blocks(one, table, layers, params, x), x, parts)
+            return through(one, table, layers, params, x)
+        return pipeline(lambda x: through(one, table, layers, params, x), x, parts)
 
     def share(x: jax.Array, cut: PartitionSpec = WHOLE) -> jax.Array:
         """Constrain how XLA shards an array over ``model``; it would shard activations that must stay whole."""
@@ -258,11 +265,35 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
     return bank
 
 
-def describe_layout(recipe: Recipe, layout: str, mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    """Yield (name, shape, cut, shape on a device, MB on a device, why not cut further) of every parameter."""
+def describe_layout(recipe: Recipe, layout: str, mesh: Mesh) -> Iterator[tuple[str, str, str, str, int, str]]:
+    """Yield (name, shape, cut, shape on a device, bytes on a device, why not cut further) of every parameter."""
     for path, spec in leaves(recipe.parameters):
         dims, why = _cut(spec, layout, mesh)
         local = NamedSharding(mesh, PartitionSpec(*dims)).shard_shape(spec.shape)
         cut = " ".join(f"{axis}/{over}" for axis, over in zip(spec.axes, dims, strict=False) if over) or "whole"
-        size = math.prod(local) * jax.numpy.dtype(spec.dtype).itemsize / 1e6
-        yield path, "x".join(map(str, spec.shape)), cut, "x".join(map(str, local)), f"{size:,.3f}", why
+        size = math.prod(local) * jax.numpy.dtype(spec.dtype).itemsize
+        yield path, "x".join(map(str, spec.shape)), cut, "x".join(map(str, local)), size, why
+
+
+def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
+    """Return which devices hold each tile of an array: rows and columns of ids, ``0,4`` where two hold the same.
+
+    Rows are the first dimension that is cut and columns the last one, or there is one row. Raises :class:`BadInput`
+    where more than two are cut.
+    """
+    where: dict[tuple[int, ...], list[int]] = {}
+    devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in devices.items():
+        where.setdefault(tuple(part.start or 0 for part in index), []).append(device.id)
+    starts = [sorted({start[dim] for start in where}) for dim in range(len(shape))]
+    dims = [dim for dim, found in enumerate(starts) if len(found) > 1]
+    if len(dims) > 2:
+        raise BadInput(f"an array of shape {shape} is cut along {len(dims)} dimensions; at most 2 can be drawn")
+    first, last = ([None, None] + dims)[-2:]
+
+    def cell(row: int, column: int) -> str:
+        start = tuple(row if dim == first else column if dim == last else 0 for dim in range(len(shape)))
+        return ",".join(map(str, sorted(where[start])))
+
+    columns = starts[last] if last is not None else [0]
+    return [[cell(row, column) for column in columns] for row in (starts[first] if first is not None else [0])]

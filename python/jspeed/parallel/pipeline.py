@@ -1,6 +1,7 @@
 """Pipeline parallelism over layers and micro-batches: GPipe (Huang et al. 2018, arXiv 1811.06965)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +12,26 @@ def bubble(stages: int, parts: int) -> float:
     return (stages - 1) / (parts + stages - 1)
 
 
-def pipeline(stage: Callable[[jax.Array], jax.Array], x: jax.Array, parts: int, axis: str = "pipe") -> jax.Array:
+def pipeline(stage: Callable[[Any], Any], x: Any, parts: int, axis: str = "pipe") -> Any:
     """Inside ``shard_map``: apply the ``stage`` of every device along ``axis``, in order, to the rows of all of them.
 
-    ``x`` ``[rows, ...]`` are a device's own rows, and so is the result: before and after the pipeline ``axis`` is one
-    more axis of data, so that nothing else is computed twice. The rows of all are taken in ``parts`` micro-batches.
-    A stage keeps its input of every tick for the gradient, which flows back the same way.
+    ``x``, a tree of arrays ``[rows, ...]``, are a device's own rows, and so is the result: before and after the
+    pipeline ``axis`` is one more axis of data, so that nothing else is computed twice. The rows of all are taken in
+    ``parts`` micro-batches. A stage keeps its input of every tick for the gradient, which flows back the same way.
     """
     stages, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     rows = jax.lax.all_gather(x, axis, axis=0, tiled=True)
-    micro = rows.reshape(parts, -1, *rows.shape[1:])
+    micro = jax.tree.map(lambda r: r.reshape(parts, -1, *r.shape[1:]), rows)
 
-    def tick(received: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-        done = stage(jnp.where(index == 0, micro[jnp.minimum(number, parts - 1)], received))
+    def tick(received: Any, number: jax.Array) -> tuple[Any, Any]:
+        own = jax.tree.map(lambda m: m[jnp.minimum(number, parts - 1)], micro)
+        done = stage(jax.tree.map(lambda o, r: jnp.where(index == 0, o, r), own, received))
         return jax.lax.ppermute(done, axis, [(n, n + 1) for n in range(stages - 1)]), done
 
-    _, done = jax.lax.scan(tick, jnp.zeros_like(micro[0]), jnp.arange(parts + stages - 1))
-    rows = done[stages - 1 :].reshape(rows.shape)
-    return jax.lax.psum_scatter(jnp.where(index == stages - 1, rows, 0), axis, scatter_dimension=0, tiled=True)
+    _, done = jax.lax.scan(tick, jax.tree.map(lambda m: jnp.zeros_like(m[0]), micro), jnp.arange(parts + stages - 1))
+
+    def back(done: jax.Array, like: jax.Array) -> jax.Array:
+        last = jnp.where(index == stages - 1, done[stages - 1 :].reshape(like.shape), 0)
+        return jax.lax.psum_scatter(last, axis, scatter_dimension=0, tiled=True)
+
+    return jax.tree.map(back, done, rows)

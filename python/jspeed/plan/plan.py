@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import LAYOUTS, REMAT
+from jspeed.parallel.layout import LAYOUTS
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.collectives import describe_collectives
 from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import part_of
+from jspeed.plan.manual import manual_mode
 from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
@@ -181,6 +182,7 @@ def examine(
     findings = [
         *doctor.redundant(matmuls, step.kernels),
         *doctor.placement(shapes, dict(hardware.mesh.shape)),
+        *misuse(recipe, hardware, steps[-1].parts),
         *doctor.whole_leaves(recipe, hardware.layout, hardware.mesh),
         *doctor.wide_logits(step.text, micro, vocabulary),
         *doctor.exposed(worst["collectives"], worst["roofline_ms"]),
@@ -189,6 +191,15 @@ def examine(
     for row in matmuls:
         row["source"] = hlo.short(row["source"])
     return findings, matmuls
+
+
+def misuse(recipe: Recipe, hardware: Hardware, parts: int) -> list[doctor.Finding]:
+    """What :func:`jspeed.plan.manual.manual_mode` finds in the last stage's step, where there are several devices."""
+    if hardware.mesh.size == 1:
+        return []
+    with pretend(hardware.cluster.target):
+        traced = program.trace_step(recipe, recipe.stages[-1], hardware.mesh, hardware.layout, hardware.device, parts)
+    return manual_mode(traced.jaxpr)
 
 
 def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, float]:
@@ -249,7 +260,7 @@ def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]
     for hardware in candidates:
         tried = list(_until_it_fits(found.recipe, hardware))
         if not tried[-1]["fits"] and found.recipe.alike:
-            tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + REMAT))
+            tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + "+remat"))
         rows += tried
     return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
 

@@ -39,7 +39,7 @@ BETA1 = 0.9
 BETA2 = 0.95
 EPS = 1e-8
 WEIGHT_DECAY = 0.1  # on matrices and tables
-CLIP = 1.0  # norm of the whole gradient
+CLIP = 1.0  # norm of the whole gradient; 0 does not clip
 
 # Evaluation
 TARGET_LOSS = 3.2  # nats per token, of Shakespeare
@@ -136,7 +136,7 @@ def optimizer() -> optax.GradientTransformation:
     """AdamW after clipping the whole gradient; decay on matrices and tables only."""
     decayed = map_specs(lambda spec: spec.group == "decay", PARAMETERS)
     adamw = optax.adamw(LEARNING_RATE, b1=BETA1, b2=BETA2, eps=EPS, weight_decay=WEIGHT_DECAY, mask=decayed)
-    return optax.chain(optax.clip_by_global_norm(CLIP), adamw)
+    return optax.chain(optax.clip_by_global_norm(CLIP) if CLIP else optax.identity(), adamw)
 
 
 STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)

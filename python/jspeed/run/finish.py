@@ -1,6 +1,8 @@
 """After the clock has stopped: the final evaluation, the probes, run.json, the model, the picture, the last line."""
 
 import hashlib
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +13,10 @@ from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jspeed.cluster.distributed import process_index
+from jspeed.cluster.launch import RESULT
 from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput
+from jspeed.files import write_whole
 from jspeed.recipe import as_json
 from jspeed.record import picture
 from jspeed.record.runfile import write_run
@@ -54,6 +58,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         val_loss = progress.curve[-1]["val_loss"]
     valid = all(verdict["passed"] for verdict in verdicts.values())
     reached = val_loss is not None and val_loss <= recipe.target_loss and valid
+    tell_launcher(setup, progress, val_loss, reached)
     if process_index():
         return exit_code(setup, progress, reached)
     with clock.section("evidence"), say.waiting(console, "evidence for run.json"):
@@ -143,6 +148,15 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     if failed:
         raise BadInput(f"the run has ended but {'; and '.join(failed)}")
     return exit_code(setup, progress, reached)
+
+
+def tell_launcher(setup: Setup, progress: Progress, val_loss: float | None, reached: bool) -> None:
+    """Leave this process's result where ``launch.py --results`` gathers it; every process calls this."""
+    if not (path := os.environ.get(RESULT)):
+        return
+    said = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
+    said |= {"status": progress.status, "reached": reached, "steps": progress.steps, "val_loss": val_loss}
+    write_whole(Path(path), json.dumps(said | {"train_loss": progress.train[-1][1] if progress.train else None}))
 
 
 def gathered(params: Any) -> export.Tensors:

@@ -320,6 +320,9 @@ def data_folder(recipe: Recipe, given: Path | None) -> Path:
 def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
     """Open the stream of training batches; it starts to read when the first one is asked for."""
     block = recipe.data.shuffle_block
+    shuffle = Shuffle(seed, block) if block else None
+    if recipe.data.windows == "random":
+        shuffle = Shuffle(seed, unit="window")
     return TokenLoader(
         shards,
         lanes=recipe.lanes,
@@ -327,7 +330,7 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
         align=recipe.data.align,
         bos_id=recipe.data.bos_id,
         vocab_size=recipe.data.vocab_size,
-        shuffle=Shuffle(seed, block) if block else None,
+        shuffle=shuffle,
         epochs=None,
         process_index=jax.process_index(),
         process_count=jax.process_count(),

@@ -21,7 +21,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute import carry
 from jspeed.run.compute.program import StepProgram
-from jspeed.run.compute.step import State
+from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish
@@ -30,6 +30,7 @@ from jspeed.run.output.profile import Profile
 from jspeed.run.output.progress import Progress
 from jspeed.run.output.sinks import sinks
 from jspeed.run.prepare import Options, Setup, prepare
+from jspeed.terminal import only_first_prints
 
 
 def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:
@@ -39,6 +40,8 @@ def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir:
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
     with failure.ends_all(), sigterm_is(_terminate):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
+        if distributed.process_count() > 1:
+            only_first_prints(distributed.process_index() == 0)
         failure.watch()
         code, run_dir = run(options)
     if distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
@@ -61,7 +64,8 @@ def run(options: Options) -> tuple[int, Path]:
                 setup.claim.begin()
                 if setup.record:
                     progress.resume(setup.record)
-                with ctrl_c_ends(stop), jax.transfer_guard("disallow"):
+                # Without jit every constant of the program is a copy.
+                with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
                     with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
                         state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping

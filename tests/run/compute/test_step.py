@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
-from jspeed.recipe import Context
+from jspeed.recipe import Context, ParamSpec, replace
 from jspeed.run import evaluate
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
@@ -153,6 +154,79 @@ def test_state_is_donated():
     old = jax.tree.leaves(state)
     compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))
     assert all(leaf.is_deleted() for leaf in old)
+
+
+def bigrams():
+    """A table from each token to the logits of the next: few operations, since without jit each compiles by itself."""
+
+    def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
+        logits_BTV = params["embed"][tokens_BT]
+        loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+        return jnp.sum(loss_BT * weights_BT), loss_BT
+
+    table = {"embed": ParamSpec((272, 272), ("token", "vocab"), jax.nn.initializers.normal(1.0), "all")}
+    return replace(toy(), parameters=table, loss=loss, optimizer=lambda: optax.sgd(50.0))
+
+
+def test_a_constant_loss_stays_what_it_is():
+    """5.0 for 100,000 rows, in training and evaluation: a mean that is kept in bf16 stops growing at a few hundred."""
+
+    def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
+        loss_BT = jnp.full(tokens_BT.shape, 5.0)
+        return jnp.sum(params["embed"].astype(jnp.float32)) * jnp.sum(loss_BT * weights_BT), loss_BT
+
+    table = {"embed": ParamSpec((2, 2), ("token", "vocab"), jax.nn.initializers.ones, "all", "bfloat16")}
+    small = find("stdlib", [*TOYS["stdlib"], "LANES=100000", "LANE_LEN=1", "EVAL_LEN=1"]).recipe
+    recipe = replace(small, parameters=table, loss=loss, optimizer=lambda: optax.sgd(0.0))
+    _, losses = run(recipe, mesh_of(1), 1000, batches(recipe, 2))
+    assert losses == [5.0, 5.0]
+    rows = evaluate.ValidationSet(jnp.zeros((100_000, 2), jnp.uint16), np.zeros(2, np.uint16), 99_999, 99_999)
+    assert evaluate.validation_loss(lambda params, rows: jnp.full(len(rows), 5.0), {}, rows) == 5.0
+
+
+def test_gradients_of_micro_batches_are_summed_in_fp32():
+    recipe = find("llmc", [*TOYS["llmc"], "COMPUTE=bfloat16", "LAYERS=1"]).recipe
+    params = jax.eval_shape(lambda: step.computing(recipe, step.init_state(recipe, jnp.uint32(1))["params"]))
+    tokens = jax.ShapeDtypeStruct((8, recipe.stages[0].lane_len + 1), jnp.uint16)
+    ctx = Context(recipe.stages[0], training=True)
+    made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, 1.0, p, t))(params, tokens)
+    (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
+    sums, (losses,) = scan.outvars[: scan.params["num_carry"]], scan.outvars[scan.params["num_carry"] :]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"} and len(sums) == len(params)
+    assert {array.aval.dtype.name for array in (*sums, losses)} == {"float32"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llmc", "nanogpt", "track3"])
+def test_bf16_trains_as_fp32_does(name):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        sets = [f"COMPUTE={dtype}", "STEPS=200", "HEADS=4"]
+        sets += ["LEARNING_RATE=0.003"] * (name != "track3") + ["COOLDOWN=200"] * (name == "nanogpt")
+        recipe = find(name, [*TOYS[name], *sets]).recipe
+        tokens = [(3 * first + np.arange(17) ** 2 + 7 * n) % 97 for n in range(200) for first in range(recipe.lanes)]
+        tokens = np.stack(tokens).reshape(200, recipe.lanes, 17).astype(np.uint16)
+        found.append(np.mean(run(recipe, mesh_of(1), None, list(tokens))[1][-10:]))
+    assert found[0] < 4.6 and abs(found[0] - found[1]) < 0.03
+
+
+@pytest.mark.parametrize("make", [bigrams, pytest.param(toy, marks=pytest.mark.slow)])
+def test_without_jit_three_steps_are_the_same(make):
+    recipe = make()
+    mesh, tokens, losses = mesh_of(1), batches(recipe, 3), []
+    state, compiled = run(recipe, mesh, None, tokens)
+    seed = jax.device_put(np.uint32(1), replicated(mesh))
+    with jax.disable_jit():
+        built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
+        plain = built.init(seed)
+        for batch in tokens:
+            plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
+            losses.append(float(metrics["loss"]))
+        with pytest.raises(BadInput, match="JAX_DISABLE_JIT computes on one device and the mesh is {'data': 8}"):
+            program.compile_program(recipe, mesh_of(8), "zero1", None, rows=10)
+    assert compiled[0] != compiled[2]
+    np.testing.assert_allclose(losses, compiled, atol=1e-5)
+    np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
 
 
 def test_warm_up_leaves_no_trace():

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import carry
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
 from jspeed.run.compute.pieces import piece_length
-from jspeed.run.compute.step import State, evaluate, init_state, train_step
+from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
@@ -65,6 +66,8 @@ def compile_program(
     device = device or device_of(mesh)
     _, shardings = state_shardings(recipe, layout, mesh)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
+    if without_jit():
+        return eager_program(recipe, mesh, layout, micro_batch, rows, device)
     init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
@@ -81,6 +84,36 @@ def compile_program(
             f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
             f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
         )
+    return Program(init, steps, evaluation, micro_tokens, padded)
+
+
+def eager_program(
+    recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | None, rows: int, device: Device
+) -> Program:
+    """Return the programs of a run as Python that computes operation by operation, for JAX_DISABLE_JIT and a debugger.
+
+    Raises :class:`BadInput` on more than one device.
+    """
+    if mesh.size > 1:
+        raise BadInput(
+            f"JAX_DISABLE_JIT computes on one device and the mesh is {dict(mesh.shape)}; leave --mesh out, and on GPUs "
+            "set CUDA_VISIBLE_DEVICES=0"
+        )
+
+    _, shardings = state_shardings(recipe, layout, mesh)
+
+    def init(seed: jax.Array) -> State:
+        return jax.device_put(init_state(recipe, seed, layout, mesh), shardings)
+
+    def step(stage: Stage, phase: int) -> StepProgram:
+        parts = micro_batches(recipe, stage, mesh, device, micro_batch)
+        return partial(train_step, recipe, step_context(recipe, stage, device, phase), layout, parts, mesh)
+
+    parts = micro_batches(recipe, recipe.stages[-1], mesh, device, micro_batch)
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // parts
+    cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
+    steps = tuple(tuple(step(stage, phase) for phase in range(recipe.period)) for stage in recipe.stages)
+    evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
     return Program(init, steps, evaluation, micro_tokens, padded)
 
 
@@ -147,7 +180,7 @@ def trace_step(
 
     ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
     """
-    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
+    ctx = step_context(recipe, stage, device, phase)
     state, shardings = state_shardings(recipe, layout, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
 
@@ -156,6 +189,11 @@ def trace_step(
 
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, {"loss": replicated(mesh)}))
     return jitted.trace(state, tokens)
+
+
+def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
+    """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's period."""
+    return Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
 
 
 def lower_evaluation(

@@ -61,7 +61,7 @@ def train_step(
     def on_device(
         params: Any, kept: carry.Carry, step: jax.Array, tokens: jax.Array
     ) -> tuple[Any, carry.Carry, jax.Array]:
-        now = replace(ctx, step=step)
+        now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
         whole = carry.load(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
         grads, kept = carry.accumulate(recipe, now, kept, whole, grads)
@@ -98,18 +98,20 @@ def gradients(
     tokens = tokens.astype(jnp.int32).reshape(parts, -1, tokens.shape[-1])
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
-    def loss(params: Any, micro: jax.Array) -> tuple[jax.Array, jax.Array]:
-        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), ctx)
+    def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        now = replace(ctx, first_row=first_row)
+        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now)
         return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
 
-    def accumulate(sums: Any, micro: jax.Array) -> tuple[Any, jax.Array]:
-        grads, row_losses = jax.grad(loss, has_aux=True)(params, micro)
+    def accumulate(sums: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        grads, row_losses = jax.grad(loss, has_aux=True)(params, *part)
         return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads), row_losses
 
     if parts == 1:
-        return jax.grad(loss, has_aux=True)(params, tokens[0])
+        return jax.grad(loss, has_aux=True)(params, tokens[0], ctx.first_row)
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    sums, row_losses = jax.lax.scan(accumulate, zeros, tokens)
+    first_rows = ctx.first_row + tokens.shape[1] * jnp.arange(parts, dtype=jnp.int32)
+    sums, row_losses = jax.lax.scan(accumulate, zeros, (tokens, first_rows))
     return jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params), row_losses.reshape(-1)
 
 
@@ -179,10 +181,27 @@ def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: 
     return jax.jit(manual(mesh, on_device, (rows_only(cuts), whole), whole))
 
 
+def device_of_rows(mesh: Mesh) -> jax.Array:
+    """Inside :func:`manual`: which of the shards of a batch's rows this device has, from 0."""
+    if mesh.size == 1:
+        return jnp.zeros((), jnp.int32)
+    return jax.lax.axis_index(tuple(axis for axis in ROW_AXES if axis in mesh.shape))
+
+
 def manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work."""
+    """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work.
+
+    Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs on arrays.
+    """
+    if without_jit() and mesh.size == 1:
+        return function
     axes = {axis for axis in ROW_AXES if axis in mesh.shape}
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False)
+
+
+def without_jit() -> bool:
+    """Whether JAX_DISABLE_JIT or ``jax.disable_jit`` says that nothing is to be compiled."""
+    return jax.config.jax_disable_jit  # type: ignore[attr-defined]
 
 
 def computing(recipe: Recipe, params: Any) -> Any:

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.cluster.distributed import process_index, share
+from jspeed.cluster.distributed import everyones, process_index, share
 from jspeed.parallel.mesh import put, replicated
+from jspeed.parallel.replicas import drift
 from jspeed.recipe import Context
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.step import State, on_one_row
@@ -39,9 +40,19 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     return verdicts | {
         "evaluation_leaves_state": {"passed": after == before, "state": before},
         "evaluation_repeats": {"passed": again == loss, "again": again},
+        "replicas_agree": replicas_agree(state),
         "warm_up_leaves_state": {"passed": start.fresh == start.after_warm_up, "state": start.fresh},
         "no_overlap": no_overlap(setup),
     }
+
+
+def replicas_agree(state: State) -> Verdict:
+    """Compare the copies that devices hold of parameters and optimizer state; processes share what they find."""
+    found: dict[str, float] = {}
+    for part in everyones("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
+        found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
+    worst = max(found, key=lambda path: found[path], default=None)
+    return {"passed": not found, "largest": found[worst] if worst else 0.0, "where": worst, "arrays": len(found)}
 
 
 def no_overlap(setup: Setup) -> Verdict:

@@ -7,15 +7,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from jspeed.parallel.layout import describe_layout
-from jspeed.recipe import Recipe
+from jspeed.errors import BadInput, nearest
+from jspeed.parallel.layout import describe_layout, partition, tiles
+from jspeed.recipe import Recipe, leaves
 from jspeed.record.remarks import remarks
 from jspeed.record.schema import Unsealed
 from jspeed.run.clock import now
@@ -52,15 +53,38 @@ def waiting(console: Console, what: str) -> Iterator[None]:
 
 
 def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
-    """Print where every parameter lies, and which of them could not be cut."""
+    """Print where every parameter lies, which of them could not be cut, and what a device holds in all."""
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "shape", "cut", "on a device", "MB"):
         table.add_column(name, justify="right" if name == "MB" else "left", no_wrap=True)
     table.add_column("not cut because", style="dim")
-    for row in describe_layout(recipe, layout, mesh):
-        table.add_row(*map(Text, row))
+    total = 0
+    for *what, size, why in describe_layout(recipe, layout, mesh):
+        total += size
+        table.add_row(*map(Text, map(str, what)), f"{size / 1e6:,.3f}", Text(why))
+    table.add_row("all", "", "", "", f"{total / 1e6:,.3f}", "", style="bold")
     console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False)
     console.print(table)
+
+
+def tile_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh, name: str) -> None:
+    """Print the tiles of one parameter with the devices that hold each. Raises :class:`BadInput` for another name."""
+    table = dict(leaves(recipe.parameters))
+    if name not in table:
+        raise BadInput(
+            f"--show-tiles {name}: recipe {recipe.name} has no such parameter{nearest(name, table)}; it has "
+            f"{', '.join(table)}"
+        )
+    spec = table[name]
+    cut = partition(spec, layout, mesh)
+    rows = tiles(spec.shape, NamedSharding(mesh, cut))
+    local = NamedSharding(mesh, cut).shard_shape(spec.shape)
+    shapes = ["x".join(map(str, shape)) for shape in (spec.shape, local)]
+    console.print(f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False)
+    grid = Table(show_header=False, show_lines=True)
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
 
 
 FILES = ("run.json", "metrics.jsonl", "loss.svg", "model.safetensors")  # that a run may leave

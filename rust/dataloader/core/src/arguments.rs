@@ -24,7 +24,7 @@ pub struct StageArguments {
 pub struct ShuffleArguments {
     /// Names the order.
     pub seed: i64,
-    /// `"block"` or `"shard"`.
+    /// `"block"`, `"shard"` or `"window"`.
     pub unit: String,
     /// Tokens of a block; `None` for the fewest that fit every stage.
     pub block_tokens: Option<i64>,
@@ -156,6 +156,7 @@ impl Config {
             Order::Contiguous => {
                 (largest, lanes.saturating_mul(stage.lane_len).saturating_add(1), "tokens in one shard")
             }
+            Order::Windows { .. } => (largest, stage.lane_len + 1, "tokens in one shard"),
             Order::Shuffled { block_tokens, .. } => {
                 let blocks: usize =
                     catalog.shards().iter().map(|s| whole_blocks(s.tokens, block_tokens)).sum();
@@ -247,8 +248,18 @@ fn order(a: &Arguments, stages: &[Stage]) -> Result<(Order, Option<u64>), Error>
                 None => Ok((Order::Shuffled { seed, block_tokens }, None)),
             }
         }
+        ("window", Some(_)) => Err(Error::argument(
+            "Shuffle has block_tokens beside unit=\"window\", which starts at any token; drop one of the two",
+        )),
+        ("window", None) if plain == Order::Documents => Err(Error::argument(
+            "random windows need align=None but align is \"bos\", which starts lanes at documents; drop one of the two",
+        )),
+        ("window", None) if a.epochs.is_some() => Err(Error::argument(
+            "random windows are drawn without end, so there are no epochs to count; give epochs=None",
+        )),
+        ("window", None) => Ok((Order::Windows { seed }, None)),
         (other, _) => Err(Error::argument(format!(
-            "the unit of Shuffle should be \"block\" or \"shard\" but is \"{other}\"; choose one of the two"
+            "the unit of Shuffle should be \"block\", \"shard\" or \"window\" but is \"{other}\"; choose one of them"
         ))),
     }
 }

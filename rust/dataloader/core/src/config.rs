@@ -30,6 +30,19 @@ pub enum Order {
         /// Tokens of a block.
         block_tokens: usize,
     },
+    /// Every lane is a window that starts at a random token of any shard, drawn with replacement.
+    Windows {
+        /// Names the draws.
+        seed: u64,
+    },
+}
+
+impl Order {
+    /// Whether it takes tokens of all shards at once, not of one after the other.
+    #[must_use]
+    pub fn mixes_shards(self) -> bool {
+        matches!(self, Self::Shuffled { .. } | Self::Windows { .. })
+    }
 }
 
 /// A configuration that fits its shards.

@@ -24,9 +24,9 @@ pub struct Cursor {
 pub struct Place {
     /// Pass over the data, from 0.
     pub epoch: u64,
-    /// The shard, as its position in the order of the epoch; 0 when blocks are shuffled.
+    /// The shard, as its position in the order of the epoch; 0 where the order mixes shards.
     pub shard: usize,
-    /// Token in the shard, or in the epoch of shuffled blocks.
+    /// Token in the shard, or in the epoch of shuffled blocks; 0 for random windows.
     pub offset: usize,
 }
 
@@ -103,12 +103,12 @@ pub fn load(fields: &[(String, Value)], config: &Config, sources: &Sources) -> R
     let within = |name: &str, high: usize| {
         upto(name, int(high)).map(|value| usize::try_from(value).unwrap_or_default())
     };
-    let blocks = matches!(config.order, Order::Shuffled { .. });
+    let mixed = config.order.mixes_shards();
     let place = |(source, catalog): (usize, &Arc<Catalog>)| {
         let names = names(source);
         let epoch = upto(&names[0], i64::MAX)?;
-        let shard = within(&names[1], if blocks { 0 } else { catalog.shards().len() - 1 })?;
-        let end = if blocks {
+        let shard = within(&names[1], if mixed { 0 } else { catalog.shards().len() - 1 })?;
+        let end = if mixed {
             catalog.num_tokens()
         } else {
             catalog.shards()[config.shard_at(catalog, epoch, shard)].tokens
@@ -133,6 +133,7 @@ fn identity(config: &Config, sources: &Sources) -> Vec<(&'static str, Value)> {
         (Order::Shuffled { seed, block_tokens }, _) => {
             format!("seed {seed}, blocks of {block_tokens} tokens")
         }
+        (Order::Windows { seed }, _) => format!("seed {seed}, random windows"),
         (_, Some(seed)) => format!("seed {seed}, whole shards"),
         (_, None) => "none".to_owned(),
     };

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::ahead::Ahead;
-use crate::catalog::Catalog;
+use crate::catalog::{Catalog, Shard};
 use crate::config::{Config, Order, Stage, whole_blocks};
 use crate::error::Error;
 use crate::reader::{Backend, Readers};
-use crate::shuffle::Permutation;
+use crate::shuffle::{Permutation, draw};
 use crate::state::Place;
 
 /// A run of tokens of one shard that goes into one lane.
@@ -98,7 +98,11 @@ impl Walk {
                 at = Place { epoch: at.epoch + 1, shard: 0, offset: 0 };
             }
         };
-        let held = wanted.stage.lane_len + usize::from(self.config.order == Order::Documents);
+        let held = match self.config.order {
+            Order::Documents => wanted.stage.lane_len + 1,
+            Order::Windows { .. } => 0,
+            Order::Contiguous | Order::Shuffled { .. } => wanted.stage.lane_len,
+        };
         dropped += plan.end - at.offset - wanted.lanes.len() * held;
         let after = Place { offset: plan.end, ..at };
         self.read_ahead(&after);
@@ -112,17 +116,17 @@ impl Walk {
         Error::DocOverflow { path, offset, step, lane, found, max_docs, fits }
     }
 
-    /// How many rounds an epoch has: one for each shard, or one over all blocks.
+    /// How many rounds an epoch has: one for each shard, or one over all of them.
     fn rounds(&self) -> usize {
-        if self.blocks.is_empty() { self.catalog.shards().len() } else { 1 }
+        if self.config.order.mixes_shards() { 1 } else { self.catalog.shards().len() }
     }
 
     /// Tokens of the round in which `at` lies.
     fn end(&self, at: &Place) -> usize {
-        if self.blocks.is_empty() {
-            self.catalog.shards()[self.shard_of(at)].tokens
-        } else {
+        if self.config.order.mixes_shards() {
             self.catalog.num_tokens()
+        } else {
+            self.catalog.shards()[self.shard_of(at)].tokens
         }
     }
 
@@ -131,7 +135,7 @@ impl Walk {
     }
 
     fn read_ahead(&mut self, at: &Place) {
-        if !self.blocks.is_empty() {
+        if self.config.order.mixes_shards() {
             return;
         }
         let mut next = Place { shard: at.shard + 1, ..*at };
@@ -150,6 +154,7 @@ impl Walk {
             Order::Documents => self.plan_documents(at, wanted),
             Order::Contiguous => Ok(self.plan_contiguous(at, wanted)),
             Order::Shuffled { seed, block_tokens } => Ok(self.plan_blocks(at, wanted, seed, block_tokens)),
+            Order::Windows { seed } => Ok(self.plan_windows(at, wanted, seed)),
         }
     }
 
@@ -247,6 +252,27 @@ impl Walk {
             end += stage.lane_len;
         }
         Some(Plan { pieces, end })
+    }
+
+    /// As nanoGPT: every lane starts at any token that has `lane_len` more after it in its shard. What a step
+    /// draws depends on its number alone, so the place never moves.
+    fn plan_windows(&self, at: &Place, wanted: Wanted<'_>, seed: u64) -> Option<Plan> {
+        let Wanted { step, stage, lanes } = wanted;
+        let starts = |shard: &Shard| shard.tokens.saturating_sub(stage.lane_len);
+        let shards = self.catalog.shards();
+        let total: usize = shards.iter().map(starts).sum();
+        let local = self.config.local_lanes();
+        let piece = |&lane: &usize| {
+            let mut start = usize::try_from(draw(total as u64, seed, step, lane as u64)).ok()?;
+            let shard = shards.iter().position(|shard| {
+                let here = start < starts(shard);
+                start -= if here { 0 } else { starts(shard) };
+                here
+            })?;
+            Some(Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false })
+        };
+        let pieces = lanes.iter().filter(|lane| local.contains(lane)).map(piece).collect::<Option<_>>()?;
+        Some(Plan { pieces, end: at.offset })
     }
 
     fn no_batch(&self, Wanted { stage, lanes, .. }: Wanted<'_>) -> Error {

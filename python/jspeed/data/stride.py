@@ -1,0 +1,51 @@
+"""One process's share of documents that fit in memory: every n-th. Token shards need no such thing: the loader
+deals out lanes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jspeed.errors import BadInput
+
+
+def shard(
+    *data: Sequence[Any] | np.ndarray,
+    rank: int = 0,
+    n: int = 1,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+) -> Any:
+    """Return elements ``rank``, ``rank + n``, ``rank + 2n``, ... of ``data``, of the type it came in.
+
+    The shares of all ``n`` ranks are disjoint, together they are everything, and their lengths differ by at most one.
+    ``shuffle`` first puts the elements in the order that ``seed`` gives, the same on every rank; ``drop_last`` leaves
+    out the last ``len % n``, so that all shares are equally long. Several sequences of one length are shared alike and
+    returned as a tuple. Lists, tuples and NumPy arrays (along the first axis) stay what they are; ``rank`` and ``n``
+    are those of ``jax.process_index()`` and ``jax.process_count()``; by default there is one process.
+
+    Raises:
+        BadInput: A rank outside of ``[0, n)``, no data, sequences of several lengths, or another type.
+    """
+    if n < 1 or not 0 <= rank < n:
+        raise BadInput(f"rank {rank} of {n} processes: give a rank from 0 to n - 1")
+    if not data:
+        raise BadInput("there is nothing to share; give one or more sequences")
+    for one in data:
+        if not isinstance(one, (list, tuple, np.ndarray)) or isinstance(one, np.ndarray) and not one.ndim:
+            raise BadInput(f"a {type(one).__name__} cannot be shared; give a list, a tuple or a NumPy array")
+    lengths = [len(one) for one in data]
+    if len(set(lengths)) > 1:
+        raise BadInput(
+            f"sequences of {', '.join(map(str, lengths))} elements do not belong together; give equally many"
+        )
+    count = lengths[0] - lengths[0] % n if drop_last else lengths[0]
+    order = np.random.default_rng(seed).permutation(lengths[0]) if shuffle else np.arange(lengths[0])
+    mine = order[rank:count:n]
+    shares = tuple(one[mine] if isinstance(one, np.ndarray) else _like(one, [one[i] for i in mine]) for one in data)
+    return shares if len(shares) > 1 else shares[0]
+
+
+def _like(one: Sequence[Any], mine: list[Any]) -> Sequence[Any]:
+    return tuple(mine) if isinstance(one, tuple) else mine

@@ -1,0 +1,42 @@
+"""Whether what devices hold several copies of is the same in all of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def drift(tree: Any) -> dict[str, float]:
+    """Return, by path, how far copies of one shard differ at most, for the arrays of ``tree`` in which any do.
+
+    Compared are the devices of this process, bit for bit; a difference of not-a-numbers or signed zeros counts as the
+    smallest number. Nothing but one number for each array comes to the host.
+    """
+    found = {}
+    for path, array in jax.tree.leaves_with_path(tree):
+        first: dict[Any, jax.Array] = {}
+        furthest = 0.0
+        for shard in array.addressable_shards:
+            where = tuple((part.start, part.stop) for part in shard.index)
+            if where not in first:
+                first[where] = shard.data
+                continue
+            one, other = first[where], jax.device_put(shard.data, first[where].device)
+            if not bool(_same(one, other)):
+                furthest = max(furthest, float(_distance(one, other)), 5e-324)
+        if furthest:
+            found["/".join(str(getattr(key, "key", key)) for key in path)] = furthest
+    return found
+
+
+@jax.jit
+def _same(one: jax.Array, other: jax.Array) -> jax.Array:
+    if jnp.issubdtype(one.dtype, jnp.floating):
+        bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[one.dtype.itemsize]
+        one, other = (jax.lax.bitcast_convert_type(a, bits) for a in (one, other))
+    return jnp.array_equal(one, other)
+
+
+@jax.jit
+def _distance(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.nanmax(jnp.abs(one.astype(jnp.float32) - other.astype(jnp.float32)), initial=0.0)

@@ -1,0 +1,158 @@
+"""What manual sharding (``shard_map``) does not check by itself: weights used by parts, results that are not reduced.
+
+Under jit a weight that is sharded over the batch's axis is gathered by the compiler. In ``shard_map`` each device has
+its part, and a program that forgets the collective still runs, as a different model on every device.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend
+from jax._src import source_info_util
+
+from jspeed.plan.doctor import Finding
+
+REDUCE = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+SPREAD = {"psum_scatter", "reduce_scatter", "ppermute", "all_to_all", "axis_index"}
+# What a weight goes through without being used yet.
+SHAPING = {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice"}
+SHAPING |= {"copy", "sharding_constraint", "optimization_barrier", "concatenate"}
+
+
+class Origin(NamedTuple):
+    """Of a value in ``shard_map``: the axes over which it ``varies``, over which it has other rows of the batch
+    (``rows``), and over which it still is a part of a weight (``parts``)."""
+
+    varies: frozenset[str] = frozenset()
+    rows: frozenset[str] = frozenset()
+    parts: frozenset[str] = frozenset()
+
+
+def manual_mode(jaxpr: Any, batch: int = 1) -> list[Finding]:
+    """Return what is wrong in the ``shard_map`` of a traced program whose last ``batch`` arguments are data.
+
+    ``ungathered-weight``: rows of the batch are multiplied by one device's part of a weight. ``unreduced-result``: a
+    result is said to be the same on all devices along an axis along which it is not.
+    """
+    found: dict[tuple[str, str], Finding] = {}
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    count = len(inner.invars) - batch
+    _outside(inner, [n >= count for n in range(len(inner.invars))], found)
+    return list(found.values())
+
+
+def _outside(jaxpr: Any, data: Sequence[bool], found: dict) -> list[bool]:
+    """Walk what is not in ``shard_map``: which values come from data."""
+    env: dict[Any, bool] = dict(zip(jaxpr.invars, data, strict=True))
+
+    def of(atom: Any) -> bool:
+        return not isinstance(atom, jax.extend.core.Literal) and env.get(atom, False)
+
+    for eqn in jaxpr.eqns:
+        given = [of(atom) for atom in eqn.invars]
+        body = _bodies(eqn)
+        if eqn.primitive.name == "shard_map":
+            _check(eqn, given, found)
+        results = [any(given)] * len(eqn.outvars)
+        if len(body) == 1 and len(body[0].invars) == len(given) and eqn.primitive.name != "shard_map":
+            results = _outside(body[0], given, found)[: len(eqn.outvars)]
+        env |= zip(eqn.outvars, results, strict=False)
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _check(eqn: Any, data: Sequence[bool], found: dict) -> None:
+    """Look into one ``shard_map``."""
+    origins = []
+    for spec, is_data in zip(eqn.params["in_specs"], data, strict=True):
+        axes = _axes(spec)
+        origins.append(Origin(axes, axes, frozenset()) if is_data else Origin(axes, frozenset(), axes))
+    results = _inside(eqn.params["jaxpr"], origins, found)
+    sizes, made = eqn.params["mesh"].shape, {out: e for e in eqn.params["jaxpr"].eqns for out in e.outvars}
+    for number, (origin, spec) in enumerate(zip(results, eqn.params["out_specs"], strict=True)):
+        var = eqn.params["jaxpr"].outvars[number]
+        where = _where(made[var] if var in made else eqn)
+        for axis in sorted(origin.varies - _axes(spec)):
+            if sizes[axis] > 1:
+                text = (
+                    f"{where}: result {number} of a shard_map is said to be the same along mesh axis '{axis}', but "
+                    "each device computes its own: a psum, pmean or all_gather is missing"
+                )
+                found["unreduced-result", f"{where} {number} {axis}"] = Finding(
+                    "unreduced-result", "error", text, float(sizes[axis]), 1.0
+                )
+
+
+def _inside(jaxpr: Any, origins: Sequence[Origin], found: dict) -> list[Origin]:
+    """Walk a program of one device: where its results come from."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    env: dict[Any, Origin] = dict(zip(jaxpr.invars, origins, strict=True))
+
+    def of(atom: Any) -> Origin:
+        return Origin() if isinstance(atom, jax.extend.core.Literal) else env.get(atom, Origin())
+
+    for eqn in jaxpr.eqns:
+        given = [of(atom) for atom in eqn.invars]
+        results = _results(eqn, given, found)
+        env |= zip(eqn.outvars, results, strict=True)
+    return [of(atom) for atom in jaxpr.outvars]
+
+
+def _results(eqn: Any, given: list[Origin], found: dict) -> list[Origin]:
+    name, body = eqn.primitive.name, _bodies(eqn)
+    every = _union(given)
+    if name == "dot_general":
+        for one, other in (given, given[::-1]):
+            for axis in sorted(one.rows & other.parts):
+                text = (
+                    f"{_where(eqn)}: rows of the batch, spread over mesh axis '{axis}', are multiplied by one device's "
+                    "part of a weight: all_gather it first, or this is another model on every device"
+                )
+                found["ungathered-weight", f"{_where(eqn)} {axis}"] = Finding(
+                    "ungathered-weight", "error", text, 1.0, 0.0
+                )
+    if name in REDUCE or name in SPREAD:
+        named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        axes = frozenset(named if isinstance(named, (tuple, list)) else (named,))
+        if name in REDUCE:
+            return [Origin(one.varies - axes, one.rows - axes, one.parts - axes) for one in given]
+        return [Origin(every.varies | axes, every.rows - axes, frozenset())] * len(eqn.outvars)
+    if name == "scan":
+        fixed, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        while True:
+            results = _inside(body[0], given, found)
+            carry = [_union(pair) for pair in zip(given[fixed : fixed + carried], results, strict=False)]
+            if carry == given[fixed : fixed + carried]:
+                return results
+            given[fixed : fixed + carried] = carry
+    if name == "cond":
+        branches = [_inside(branch, given[1:], found) for branch in body]
+        return [_union([*results, given[0]]) for results in zip(*branches, strict=True)]
+    if len(body) == 1 and len(body[0].invars) == len(given) and name != "while":
+        return _inside(body[0], given, found)[: len(eqn.outvars)]
+    for inner in body:  # of a kind not known here: everything in it may depend on everything
+        _inside(inner, [every] * len(inner.invars), found)
+    parts = every.parts if name in SHAPING else frozenset()
+    return [Origin(every.varies, every.rows, parts)] * len(eqn.outvars)
+
+
+def _union(origins: Sequence[Origin]) -> Origin:
+    return Origin(*(frozenset().union(*sets) for sets in zip(*origins, strict=True))) if origins else Origin()
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    """The programs in an equation, the forward one alone of a function with a gradient of its own."""
+    if "call_jaxpr" in eqn.params:
+        return [getattr(eqn.params["call_jaxpr"], "jaxpr", eqn.params["call_jaxpr"])]
+    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
+    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
+
+
+def _axes(spec: Any) -> frozenset[str]:
+    parts: Mapping | tuple = tuple(spec)
+    return frozenset(axis for part in parts if part for axis in (part if isinstance(part, tuple) else (part,)))
+
+
+def _where(eqn: Any) -> str:
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else "an unknown line"

@@ -1,0 +1,57 @@
+"""Documents dealt out to processes, one each in turn."""
+
+import numpy as np
+import pytest
+
+from jspeed.data import shard
+from jspeed.errors import BadInput
+
+NAMES = [f"name {i}" for i in range(32_033)]  # as many as makemore's names.txt
+
+
+def test_every_second_name_of_two_processes():
+    first, second = (shard(NAMES, rank=rank, n=2) for rank in (0, 1))
+    assert (len(first), len(second)) == (16_017, 16_016)
+    assert first == NAMES[0::2] and second == NAMES[1::2]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_shares_are_disjoint_and_together_everything(shuffle, drop_last):
+    for n in range(1, 9):
+        shares = [shard(NAMES, rank=rank, n=n, shuffle=shuffle, seed=5, drop_last=drop_last) for rank in range(n)]
+        lengths = [len(share) for share in shares]
+        together = [name for share in shares for name in share]
+        assert len(set(together)) == len(together) == (len(NAMES) // n * n if drop_last else len(NAMES))
+        assert max(lengths) - min(lengths) <= (0 if drop_last else 1)
+        if not shuffle:
+            assert all(share == NAMES[rank::n][: len(share)] for rank, share in enumerate(shares))
+
+
+def test_shuffled_shares_follow_the_seed():
+    one, again, other = (shard(NAMES, n=3, shuffle=True, seed=seed) for seed in (1, 1, 2))
+    assert one == again != other and one != NAMES[0::3]
+
+
+def test_several_sequences_stay_aligned_and_keep_their_types():
+    rows = np.arange(14).reshape(7, 2)
+    names, numbers, array = shard(NAMES[:7], tuple(range(7)), rows, rank=1, n=3, shuffle=True)
+    assert (type(names), type(numbers), type(array)) == (list, tuple, np.ndarray)
+    assert names == [NAMES[i] for i in numbers] and np.array_equal(array, rows[list(numbers)])
+    assert shard(NAMES) == NAMES and shard(()) == ()
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "says"),
+    [
+        (([1, 2], [1]), {}, "sequences of 2, 1 elements"),
+        (([1],), {"rank": 2, "n": 2}, "rank 2 of 2 processes"),
+        (([1],), {"n": 0}, "rank 0 of 0"),
+        ((), {}, "nothing to share"),
+        (("names",), {}, "a str cannot be shared"),
+        ((np.array(3),), {}, "a ndarray cannot be shared"),
+    ],
+)
+def test_what_cannot_be_shared_is_a_sentence(data, options, says):
+    with pytest.raises(BadInput, match=says):
+        shard(*data, **options)
