@@ -15,7 +15,7 @@ test: check
 	cargo test --quiet --release --workspace
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-# ARGS='-m slow' compiles records 62 and 89 too: many minutes.
+# ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot $(ARGS)
 
