@@ -1,6 +1,7 @@
 """The sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -347,6 +348,12 @@ def test_counting_leaves_total_and_other_gradients():
     value, (dx, dcounts) = jax.value_and_grad(total, argnums=(0, 1))(3.0, jnp.zeros(5))
     assert float(value) == pytest.approx(0.9) and float(dx) == pytest.approx(0.6)
     np.testing.assert_array_equal(dcounts, [1, 0, 0, 2, 0])
+
+
+def test_counts_are_added_up_in_int32():
+    """GPUs add single fp32 numbers by compare-and-swap (jax issue 38806), slowly where many meet, as frequent ones do."""
+    program = str(jax.make_jaxpr(jax.grad(lambda counts: count(1.0, counts, jnp.array([[3, 0, 3]]))))(jnp.zeros(5)))
+    assert re.findall(r"(\w+)\[5\] = scatter-add", program) == ["i32"]
 
 
 def test_flops_count_the_rows_that_are_scored():
