@@ -1,4 +1,4 @@
-"""Records 62 and 89, and jspeed2, at full size, as XLA compiles them for eight H100s: both kinds of step, the final evaluation."""
+"""Records 62, 89 and jspeed2 at full size, as XLA compiles them for eight H100s: both kinds of step, evaluation."""
 
 import functools
 from collections import Counter

@@ -120,7 +120,11 @@ def test_sizes_of_samples():
 
 @pytest.mark.parametrize(
     ("cap", "chunk", "of"),
-    [*((cap, 4, "several") for cap in CAPS), ("sigmoid", None, "several"), ("none", 64, "ahead"), ("root", 4, "ahead")],
+    [
+        *((cap, 4, "ahead" if cap == "asymmetric" else "several") for cap in CAPS),
+        ("sigmoid", None, "several"),
+        ("none", 64, "ahead"),
+    ],
 )
 def test_value_and_gradients(case, cap, chunk, of):
     table, x, targets, weights = case
@@ -144,7 +148,7 @@ def test_value_and_gradients(case, cap, chunk, of):
 
 
 @pytest.mark.parametrize(
-    ("cap", "of"), [*((cap, of) for cap in CAPS for of in ("one", "several")), ("asymmetric", "ahead")]
+    ("cap", "of"), [(cap, of) for cap in CAPS for of in ("one", "ahead" if cap == "asymmetric" else "several")]
 )
 def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of):
     """10,000 draws against float64: of a target that is always in, of others and of one in the last, short stratum."""
@@ -217,8 +221,7 @@ def test_accidental_hits_are_taken_out(case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
-@pytest.mark.parametrize("of", TARGETS)
-@pytest.mark.parametrize("scales", [None, SCALES])
+@pytest.mark.parametrize(("scales", "of"), [(None, "one"), (None, "several"), (SCALES, "one"), (SCALES, "ahead")])
 @pytest.mark.parametrize(("exact", "one_in"), [(VOCAB, 5), (EXACT, 1)])
 def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, scales, of):
     """With FP8 too: a target's own row is divided, rounded and multiplied as a column is."""
@@ -351,7 +354,7 @@ def test_counting_leaves_total_and_other_gradients():
 
 
 def test_counts_are_added_up_in_int32():
-    """GPUs add single fp32 numbers by compare-and-swap (jax issue 38806), slowly where many meet, as frequent ones do."""
+    """GPUs add single fp32 numbers by compare-and-swap (jax issue 38806), slowly where many are the same one."""
     program = str(jax.make_jaxpr(jax.grad(lambda counts: count(1.0, counts, jnp.array([[3, 0, 3]]))))(jnp.zeros(5)))
     assert re.findall(r"(\w+)\[5\] = scatter-add", program) == ["i32"]
 
