@@ -15,7 +15,7 @@ test: check
 	cargo test --quiet --release --workspace
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-# ARGS='-m slow' compiles records 62 and 89 too: many minutes.
+# ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot $(ARGS)
 
@@ -55,6 +55,14 @@ docs: .venv/docs/installed
 	git ls-files -z | tar --null --files-from - --create --file - | tar --extract --file - --directory .venv/docs/source
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venv/docs/packages $(BIN)/python -m mkdocs --quiet build --strict
 	@echo 'the site: .venv/docs/site/index.html'
+
+# The track webtext/cpu: a sampled training softmax against all of it, A B B A, three rounds; half an hour of two quiet
+# cores, and the same command goes on after an interruption. WEBTEXT is the folder of the text that the track pins.
+race-webtext: .venv/built
+	test -e runs/webtext/manifest.json || $(BIN)/python scripts/prepare.py text '$(WEBTEXT)/webtext_train_00.jsonl.xz' \
+	  --val-input '$(WEBTEXT)/webtext_val.jsonl.xz' --out runs/webtext
+	$(BIN)/python scripts/leaderboard.py race records/ideas/fineweb_cpu_full.py fineweb-cpu --rounds 3 \
+	  --run-dir runs/race-webtext --flags="--data runs/webtext --no-progress --no-sample"
 
 check: .venv/dev
 	$(BIN)/ruff format --check .
@@ -113,4 +121,4 @@ clean:
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package page docs check clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package page docs race-webtext check clean

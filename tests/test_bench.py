@@ -152,7 +152,7 @@ def test_seconds_of_nanogpt_leave_evaluation_out(monkeypatch, shards, tmp_path):
         nanogpt.their_run(copy, Path(sys.executable))
 
 
-@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed1"])
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed1", "jspeed2"])
 def test_recipes_at_small_size_keep_their_schedule(monkeypatch, name):
     monkeypatch.syspath_prepend(SCRIPTS)
     from benches.quality import settings, tokens_after

@@ -20,7 +20,7 @@ from jspeed.run.names import known_recipes
 from .toys import ALIKE, TOYS
 
 
-# Those alike to r89 are it to the letter, parameters and loss included.
+# Those alike to r89 are it to the letter, evaluation included.
 @pytest.fixture(params=[name for name in known_recipes() if ALIKE.get(name) != "r89"])
 def recipe(request):
     return find(request.param, TOYS[request.param]).recipe
@@ -88,9 +88,10 @@ def test_reading_a_recipe_starts_no_backend():
 def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
     begin, end, their_end = {
-        "llmc": ("def hidden(", "def optimizer(", "def schedule("),
-        "r89": ("STARTS = ", "RECIPE = ", "RECIPE = "),
-    }.get(other, ("def hidden(", "def falling(", "def falling("))
+        "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
+        "jspeed1": ("STARTS = ", "RECIPE = ", "RECIPE = "),
+        "jspeed2": ("def hidden(", "def loss(", "def loss("),  # its loss: tests/recipes/test_jspeed2.py
+    }.get(name, ("def hidden(", "def falling(", "def falling("))
     assert ours[ours.index(begin) : ours.index(end)] == theirs[theirs.index(begin) : theirs.index(their_end)]
 
 

@@ -65,6 +65,8 @@ TOYS = {
 }
 
 TOYS["jspeed1"] = TOYS["r89"]
+TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=(64,272)", "SAMPLED_ONE_IN=5"]
 
-# Recipes that compute what another one does, at another size: tests of the step and of generation leave them out.
-ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu", "jspeed1": "r89"}
+# Recipes that compute what another one does, at another size or but for the training loss: tests of the step and of
+# generation leave them out.
+ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu", "jspeed1": "r89", "jspeed2": "r89"}

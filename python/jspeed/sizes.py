@@ -1,5 +1,6 @@
 """Numbers derived from a recipe: parameters, tokens, FLOPs."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,12 +23,17 @@ def matmul_parameters(parameters: Mapping[str, Any]) -> int:
     return sum(spec.size for _, spec in leaves(parameters) if is_matrix(spec))
 
 
+def scored_shape(spec: ParamSpec, stage: Stage) -> tuple[int, ...]:
+    """Return the shape that a training step of ``stage`` multiplies by: of a head, the rows that are scored."""
+    sizes = zip(spec.shape, spec.axes, strict=True)
+    return tuple(min(size, stage.scored or size) if axis == "vocab" else size for size, axis in sizes)
+
+
 def parameters_met(recipe: Recipe, stage: Stage) -> int:
-    """Number of :func:`matmul_parameters` that multiply a token in training: of a head, the rows that are scored."""
+    """Number of :func:`matmul_parameters` that multiply a token in training, of shapes :func:`scored_shape`."""
 
     def met(spec: ParamSpec) -> int:
-        rows = spec.shape[spec.axes.index("vocab")] if "vocab" in spec.axes else 1
-        return spec.size // rows * min(rows, stage.scored or rows)
+        return spec.size * math.prod(scored_shape(spec, stage)) // math.prod(spec.shape)
 
     return sum(met(spec) for _, spec in leaves(recipe.parameters) if is_matrix(spec))
 

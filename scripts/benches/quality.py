@@ -43,6 +43,8 @@ SETS = {
     "r89": [*STAGED, f"BIGRAMS={15 * VOCAB // 2}", "MUDD_WIDTH=32"],
 }
 SETS["jspeed1"] = SETS["r89"]
+# As large a part of the vocabulary as at full size.
+SETS["jspeed2"] = [*SETS["r89"], f"EXACT_TOKENS=(448,448,448,{VOCAB})"]
 IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE")
 
 

@@ -1,4 +1,4 @@
-"""Records 62 and 89 at full size, as XLA compiles them for eight H100s: both kinds of step, the final evaluation."""
+"""Records 62, 89 and jspeed2 at full size, as XLA compiles them for eight H100s: both kinds of step, evaluation."""
 
 import functools
 from collections import Counter
@@ -27,6 +27,7 @@ FACTS = {
     "r62": (3, 2 * (40 * 768**2 + 24 * 768 * 3072), 5 * TABLE, 251_520),
     "r89": (3 + 22, 2 * (64 * 768 * 256 + 24 * 768**2 + 24 * 768 * 3072), 7 * TABLE, 377_280),
 }
+FACTS["jspeed2"] = FACTS["r89"]  # the same calls on fewer rows; an all-reduce more, of 0.2 MB
 
 
 @functools.cache
@@ -59,7 +60,8 @@ def test_a_step_needs_less_than_60_gigabytes_and_uses_the_fast_kernels(mesh, nam
     calls = Counter(call.target for call in custom_calls(text))
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == 10
     assert calls["__cublas$lt$matmul$f8"] == FACTS[name][0]
-    logits = 4 * recipe.stages[number].lane_len * 50_304
+    stage = recipe.stages[number]
+    logits = 4 * stage.lane_len * (stage.scored or 50_304)
     assert not [b for b in hlo.buffers(text, logits) if b.array.dtype in ("f32", "f64")]
 
 

@@ -1,9 +1,13 @@
 """Kernels and their costs: lines that XLA wrote for an H100, and arithmetic done by hand."""
 
+import dataclasses
+
 import pytest
 
 from jspeed.plan import cost, hlo, predict
+from jspeed.plan.plan import matrices_of
 from jspeed.plan.target import parse_target
+from jspeed.run.find import find
 
 # Shortened from the program of r29 for 8 H100s: names, shapes and configurations are XLA's.
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8
@@ -69,6 +73,16 @@ def test_bytes(kernels):
     assert transpose.bytes == 2 * 2 * 49152 * 768
     assert fusion.bytes == 2 * 2 * 768 * 768  # the slice that it reads, not the 48 matrices
     assert product.bytes == 2 * (2 * 49152 * 768 + 768 * 768) + 4194304
+
+
+def test_a_head_of_which_a_sample_is_scored_is_known_by_its_rows(kernels):
+    recipe = find("fineweb-cpu", trace=False).recipe
+    matrices = matrices_of(recipe, recipe.stages[0])
+    assert matrices["head"] == (8348, 128) and matrices["up"] == (128, 512)
+    for dims in ((1, 4096, 128, 8348), (1, 8348, 4096, 128)):
+        assert cost.part_of(kernels[3]._replace(dims=dims), matrices) == "head"
+    whole = dataclasses.replace(recipe.stages[0], scored=None)
+    assert matrices_of(recipe, whole)["head"] == (50_304, 128)
 
 
 def test_parts(kernels):

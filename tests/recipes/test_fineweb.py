@@ -1,5 +1,7 @@
 """The FineWeb recipes against the numbers of their sources: sizes, schedules, windows, FP8 scales."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,12 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.recipes import llmc, r21, r29, track3
+from jspeed.record import track
 from jspeed.run.find import find
 
 from ..toys import TOYS
 
+RECORDS = Path(__file__).parents[2] / "records"
 TABLE = 50_304 * 768
 BLOCKS = 12 * 2 * 768 * 3072
 
@@ -127,3 +131,15 @@ def test_fp8_head_learns_as_the_exact_one_does(name):
     for one, two in zip(found["on"][1:], found["off"][1:], strict=True):
         cosine = jnp.vdot(one, two) / (jnp.linalg.norm(one) * jnp.linalg.norm(two))
         assert float(cosine) > 0.98
+
+
+def test_fineweb_cpu_scores_less_than_its_parent_and_is_it_otherwise():
+    """So the race of webtext/cpu (`make race-webtext`) times the sampled softmax and nothing else."""
+    ours, theirs = find("fineweb-cpu", trace=False), find(str(RECORDS / "ideas" / "fineweb_cpu_full.py"), trace=False)
+    assert (ours.recipe.parent, ours.recipe.track) == (theirs.recipe.name, theirs.recipe.track)
+    begin, end = "def hidden(", "def loss("
+    assert ours.source[ours.source.index(begin) : ours.source.index(end)] in theirs.source
+    assert {name: value for name, value in ours.fields.items() if name in theirs.fields} == theirs.fields
+    assert ours.fields.keys() - theirs.fields.keys() == {"EXACT_TOKENS", "SAMPLED_ONE_IN"}
+    rules = track.read_track(RECORDS / ours.recipe.track / track.NAME, ours.recipe.track).rules
+    assert (rules["target_loss"], rules["data.val_tokens"]) == (ours.recipe.target_loss, ours.recipe.eval_tokens)

@@ -55,7 +55,8 @@ def count(total: jax.Array, counts_V: jax.Array, targets_BT: jax.Array) -> jax.A
 
 count.defvjp(
     lambda total, counts_V, targets_BT: (total, (counts_V, targets_BT)),
-    lambda saved, g: (g, jnp.zeros_like(saved[0]).at[saved[1]].add(1.0), None),
+    # In int32, because GPUs add single fp32 numbers by compare-and-swap (jax issue 38806).
+    lambda saved, g: (g, jnp.zeros(saved[0].shape, jnp.int32).at[saved[1]].add(1).astype(saved[0].dtype), None),
 )
 
 

@@ -22,7 +22,8 @@ from jspeed.recipe import replace as change
 from jspeed.run.compute import program
 from jspeed.run.compute.device import divisions, micro_batches
 from jspeed.run.find import Found
-from jspeed.sizes import flops_per_token, is_matrix, parameter_count
+from jspeed.sizes import flops_per_token, is_matrix, parameter_count, scored_shape
+from jspeed.stage import Stage
 
 KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 BOUNDS = [
@@ -111,7 +112,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
     cluster, stage, kernels = hardware.cluster, step.stage, step.kernels
     total, collectives = predict.times(kernels, cluster)
     computing = [kernel for kernel in kernels if not kernel.collective]
-    matrices = matrices_of(recipe)
+    matrices = matrices_of(recipe, stage)
     by_part: dict[str, float] = {}
     by_dtype: dict[str, float] = {}
     for kernel in computing:
@@ -171,10 +172,9 @@ def examine(
     step, devices = steps[-1], hardware.cluster.devices
     matmuls = doctor.matmuls(step.kernels, ideal, devices)
     micro = stages[-1]["micro_batch_tokens"]
-    vocabulary = max(
-        (s.shape[s.axes.index("vocab")] for _, s in leaves(recipe.parameters) if "vocab" in s.axes), default=0
-    )
-    vocabulary = vocabulary or recipe.data.vocab_size
+    heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
+    rows = (scored_shape(spec, step.stage)[spec.axes.index("vocab")] for spec in heads)
+    vocabulary = max(rows, default=recipe.data.vocab_size)
     _, shardings = program.state_shardings(recipe, hardware.layout, hardware.mesh)
     shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(hardware.mesh).spec)]
     shapes += [(path, (), cut) for path, cut in doctor.by_path(recipe, hardware.layout, hardware.mesh).items()]
@@ -286,13 +286,14 @@ def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any
             return
 
 
-def matrices_of(recipe: Recipe) -> dict[str, tuple[int, int]]:
-    """(in, out) of every parameter that multiplies."""
-    return {
-        path: (spec.shape[-2], spec.shape[-1])
+def matrices_of(recipe: Recipe, stage: Stage) -> dict[str, tuple[int, int]]:
+    """(in, out) of every parameter that multiplies in a step of ``stage``; of a head, the rows that are scored."""
+    shapes = {
+        path: scored_shape(spec, stage)
         for path, spec in leaves(recipe.parameters)
         if len(spec.shape) >= 2 and spec.size >= 2**12 and (is_matrix(spec) or "head" not in recipe.parameters)
     }
+    return {path: (shape[-2], shape[-1]) for path, shape in shapes.items()}
 
 
 def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:

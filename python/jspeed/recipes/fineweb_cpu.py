@@ -8,7 +8,7 @@ Source      modded-nanogpt records 3 to 21 for the parts; Jean et al. 2015 for a
             here, on two CPU cores.
 Hardware    two CPU cores, one to two minutes: 6.6 nats/token on 1.8 M tokens of English web text, most of it
             encyclopedia articles (not FineWeb: with other text the same target means something else).
-Parent      stdlib
+Parent      fineweb-cpu-full, which scores all of the vocabulary in training too: records/ideas/fineweb_cpu_full.py
 """
 
 import jax
@@ -154,8 +154,8 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN, scored=columns(VOCAB, EXACT_TOKE
 
 RECIPE = Recipe(
     name="fineweb-cpu",
-    parent="stdlib",
-    track="fineweb/cpu",
+    parent="fineweb-cpu-full",
+    track="webtext/cpu",
     data=Data("fineweb", vocab_size=50_257, bos_id=BOS, shuffle_block=LANE_LEN),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,

@@ -1,0 +1,103 @@
+"""jspeed2 is record 89 in every number and in evaluation; only its training softmax scores fewer tokens."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed import recipe as r
+from jspeed import sizes
+from jspeed.recipes import jspeed2, r89
+from jspeed.run.find import find
+
+from ..run.compute.steps import batches, mesh_of, run
+from ..toys import TOYS
+
+OWN = {"EXACT_TOKENS", "SAMPLED_ONE_IN"}
+EVERYTHING = ["EXACT_TOKENS=(64,64)", "SAMPLED_ONE_IN=1"]  # through the sampled softmax, in all stages
+PREFIXES = np.random.default_rng(0).integers(-100, 272, size=272).clip(-1).astype(np.int32)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A recipe at toy size, with a made-up prefix of every token in place of GPT-2's."""
+
+    def found(name, *sets):
+        with monkeypatch.context() as patch:
+            patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: PREFIXES)
+            return find(name, [*TOYS[name], "PREFIX_SHARE={0:0.25,5:0.0}", "FP8=off", *sets]).recipe
+
+    return found
+
+
+def test_all_other_numbers_are_those_of_r89():
+    ours, theirs = (find(name, trace=False).fields for name in ("jspeed2", "r89"))
+    assert {name: value for name, value in ours.items() if name not in OWN} == theirs
+    assert [dataclasses.replace(stage, scored=None) for stage in jspeed2.STAGES] == list(r89.STAGES)
+    specs = [
+        {path: (s.shape, s.axes, s.group, s.compute, s.every) for path, s in each.items() if path != "word_counts"}
+        for each in (jspeed2.PARAMETERS, r89.PARAMETERS)
+    ]
+    assert specs[0] == specs[1]
+
+
+def test_a_sixth_of_the_head_is_scored_and_in_the_last_stage_all_of_it():
+    """In whole blocks of 128, as FP8 products want them."""
+    assert [stage.scored for stage in jspeed2.STAGES] == [8704, 8704, 8704, 50_304] and 8704 % 128 == 0
+    for stage, own in zip(r89.STAGES, jspeed2.STAGES, strict=True):
+        saved = sizes.flops_per_token(r89.RECIPE, stage) - sizes.flops_per_token(jspeed2.RECIPE, own)
+        assert saved == 6 * 768 * (50_304 - own.scored)
+
+
+def example(recipe, number):
+    """Parameters, tokens, targets and weights of one lane of a stage."""
+    params = r.init_parameters(recipe.parameters, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (1, recipe.stages[number].lane_len + 1), 6, 257)
+    return params, tokens[:, :-1], tokens[:, 1:], jnp.full((1, tokens.shape[1] - 1), 1 / (tokens.shape[1] - 1))
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_where_everything_is_sampled_the_loss_is_that_of_r89(toy, number):
+    """With several targets a token and their prefixes; embedding and head are one table, then two."""
+    found = []
+    for recipe in (toy("jspeed2", *EVERYTHING), toy("r89")):
+        ctx = r.Context(recipe.stages[number], training=True, step=jnp.int32(2))
+        found.append(jax.jit(functools.partial(recipe.loss, ctx=ctx))(*example(recipe, number)))
+    (total, loss_BT), (expected, expected_BT) = found
+    assert float(total) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(loss_BT, expected_BT, atol=1e-5)
+
+
+def test_evaluation_is_the_program_of_r89(toy):
+    programs = []
+    for recipe in (toy("jspeed2"), toy("r89")):
+        params, *arrays = example(recipe, 1)
+        ctx = r.Context(recipe.stages[1], training=False)
+        programs.append(jax.jit(functools.partial(recipe.loss, ctx=ctx)).lower(params, *arrays).as_text())
+    assert programs[0] == programs[1]
+
+
+@pytest.mark.slow
+def test_where_everything_is_sampled_training_is_that_of_r89(toy):
+    recipe, other = toy("jspeed2", *EVERYTHING), toy("r89")
+    tokens = batches(other, 12)
+    (state, losses), (_, expected) = (run(each, mesh_of(1), None, tokens) for each in (recipe, other))
+    np.testing.assert_allclose(losses, expected, atol=1e-4)
+    counts = np.bincount(np.concatenate([batch[:, 1:].ravel() for batch in tokens]), minlength=272)
+    np.testing.assert_array_equal(state["params"]["word_counts"], counts)
+    sampled = run(toy("jspeed2"), mesh_of(1), None, tokens)[1]
+    assert np.abs(np.subtract(sampled, expected)).max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("devices", "lanes_at_once"), [(2, None), (4, 1), (8, None)])
+def test_any_devices_and_micro_batches_draw_the_same_sample(toy, devices, lanes_at_once):
+    recipe = toy("jspeed2")
+    tokens = batches(recipe, 8)
+    expected, found = (
+        run(recipe, mesh_of(*way[:1]), way[1], tokens)[1] for way in ((1, None), (devices, lanes_at_once))
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-5)
