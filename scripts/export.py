@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg
 
+from jspeed.corpus.tokenizers import copy_tokenizer
 from jspeed.data.folder import check_vacant, staged
 from jspeed.errors import run_script
 from jspeed.files import write_whole
@@ -34,9 +35,12 @@ def export(model: Positional[Annotated[Path, arg(metavar="DIR")]], out: Path, ow
     tensors, recipe = parameters_of(loaded), loaded.recipe
     check_vacant(out)
     with staged(out) as folder:
+        copy_tokenizer(loaded.folder or model, folder, loaded.facts)
         if is_gpt2(recipe) and not own:
             save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
             config = gpt2_config(recipe)
+            if loaded.facts["tokenizer"] != "gpt2":  # which whoever reads a GPT-2 takes for granted
+                config |= {"tokenizer": loaded.facts}
         else:
             found = loaded.found
             save(folder / FILE, tensors, OWN | {"recipe": recipe.name, "recipe_hash": found.hash})

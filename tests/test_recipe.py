@@ -211,7 +211,7 @@ def test_describe_names_the_total():
             r"parameter w.shape\[0\] is 2.0",
         ),
         ({"data": r.Data("../x", 257, 256)}, "data.name is '../x'"),
-        ({"data": r.Data("x", 10**6, 256)}, "data.vocab_size is 1000000"),
+        ({"data": r.Data("x", 2**31, 256)}, "data.vocab_size is 2147483648"),
         ({"data": r.Data("x", 257, 256, align="eos")}, "data.align is 'eos'"),
         ({"sample": r.Sample(temperature=-1)}, "sample.temperature is -1"),
         ({"stages": (r.Stage(steps=2.5, lane_len=128),)}, r"stages\[0\].steps is 2.5"),

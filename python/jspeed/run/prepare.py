@@ -18,7 +18,7 @@ from rich.console import Console
 from jspeed.cluster.distributed import barrier, process_index, same_everywhere
 from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
-from jspeed.corpus.tokenizers import TOKENIZERS
+from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.fits import check_fits
 from jspeed.data.manifest import read_manifest
@@ -150,6 +150,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
+            copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))

@@ -120,7 +120,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
         before = now()
         batch = next(setup.loader)
         loaded = now()
-        state, metrics = execute(state, to_global(batch, rows))
+        state, metrics = execute(state, to_global(batch, rows, recipe.data.dtype))
         progress.data_wait_seconds += loaded - before
         progress.dispatch_seconds += now() - loaded
         read()
