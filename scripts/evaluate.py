@@ -7,7 +7,7 @@ starts(__name__)
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -18,6 +18,7 @@ from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput, run_script
 from jspeed.files import cache_folder, write_whole
+from jspeed.inference.harness import run_tasks
 from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
@@ -29,11 +30,12 @@ def evaluate(
     data: Path | None = None,
     tokens: int | None = None,
     hellaswag_: Annotated[str | None, arg(name="hellaswag", metavar="FILE|download")] = None,
+    tasks: str | None = None,
     items: int | None = None,
     mesh: str | None = None,
     json_file: Annotated[Path | None, arg(name="json", metavar="FILE")] = None,
 ) -> None:
-    """Measure a trained model: validation loss and bits per byte on a folder of shards, or HellaSwag.
+    """Measure a trained model: validation loss and bits per byte on a folder of shards, HellaSwag, or lm-eval's tasks.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
@@ -41,7 +43,8 @@ def evaluate(
         data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
         hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
-        items: Only the first so many of them.
+        tasks: Run these tasks of lm-eval (the extra eval) instead, for example lambada_openai,arc_easy.
+        items: Only the first so many of them, or of each task.
         mesh: Spread the parameters over these devices, for example data=8.
         json_file: Also write the figures here.
     """
@@ -53,7 +56,15 @@ def evaluate(
     if axes:
         request_cpu_devices(axes)
     loaded = load_model(model, make_mesh(axes) if axes else None)
-    if hellaswag_ is not None:
+    if tasks is not None:
+        found = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
+        for task, figures in found.items():
+            for metric, value in figures.items():
+                if isinstance(value, float) and "_stderr" not in metric:
+                    error = figures.get(metric.replace(",", "_stderr,"))
+                    spread = f" +- {error:.4f}" if isinstance(error, float) else ""
+                    print(f"{task}: {metric.removesuffix(',none')} {value:.4f}{spread}")
+    elif hellaswag_ is not None:
         path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
         chosen = read_hellaswag(path)[:items]
         columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -62,7 +73,7 @@ def evaluate(
             for scored in hellaswag(loaded, chosen):
                 bar.update(task, completed=scored[0])
         done, right, right_mean = scored
-        found = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
+        found: dict[str, Any] = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
         print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
     else:
         name = loaded.recipe.data.name

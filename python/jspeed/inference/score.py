@@ -21,7 +21,7 @@ from jspeed.files import cache_folder
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel.layout import DEFAULT_LAYOUT
-from jspeed.recipe import Recipe
+from jspeed.recipe import Context, Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import compiled, eval_context, lower_evaluation
@@ -174,15 +174,20 @@ def score(group: Sequence[Encoded], losses: Losses) -> list[tuple[int, int, int]
     return [(int(np.argmin(total)), int(np.argmin(mean)), label) for total, mean, (_, label) in by_item]
 
 
+def scoring_context(model: Model, length: int) -> Context:
+    """Return what forward passes over rows of ``length`` tokens run in: evaluation, of any number of documents."""
+    base = eval_context(model.recipe, device_of(model.mesh, "xla"))
+    return replace(base, stage=replace(base.stage, lane_len=length, max_docs=None))
+
+
 def token_losses(model: Model) -> Losses:
     """Return what gives the model's loss of every token."""
     recipe = model.recipe
-    base = eval_context(recipe, device_of(model.mesh, "xla"))
     params = jax.jit(lambda p: computing(recipe, p))(model.params)
 
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
-        ctx = replace(base, stage=replace(base.stage, lane_len=rows.shape[1] - 1, max_docs=None))
+        ctx = scoring_context(model, rows.shape[1] - 1)
         return recipe.loss(params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx)[1]
 
     return lambda rows: np.asarray(run(params, rows))
