@@ -40,6 +40,11 @@ test-faults: .venv/dev
 test-launchers: .venv/dev
 	JSPEED_TEST_LAUNCHERS=1 $(BIN)/python -m pytest -rs tests/launchers
 
+# Micro-benchmarks of pure functions by pytest-benchmark. ARGS=--benchmark-autosave keeps the timings; then
+# ARGS=--benchmark-compare shows them beside the next ones.
+bench: .venv/dev
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(ARGS)
+
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
 
@@ -102,4 +107,4 @@ clean:
 	$(BIN)/python -m pip install --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers page docs check clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers bench page docs check clean
