@@ -150,7 +150,7 @@ class Common(TypedDict):
     parent: str | None  # recipe that this one was derived from
     track: str  # such as stdlib/cpu
     seed: Integer  # of the initial weights and of the data order
-    status: Status  # stopped: asked for fewer steps or minutes
+    status: Status  # stopped: by --steps, --max-minutes or --stop-at-target
     reached: bool  # the final validation loss is at or below the target
     target_loss: Loss
     val_loss: LossOrNull  # null when not finite

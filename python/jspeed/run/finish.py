@@ -3,11 +3,8 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jspeed.cluster.distributed import process_index
@@ -18,6 +15,7 @@ from jspeed.record import picture
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
+from jspeed.run.best import gathered, keep_best
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss
@@ -40,7 +38,11 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         try:
             with clock.section("final evaluation"), say.waiting(console, "final evaluation"):
                 loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
-            progress.validated(loss)
+            if not progress.at_validation:  # a run that stopped at its target has this loss already
+                progress.validated(loss)
+                if setup.options.keep_best and progress.at_validation:
+                    with clock.section("checkpoint"):
+                        keep_best(setup, progress, state["params"])
             with clock.section("probes"), say.waiting(console, "validity probes"):
                 verdicts = probes.run_all(setup, state, loss)
         except KeyboardInterrupt:
@@ -142,15 +144,6 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     if failed:
         raise BadInput(f"the run has ended but {'; and '.join(failed)}")
     return exit_code(setup, progress, reached)
-
-
-def gathered(params: Any) -> export.Tensors:
-    """Return the parameters by name, whole and on the host; every process calls this."""
-    tensors = {}
-    for name, array in export.named(params).items():
-        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
-        tensors[name] = np.asarray(jax.device_get(whole))
-    return tensors
 
 
 def draw(setup: Setup, progress: Progress, unit: str) -> None:

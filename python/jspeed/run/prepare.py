@@ -32,7 +32,7 @@ from jspeed.recipe import Recipe, replace
 from jspeed.record.planned import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.run import evaluate
-from jspeed.run.checkpoint import restore
+from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
 from jspeed.run.compute import carry
@@ -74,6 +74,9 @@ class Options:
     sets: tuple[str, ...] = ()
     init_from: Path | None = None
     checkpoint_every: CountOrZero = 0
+    keep_checkpoints: Count = KEEP
+    keep_best: bool = False
+    stop_at_target: bool = False
     resume: bool = False
     coordinator: str | None = None
     processes: int | None = None
@@ -134,6 +137,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         loader = open_loader(recipe, shards, options.seed)
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
+    how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
     same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"

@@ -17,6 +17,7 @@ from jspeed.data.batches import to_global
 from jspeed.errors import BadInput, Terminated
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
+from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute import carry
@@ -62,7 +63,7 @@ def run(options: Options) -> tuple[int, Path]:
                 if setup.record:
                     progress.resume(setup.record)
                 with ctrl_c_ends(stop), jax.transfer_guard("disallow"):
-                    with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
+                    with Checkpoints(setup.run_dir / "checkpoints", options.keep_checkpoints) as checkpoints:
                         state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
@@ -109,11 +110,18 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     if progress.steps >= asked < recipe.steps:
         progress.end("stopped")
     for stage, execute in islice(every_step(recipe.stages, program.steps), progress.steps, max(asked, progress.steps)):
-        evaluated = bool(progress.curve) and progress.curve[-1]["step"] == progress.steps
-        if progress.steps % recipe.eval_every == 0 and not evaluated:
+        if progress.steps % recipe.eval_every == 0 and not progress.at_validation:
             read()
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
+            if setup.options.keep_best and progress.at_validation:
+                with clock.section("checkpoint"), jax.transfer_guard("allow"):
+                    keep_best(setup, progress, state["params"])
+        # The same on every process, which all have this loss; between two updates of slow parameters not yet.
+        if setup.options.stop_at_target and progress.at_validation and progress.steps % recipe.period == 0:
+            if progress.curve[-1]["val_loss"] <= recipe.target_loss:
+                progress.end("stopped")
+                break
         if every and progress.steps % math.lcm(every, recipe.period) == 0 and progress.steps > saved:
             save()
         profile.before(progress.steps, state)

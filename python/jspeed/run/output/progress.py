@@ -35,6 +35,11 @@ class Progress:
     sinks: list[Sink] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
+    @property
+    def at_validation(self) -> bool:
+        """Whether the parameters of now have been validated."""
+        return bool(self.curve) and self.curve[-1]["step"] == self.steps
+
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
         if self.status == "finished":
