@@ -18,6 +18,7 @@ from jspeed.errors import BadInput, run_script
 from jspeed.files import write_whole
 from jspeed.parallel.layout import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import parse_mesh
+from jspeed.plan import chinchilla
 from jspeed.plan.calculate import PRESETS, preset, verdict, widest_memory
 from jspeed.plan.compile import MEMORY_FRACTION, Hardware, hardware_for
 from jspeed.plan.plan import candidates, make_plan, require_devices, search
@@ -38,6 +39,7 @@ def plan(
     micro_batch: int | None = None,
     against: str | None = None,
     gpt3: bool = False,
+    flops: float | None = None,
     compile: bool = True,
     search_: Annotated[bool, arg(name="search")] = False,
     strict: bool = False,
@@ -59,6 +61,7 @@ def plan(
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens a device takes at once.
         against: Another recipe to plan for the same target, and to compare with.
+        flops: Say instead which size and how many tokens are best for so many FLOPs of training, such as 2.21e19.
         gpt3: The numbers of GPT-3 that need no compiler.
         compile: Compile; without, only what needs no compiler: parameters, memory, FLOPs, compute-optimal tokens.
         search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
@@ -70,6 +73,10 @@ def plan(
         memory_fraction: Share of a GPU's memory that JAX may take (XLA_PYTHON_CLIENT_MEM_FRACTION).
         set: Replace fields of the recipe file.
     """
+    if flops is not None:
+        refuse(["a recipe"] if recipe or gpt3 else [], "--flops asks which size is best")
+        print("\n".join(chinchilla.best_sizes(flops)))
+        return 0
     cluster = parse_target(target)
     check_numbers(memory_fraction, dollars_per_hour)
     sets = tuple(text for group in set for text in group)

@@ -31,13 +31,26 @@ def test_three_ways_to_shard(tmp_path):
     assert out.endswith("all three agree to 1e-6\n")
 
 
-@pytest.mark.slow
-def test_notebook_from_top_to_bottom(tmp_path):
-    notebook = json.loads((EXAMPLES / "names.ipynb").read_text())
+def as_script(name, path):
+    notebook = json.loads((EXAMPLES / name).read_text())
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
     assert "pip install notebook" in "".join(notebook["cells"][0]["source"])  # nothing else installs it
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    (tmp_path / "notebook.py").write_text("\n".join(cells))
+    path.write_text("\n".join(cells))
+
+
+def test_sizing_notebook_says_the_published_numbers(tmp_path):
+    """124,439,808 and 174,604,259,328 parameters, 6 N D over 312e12 x 8 x 0.3 a second, nanoGPT's C."""
+    as_script("sizing.ipynb", tmp_path / "notebook.py")
+    done = run(tmp_path, "notebook.py")
+    assert done.returncode == 0, done.stderr
+    for words in ("124,439,808 parameters", "174,604,259,328 parameters", "3.46 days", "2.21e+19 FLOPs: 326.1 M"):
+        assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_notebook_from_top_to_bottom(tmp_path):
+    as_script("names.ipynb", tmp_path / "notebook.py")
     middles = ("n", "l", "r", "st", "nd", "v", "th")
     names = [a + b + c for a in ("ma", "bri", "car", "do", "e", "jo") for b in middles for c in ("a", "e", "o", "y")]
     (tmp_path / "names.txt").write_text("\n".join(names))
