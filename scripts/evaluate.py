@@ -29,6 +29,7 @@ def evaluate(
     model: Positional[Annotated[Path, arg(metavar="DIR")]],
     data: Path | None = None,
     tokens: int | None = None,
+    accuracy: bool = False,
     hellaswag_: Annotated[str | None, arg(name="hellaswag", metavar="FILE|download")] = None,
     tasks: str | None = None,
     items: int | None = None,
@@ -42,6 +43,7 @@ def evaluate(
             GPT-2's config.json and model.safetensors.
         data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
+        accuracy: Also say how often the likeliest token is the right one; it takes as long again.
         hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
         tasks: Run these tasks of lm-eval (the extra eval) instead, for example lambada_openai,arc_easy.
         items: Only the first so many of them, or of each task.
@@ -78,12 +80,13 @@ def evaluate(
     else:
         name = loaded.recipe.data.name
         folder = data or (prepare_stdlib() if name == "stdlib" else cache_folder() / "data" / name)
-        result = validate(loaded, folder, tokens)
+        result = validate(loaded, folder, tokens, accuracy)
         found = dict(vars(result))
         print(
             f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
             f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
             f"({result.bytes:,} bytes) of {folder}"
+            + ("" if result.accuracy is None else f"; accuracy {result.accuracy:.4f}")
         )
     if json_file:
         write_whole(json_file, json.dumps(found, indent=2) + "\n")

@@ -4,15 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jspeed.errors import BadInput, nearest
 from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length
-from jspeed.inference.score import BUCKET, ROWS, scoring_context, token_losses
+from jspeed.inference.score import BUCKET, ROWS, likeliest, token_losses
 from jspeed.inference.trained import Model
-from jspeed.run.compute.step import computing
 
 TOKENS = 256  # most new tokens of an answer, where a task does not say
 WRITERS = 8  # answers that are written at once
@@ -140,19 +137,3 @@ def scorer(model: Model) -> Callable[[Sequence[Pair]], list[tuple[float, bool]]]
         return found
 
     return scored
-
-
-def likeliest(model: Model) -> Callable[[np.ndarray], np.ndarray]:
-    """Return what gives the likeliest id after each of int32 ``[B, T + 1]`` but the last: int32 ``[B, T]``."""
-    recipe, vocabulary = model.recipe, model.facts["vocab_size"]
-    params = jax.jit(lambda p: computing(recipe, p))(model.params)
-
-    @jax.jit
-    def run(params: Any, rows: jax.Array) -> jax.Array:
-        ctx = scoring_context(model, rows.shape[1] - 1)
-        # Row by row: the logits of all at once would be gigabytes.
-        return jax.lax.map(
-            lambda row: jnp.argmax(recipe.forward(params, row[None, :-1], ctx)[0, :, :vocabulary], axis=-1), rows
-        )
-
-    return lambda rows: np.asarray(run(params, rows))

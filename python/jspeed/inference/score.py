@@ -38,18 +38,23 @@ Losses = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Validation:
-    """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text; ``bits_per_byte`` of that."""
+    """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text; ``bits_per_byte`` of that.
+
+    ``accuracy`` is the share of them that the model held for the likeliest; None: not asked for.
+    """
 
     loss: float
     tokens: int
     bytes: int
     bits_per_byte: float
+    accuracy: float | None = None
 
 
-def validate(model: Model, folder: Path, tokens: int | None = None) -> Validation:
+def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bool = False) -> Validation:
     """Evaluate on the first ``tokens`` (default: the recipe's) validation tokens of ``folder``, as a run does.
 
-    Raises BadInput when the folder's tokens are not the model's.
+    ``accurate``: measure accuracy too, which takes as long again. Raises BadInput when the folder's tokens are not the
+    model's.
     """
     manifest = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
@@ -68,7 +73,27 @@ def validate(model: Model, folder: Path, tokens: int | None = None) -> Validatio
     padded, lowered = lower_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.place(rows, padded, recipe, model.mesh)
     loss = evaluate.validation_loss(compiled(lowered, device), model.params, validation)
-    return in_bytes(recipe, model.tokenizer(), rows, loss)
+    found = in_bytes(recipe, model.tokenizer(), rows, loss)
+    return replace(found, accuracy=accuracy(model, rows)) if accurate else found
+
+
+def accuracy(model: Model, rows: np.ndarray) -> float:
+    """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the likeliest id there.
+
+    Rows longer than the model looks back on are cut into such that are not: all their logits would not fit.
+    """
+    recipe, limit, choices = model.recipe, context_length(model.recipe), likeliest(model)
+    if (length := rows.shape[1] - 1) > limit:
+        rows = np.concatenate([rows[:, at : at + limit + 1] for at in range(0, length - limit + 1, limit)])
+    right = total = 0.0
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS].astype(np.int32)
+        best = choices(np.pad(part, ((0, ROWS - len(part)), (0, 0))))[: len(part)]
+        weights = np.ones(best.shape)
+        if recipe.weigh:
+            weights = np.asarray(recipe.weigh(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:])), np.float64)
+        right, total = right + float(np.sum(weights * (best == part[:, 1:]))), total + float(np.sum(weights))
+    return right / total
 
 
 def in_bytes(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, loss: float) -> Validation:
@@ -189,5 +214,21 @@ def token_losses(model: Model) -> Losses:
     def run(params: Any, rows: jax.Array) -> jax.Array:
         ctx = scoring_context(model, rows.shape[1] - 1)
         return recipe.loss(params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx)[1]
+
+    return lambda rows: np.asarray(run(params, rows))
+
+
+def likeliest(model: Model) -> Callable[[np.ndarray], np.ndarray]:
+    """Return what gives the likeliest id after each of int32 ``[B, T + 1]`` but the last: int32 ``[B, T]``."""
+    recipe, vocabulary = model.recipe, model.facts["vocab_size"]
+    params = jax.jit(lambda p: computing(recipe, p))(model.params)
+
+    @jax.jit
+    def run(params: Any, rows: jax.Array) -> jax.Array:
+        ctx = scoring_context(model, rows.shape[1] - 1)
+        # Row by row: the logits of all at once would be gigabytes.
+        return jax.lax.map(
+            lambda row: jnp.argmax(recipe.forward(params, row[None, :-1], ctx)[0, :, :vocabulary], axis=-1), rows
+        )
 
     return lambda rows: np.asarray(run(params, rows))
