@@ -1,12 +1,17 @@
 """The examples, run as a reader would."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
+
+from jspeed.parallel.mesh import make_mesh
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -16,6 +21,23 @@ def run(cwd, *arguments, **variables):
     own = {"JAX_PLATFORMS": "cpu", "JSPEED_CACHE": str(cwd / "cache"), "MPLBACKEND": "Agg"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=kept | own | variables, capture_output=True, text=True, timeout=300)
+
+
+def test_rules_that_cannot_be_meant():
+    spec = importlib.util.spec_from_file_location("placement", EXAMPLES / "placement.py")
+    placement = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(placement)
+    mesh = make_mesh({"data": 4, "model": 2})
+    tree = {"a": {"w": np.ones((6, 3)), "b": np.ones(6)}}
+    placed = placement.place(tree, [("a/.*", ("model", "data"))], mesh)
+    assert [(one.path, one.spec, one.why) for one in placed] == [
+        ("a/b", PartitionSpec(), "the rule is for 2 dimensions"),
+        ("a/w", PartitionSpec("model", None), "3 is no multiple of data"),
+    ]
+    with pytest.raises(ValueError, match="rule 'a' names 'pipe'; the mesh has data, model"):
+        placement.place(tree, [("a", ("pipe",))], mesh)
+    with pytest.raises(ValueError, match="cuts two dimensions over one axis"):
+        placement.place(tree, [("a", ("data", "data"))], mesh)
 
 
 def test_three_ways_to_shard(tmp_path):
@@ -29,6 +51,24 @@ def test_three_ways_to_shard(tmp_path):
     assert all(later < sooner for later, sooner in zip(losses[0][1:], losses[0], strict=False))
     assert max(abs(a - b) for row in losses for a, b in zip(row, losses[0], strict=True)) <= 1e-6
     assert out.endswith("all three agree to 1e-6\n")
+
+
+def test_placement_by_path_and_size(tmp_path):
+    """27 arrays by rules; one of a dimension, which is asked about no columns, is reported as without one."""
+    done = run(tmp_path, EXAMPLES / "placement.py")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    specs = {line.split()[0]: line.partition(" on ")[2].split(")")[0] + ")" for line in lines}
+    columns, rows = "(None, 'model')", "('model', None)"
+    expected = {"gain": "()", "embed": "()", "head": "()", "positions": columns}
+    for layer in range(4):
+        names = ("query", "key", "value", "up", "out", "down")
+        expected |= {f"layers/{layer}/{name}": rows if name in ("out", "down") else columns for name in names}
+    assert specs == expected and len(specs) == 28
+    assert last == "28 arrays, 1 without a rule: gain"
+    assert "fewer than 2048 elements" in next(line for line in lines if line.startswith("head"))
+    up = next(line for line in lines if line.startswith("layers/0/up"))
+    assert f"{64 * 256 / 2 * 4 / 1e3:.2f} kB" in up
 
 
 def as_script(name, path):
