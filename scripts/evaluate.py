@@ -58,14 +58,15 @@ def evaluate(
     if axes:
         request_cpu_devices(axes)
     loaded = load_model(model, make_mesh(axes) if axes else None)
+    found: dict[str, Any]
     if tasks is not None:
         found = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
-        for task, figures in found.items():
+        for name, figures in found.items():
             for metric, value in figures.items():
                 if isinstance(value, float) and "_stderr" not in metric:
                     error = figures.get(metric.replace(",", "_stderr,"))
                     spread = f" +- {error:.4f}" if isinstance(error, float) else ""
-                    print(f"{task}: {metric.removesuffix(',none')} {value:.4f}{spread}")
+                    print(f"{name}: {metric.removesuffix(',none')} {value:.4f}{spread}")
     elif hellaswag_ is not None:
         path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
         chosen = read_hellaswag(path)[:items]
@@ -75,7 +76,7 @@ def evaluate(
             for scored in hellaswag(loaded, chosen):
                 bar.update(task, completed=scored[0])
         done, right, right_mean = scored
-        found: dict[str, Any] = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
+        found = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
         print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
     else:
         name = loaded.recipe.data.name

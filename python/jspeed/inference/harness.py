@@ -129,11 +129,11 @@ def scorer(model: Model) -> Callable[[Sequence[Pair]], list[tuple[float, bool]]]
             for row, n in zip(rows, group, strict=False):
                 row[: len(rows_of[n][0])] = rows_of[n][0]
             per_token, best = losses(rows), choices(rows)
-            for row, n in enumerate(group):
+            for place, n in enumerate(group):
                 ids, count = rows_of[n]
                 part = slice(len(ids) - 1 - count, len(ids) - 1)
-                likely = bool(np.all(best[row, part] == rows[row, 1:][part]))
-                found[n] = -float(per_token[row, part].astype(np.float64).sum()), likely
+                likely = bool(np.all(best[place, part] == rows[place, 1:][part]))
+                found[n] = -float(per_token[place, part].astype(np.float64).sum()), likely
         return found
 
     return scored

@@ -69,8 +69,8 @@ def composed(
     if cache := opened():
         k_BSHK, v_BSHK = cache.keep(k_BTHK), cache.keep(v_BTHK)
         seen_BTS = cached_mask(cache, length, k_BSHK.shape[1], documents, window)
-        of_one_block = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))
-        return _mixed(*of_one_block, scale)[:, 0] * give_BTH1
+        q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))  # one block
+        return _mixed(q, k, v, take, seen, scale)[:, 0] * give_BTH1
     size = min(max(128, window), length)  # of a block of queries, which sees itself and the block before
     blocks = -(-length // size)
 
