@@ -38,10 +38,10 @@ def test_the_best_change_only_when_validation_improves(tmp_path):
     (tmp_path / "recipe.py").write_text("")
     recipe, found = SimpleNamespace(name="toy"), SimpleNamespace(hash="0" * 64)
     setup = SimpleNamespace(run_dir=tmp_path, recipe=recipe, found=found)
-    progress = SimpleNamespace(curve=[], steps=0, failed=[])
+    progress = SimpleNamespace(losses=[], steps=0, failed=[])
     kept = []
     for step, loss in enumerate([3.0, 2.5, 2.6, 2.5, 2.4, 9.0]):
-        progress.steps, progress.curve = step, [*progress.curve, {"val_loss": loss}]
+        progress.steps, progress.losses = step, [*progress.losses, loss]
         keep_best(setup, progress, {"w": jax.numpy.full(2, float(step))})
         tensors, about = load(tmp_path / "best")
         assert about["step"] == str(int(tensors["w"][0]))
@@ -50,6 +50,6 @@ def test_the_best_change_only_when_validation_improves(tmp_path):
     assert {path.name for path in (tmp_path / "best").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
     (tmp_path / "best" / "model.safetensors").unlink()
     (tmp_path / "best" / "model.safetensors").mkdir()  # nothing can be put in its place
-    progress.curve.append({"val_loss": 1.0})
+    progress.losses.append(1.0)
     keep_best(setup, progress, {"w": jax.numpy.zeros(2)})
     assert progress.failed[0].startswith("the best parameters: ")

@@ -112,7 +112,7 @@ class Shard(TypedDict):
 class Evidence(TypedDict):
     """What identifies the tokens of a run."""
 
-    val_sha256: str | None  # of the evaluated ids and the one after them, as uint16
+    val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
     train_shards: list[Shard]  # in order
     position: dict  # where the loader's stream stood at the end
 

@@ -22,7 +22,7 @@ def keep_best(setup: Setup, progress: Progress, params: Any) -> None:
 
     With several processes each calls this. What cannot be written ends no run: ``progress.failed`` says so.
     """
-    *before, last = (point["val_loss"] for point in progress.curve)
+    *before, last = progress.losses
     if last >= min(before, default=np.inf):
         return
     tensors = gathered(params)

@@ -119,7 +119,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
                     keep_best(setup, progress, state["params"])
         # The same on every process, which all have this loss; between two updates of slow parameters not yet.
         if setup.options.stop_at_target and progress.at_validation and progress.steps % recipe.period == 0:
-            if progress.curve[-1]["val_loss"] <= recipe.target_loss:
+            if progress.losses[-1] <= recipe.target_loss:
                 progress.end("stopped")
                 break
         if every and progress.steps % math.lcm(every, recipe.period) == 0 and progress.steps > saved:

@@ -40,6 +40,11 @@ class Progress:
         """Whether the parameters of now have been validated."""
         return bool(self.curve) and self.curve[-1]["step"] == self.steps
 
+    @property
+    def losses(self) -> list[float]:
+        """The validation losses so far, in order."""
+        return [loss for point in self.curve if (loss := point["val_loss"]) is not None]
+
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
         if self.status == "finished":
