@@ -46,6 +46,11 @@ test-package: .venv/lint/installed
 	JSPEED_TEST_PACKAGE=1 $(BIN)/python -m pytest -rs tests/test_package.py
 	PYTHONPATH=.venv/lint $(BIN)/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
+# Micro-benchmarks of pure functions by pytest-benchmark. ARGS=--benchmark-autosave keeps the timings; then
+# ARGS=--benchmark-compare shows them beside the next ones.
+bench: .venv/dev
+	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(ARGS)
+
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
 
@@ -121,4 +126,4 @@ clean:
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package page docs race-webtext check clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package bench page docs race-webtext check clean

@@ -1,12 +1,17 @@
 """The examples, run as a reader would."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
+
+from jspeed.parallel.mesh import make_mesh
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -16,6 +21,23 @@ def run(cwd, *arguments, **variables):
     own = {"JAX_PLATFORMS": "cpu", "JSPEED_CACHE": str(cwd / "cache"), "MPLBACKEND": "Agg"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=kept | own | variables, capture_output=True, text=True, timeout=300)
+
+
+def test_rules_that_cannot_be_meant():
+    spec = importlib.util.spec_from_file_location("placement", EXAMPLES / "placement.py")
+    placement = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(placement)
+    mesh = make_mesh({"data": 4, "model": 2})
+    tree = {"a": {"w": np.ones((6, 3)), "b": np.ones(6)}}
+    placed = placement.place(tree, [("a/.*", ("model", "data"))], mesh)
+    assert [(one.path, one.spec, one.why) for one in placed] == [
+        ("a/b", PartitionSpec(), "the rule is for 2 dimensions"),
+        ("a/w", PartitionSpec("model", None), "3 is no multiple of data"),
+    ]
+    with pytest.raises(ValueError, match="rule 'a' names 'pipe'; the mesh has data, model"):
+        placement.place(tree, [("a", ("pipe",))], mesh)
+    with pytest.raises(ValueError, match="cuts two dimensions over one axis"):
+        placement.place(tree, [("a", ("data", "data"))], mesh)
 
 
 def test_three_ways_to_shard(tmp_path):
@@ -34,13 +56,44 @@ def test_three_ways_to_shard(tmp_path):
     assert out.endswith("all three agree to 1e-6\n")
 
 
-@pytest.mark.slow
-def test_notebook_from_top_to_bottom(tmp_path):
-    notebook = json.loads((EXAMPLES / "names.ipynb").read_text())
+def test_placement_by_path_and_size(tmp_path):
+    """27 arrays by rules; one of a dimension, which is asked about no columns, is reported as without one."""
+    done = run(tmp_path, EXAMPLES / "placement.py")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    specs = {line.split()[0]: line.partition(" on ")[2].split(")")[0] + ")" for line in lines}
+    columns, rows = "(None, 'model')", "('model', None)"
+    expected = {"gain": "()", "embed": "()", "head": "()", "positions": columns}
+    for layer in range(4):
+        names = ("query", "key", "value", "up", "out", "down")
+        expected |= {f"layers/{layer}/{name}": rows if name in ("out", "down") else columns for name in names}
+    assert specs == expected and len(specs) == 28
+    assert last == "28 arrays, 1 without a rule: gain"
+    assert "fewer than 2048 elements" in next(line for line in lines if line.startswith("head"))
+    up = next(line for line in lines if line.startswith("layers/0/up"))
+    assert f"{64 * 256 / 2 * 4 / 1e3:.2f} kB" in up
+
+
+def as_script(name, path):
+    notebook = json.loads((EXAMPLES / name).read_text())
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
     assert "pip install notebook" in "".join(notebook["cells"][0]["source"])  # nothing else installs it
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    (tmp_path / "notebook.py").write_text("\n".join(cells))
+    path.write_text("\n".join(cells))
+
+
+def test_sizing_notebook_says_the_published_numbers(tmp_path):
+    """124,439,808 and 174,604,259,328 parameters, 6 N D over 312e12 x 8 x 0.3 a second, nanoGPT's C."""
+    as_script("sizing.ipynb", tmp_path / "notebook.py")
+    done = run(tmp_path, "notebook.py")
+    assert done.returncode == 0, done.stderr
+    for words in ("124,439,808 parameters", "174,604,259,328 parameters", "3.46 days", "2.21e+19 FLOPs: 326.1 M"):
+        assert words in done.stdout
+
+
+@pytest.mark.slow
+def test_notebook_from_top_to_bottom(tmp_path):
+    as_script("names.ipynb", tmp_path / "notebook.py")
     middles = ("n", "l", "r", "st", "nd", "v", "th")
     names = [a + b + c for a in ("ma", "bri", "car", "do", "e", "jo") for b in middles for c in ("a", "e", "o", "y")]
     (tmp_path / "names.txt").write_text("\n".join(names))

@@ -215,7 +215,7 @@ def test_describe_names_the_total():
             r"parameter w.shape\[0\] is 2.0",
         ),
         ({"data": r.Data("../x", 257, 256)}, "data.name is '../x'"),
-        ({"data": r.Data("x", 10**6, 256)}, "data.vocab_size is 1000000"),
+        ({"data": r.Data("x", 2**31, 256)}, "data.vocab_size is 2147483648"),
         ({"data": r.Data("x", 257, 256, align="eos")}, "data.align is 'eos'"),
         ({"data": r.Data("x", 257, 256, windows="all")}, "data.windows is 'all'"),
         ({"data": r.Data("x", 257, 256, windows="random", shuffle_block=128)}, "windows='random' starts lanes at any"),

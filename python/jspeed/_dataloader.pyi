@@ -14,8 +14,8 @@ __all__ = ["HEADER_BYTES", "Batch", "Shards", "Shuffle", "TokenLoader", "header"
 HEADER_BYTES: Final[int]
 """Size of a shard's header: its tokens begin there."""
 
-def header(tokens: int) -> bytes:
-    """Return the header of a shard with so many uint16 tokens."""
+def header(tokens: int, wide: bool = False) -> bytes:
+    """Return the header of a shard with so many uint16 tokens, or uint32 ones if ``wide``."""
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 

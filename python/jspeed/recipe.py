@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jspeed.errors import BadInput
@@ -20,7 +21,7 @@ Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
 ATTENTION = ("xla", "cudnn", "fa4")  # backends, as model/attention.py has them
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
-MOST_IDS = 2**16  # shards hold token ids as uint16
+MOST_IDS = 2**31 - 1  # ids are int32 on devices
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,11 @@ class Data:
     align: Literal["bos"] | None = None
     shuffle_block: Count | None = None
     windows: Literal["random"] | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """How ids travel to the devices: uint16, or uint32 where there are more ids than that holds."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)

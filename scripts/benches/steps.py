@@ -144,7 +144,7 @@ def run(
         resident = jax.device_put(synthetic(recipe, stage), rows)
 
     def placed(batch: Any) -> jax.Array:
-        return to_global(batch, rows) if loader else resident
+        return to_global(batch, rows, recipe.data.dtype) if loader else resident
 
     def one() -> dict[str, jax.Array]:
         nonlocal state
@@ -188,7 +188,7 @@ def synthetic(recipe: Recipe, stage: Stage) -> np.ndarray:
     rng = np.random.default_rng(0)
     tables = [(spec, axis) for _, spec in leaves(recipe.parameters) for axis in ("token", "vocab") if axis in spec.axes]
     vocab = min([recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)])
-    tokens = rng.integers(0, vocab, (recipe.lanes, stage.lane_len + 1), dtype=np.uint16)
+    tokens = rng.integers(0, vocab, (recipe.lanes, stage.lane_len + 1), dtype=recipe.data.dtype)
     tokens[tokens == recipe.data.bos_id] = (recipe.data.bos_id + 1) % vocab
     for lane in tokens:
         lengths = rng.lognormal(math.log(403), math.sqrt(2 * math.log(690 / 403)), stage.lane_len // 32 + 1)

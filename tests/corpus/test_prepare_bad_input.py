@@ -106,16 +106,9 @@ def test_bad_output(tmp_path, monkeypatch):
     assert byte_documents(prepare_bytes(source, out=tmp_path / "in"), "train")  # an empty folder is fine
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("gpt3", r"tokenizer 'gpt3' is unknown; did you mean 'gpt2'\?"),
-        ("cl100k_base", "has 100,277 ids but a shard holds at most 65,535"),
-    ],
-)
-def test_bad_tokenizer(tmp_path, name, sentence):
-    with pytest.raises(BadInput, match=sentence):
-        tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", name)
+def test_bad_tokenizer(tmp_path):
+    with pytest.raises(BadInput, match=r"tokenizer 'gpt3' is unknown; did you mean 'gpt2'\?.* and any tokenizer.json"):
+        tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", "gpt3")
 
 
 @pytest.mark.parametrize("arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]])

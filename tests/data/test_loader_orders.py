@@ -227,7 +227,7 @@ def test_tokens_alone_go_to_the_devices_as_they_are_stored():
     shards = shards_of(np.resize(np.arange(9), 999))
     batch = next(TokenLoader(shards, max_docs=3, loss_mask=True, **arguments))
     with jax.transfer_guard("disallow"):
-        tokens = to_global(batch, sharding)
+        tokens = to_global(batch, sharding, np.uint16)
     assert tokens.shape == (4, 7) and tokens.dtype == np.uint16 and len(tokens.sharding.device_set) == 4
     np.testing.assert_array_equal(tokens, batch.tokens)
 

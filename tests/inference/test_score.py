@@ -82,6 +82,25 @@ def test_hellaswag_with_a_model_s_own_losses(tmp_path):
     assert [choice for choice, _, _ in score.score(group, score.token_losses(own))] == expected
 
 
+@pytest.mark.parametrize("length", [16, 40])  # 40: more than the model looks back on, cut into 16 and 16
+def test_accuracy_is_the_share_of_targets_that_are_likeliest(length):
+    own = model("microgpt-names", facts={"bos_id": 26, "vocab_size": 28})  # padding, 27, counts for nothing
+    rng = np.random.default_rng(0)
+    own.params["head"] += rng.normal(0, 1, own.params["head"].shape)
+    rows = rng.integers(0, 6, (35, length + 1)).astype(np.uint16)  # more than are taken at once
+    rows[:, 9:12] = 27
+    right = total = 0
+    ctx = score.scoring_context(own, 16)
+    forward = jax.jit(lambda row: own.recipe.forward(own.params, row, ctx))
+    for row in rows:
+        for piece in [row[:17], row[16:33]][: length // 16]:
+            best = np.asarray(forward(piece[None, :-1].astype(np.int32)))[0, :, :28].argmax(-1)
+            counts = np.asarray(own.recipe.weigh(piece[None, :-1], piece[None, 1:]))[0]
+            right, total = right + np.sum(counts * (best == piece[1:])), total + np.sum(counts)
+    found = score.accuracy(own, rows)
+    assert 0 < found < 1 and found == pytest.approx(right / total)
+
+
 def test_losses_of_a_recipe_with_stages_are_those_of_its_evaluation():
     """Record 62's forward pass reads its stage's own number and evaluates with windows of its own."""
     staged = model("r62")

@@ -36,7 +36,7 @@ def run(tmp_path_factory):
     ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
     options = Options("microgpt-names", data=data, run_dir=folder / "run", sets=(*SETS, *ids), target_loss=9.0)
     told = []
-    more = {"checkpoint_every": 4, "profile": 2, "log": ("tensorboard",), "progress": False}
+    more = {"checkpoint_every": 4, "keep_best": True, "profile": 2, "log": ("tensorboard",), "progress": False}
     assert train(Options(**vars(options) | more), told.append) == 0 and told == [folder / "run"]
     return options
 
@@ -62,6 +62,9 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, parameters_of(whole), kept)
     newest = load_model(run.run_dir / "checkpoints" / "10")
     jax.tree.map(np.testing.assert_array_equal, parameters_of(newest), kept)
+    best = {point["step"]: point["val_loss"] for point in record(run)["curve"]}
+    assert load(run.run_dir / "best")[1]["step"] == str(min(best, key=best.__getitem__))
+    load_model(run.run_dir / "best").tokenizer()
     earlier = load_model(run.run_dir / "checkpoints" / "8")
     assert not np.array_equal(parameters_of(earlier)["head"], kept["head"])
     export(run.run_dir, tmp_path / "out")

@@ -180,7 +180,7 @@ def test_skyward_function(place, expected):
     (place.folder / "skyward.py").write_text(
         "import sys, types\n"
         "function = lambda **_: lambda train: train\n"
-        "def Image(pip, **_):\n    assert {'safetensors>=0.5', 'jax[cuda12]>=0.10,<0.12'} <= set(pip)\n"
+        "def Image(pip, **_):\n    assert {'safetensors>=0.8', 'jax[cuda12]>=0.10,<0.12'} <= set(pip)\n"
         "instance_info = lambda: types.SimpleNamespace(rank=int(sys.argv[1]), peers=['127.0.0.1', '127.0.0.1'])\n"
     )
     words = f"--run-dir {place.folder / 'run'} {SMALL}".split()

@@ -1,6 +1,7 @@
 """scripts/plan.py as a user runs it where nothing can be compiled: what it still says, and what it refuses."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +33,21 @@ def test_gpt3_by_its_sizes():
     assert "174,604,259,328" in done.stdout and "43.65 GB" in done.stdout
 
 
+def test_the_best_size_for_an_amount_of_work():
+    done = plan("--flops", "2.21e19")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("approach 3: 326.1 M parameters, 11.29 B tokens")
+    for line in lines:  # all three spend it: 6 N D
+        n, d = (float(number) for number in re.search(r"([\d.]+) M parameters, ([\d.]+) B tokens", line).groups())
+        assert 6 * n * 1e6 * d * 1e9 == pytest.approx(2.21e19, rel=1e-3), line
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--flops", "-1"], "--flops -1.0: expected a number of FLOPs above 0"),
+        (["r29", "--flops", "1e18"], "--flops asks which size is best"),
         (["track4", "--target", "h100x8"], "did you mean 'track3'"),
         (["r29", "--target", "h101x8"], "h100"),
         (["r29", "--target", "h100x0"], "h100x0"),

@@ -227,6 +227,15 @@ def test_own_recipes_come_back(tmp_path, name):
         export.read_parameters(tmp_path, other)
 
 
+def test_scalars_come_back_as_scalars(tmp_path):
+    """Parameters of shape () and matrices that lie in memory by columns: r62, r89 and jspeed1 have the first."""
+    columns = np.asfortranarray(np.arange(6, dtype="f4").reshape(2, 3))
+    export.save(tmp_path / "model.safetensors", {"scale": np.float32(0.5), "columns": columns}, export.OWN)
+    found, _ = export.load(tmp_path)
+    assert found["scale"].shape == () and found["scale"] == 0.5
+    np.testing.assert_array_equal(found["columns"], columns)
+
+
 def test_a_file_that_is_not_what_was_written_is_refused(tmp_path):
     """A bit flipped, or 100 bytes lost, in header or tensors. Files of others have no hash."""
     path, rng = tmp_path / "model.safetensors", np.random.default_rng(0)

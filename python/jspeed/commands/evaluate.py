@@ -1,9 +1,9 @@
-"""``jspeed evaluate``: measure a trained model on text that it has not seen, and on HellaSwag."""
+"""``jspeed evaluate``: measure a trained model on text that it has not seen, HellaSwag, or lm-eval's tasks."""
 
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from jspeed.commands.flags import Axes, Command, File, Folder, Wants
 from jspeed.errors import BadInput
@@ -15,20 +15,24 @@ def evaluate(
     model: Annotated[Path, Wants("MODEL", positional=True)],
     data: Folder | None = None,
     tokens: int | None = None,
+    accuracy: bool = False,
     hellaswag_: Annotated[str | None, Wants("FILE|download")] = None,
+    tasks: Annotated[str | None, Wants("NAME,...")] = None,
     items: int | None = None,
     mesh: Axes | None = None,
     json_: File | None = None,
 ) -> None:
-    """Measure a trained model: validation loss and bits per byte on a folder of shards, or HellaSwag.
+    """Measure a trained model: validation loss and bits per byte on a folder of shards, HellaSwag, or lm-eval's tasks.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
             GPT-2's config.json and model.safetensors.
         data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
+        accuracy: Also say how often the likeliest token is the right one; it takes as long again.
         hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
-        items: Only the first so many of them.
+        tasks: Run these tasks of lm-eval (the extra eval) instead, for example lambada_openai,arc_easy.
+        items: Only the first so many of them, or of each task.
         mesh: Spread the parameters over these devices, for example data=8.
         json_: Also write the figures here.
     """
@@ -41,6 +45,7 @@ def evaluate(
 
         from jspeed.corpus.tokenise import prepare_stdlib
         from jspeed.corpus.tokenizers import unit_of
+        from jspeed.inference.harness import run_tasks
         from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
@@ -51,7 +56,16 @@ def evaluate(
     if axes:
         request_cpu_devices(axes)
     loaded = load_model(model, make_mesh(axes) if axes else None)
-    if hellaswag_ is not None:
+    found: dict[str, Any]
+    if tasks is not None:
+        found = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
+        for name, figures in found.items():
+            for metric, value in figures.items():
+                if isinstance(value, float) and "_stderr" not in metric:
+                    error = figures.get(metric.replace(",", "_stderr,"))
+                    spread = f" +- {error:.4f}" if isinstance(error, float) else ""
+                    print(f"{name}: {metric.removesuffix(',none')} {value:.4f}{spread}")
+    elif hellaswag_ is not None:
         path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
         chosen = read_hellaswag(path)[:items]
         columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -65,12 +79,13 @@ def evaluate(
     else:
         name = loaded.recipe.data.name
         folder = data or (prepare_stdlib() if name == "stdlib" else cache_folder() / "data" / name)
-        result = validate(loaded, folder, tokens)
+        result = validate(loaded, folder, tokens, accuracy)
         found = dict(vars(result))
         print(
             f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
             f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
             f"({result.bytes:,} bytes) of {folder}"
+            + ("" if result.accuracy is None else f"; accuracy {result.accuracy:.4f}")
         )
     if json_:
         write_whole(json_, json.dumps(found, indent=2) + "\n")

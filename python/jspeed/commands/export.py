@@ -21,6 +21,7 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         own: Write a GPT-2 too in the recipe's own way.
     """
     with importing():
+        from jspeed.corpus.tokenizers import copy_tokenizer
         from jspeed.data.folder import check_vacant, staged
         from jspeed.files import write_whole
         from jspeed.inference.trained import load_model, parameters_of
@@ -30,9 +31,12 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
     tensors, recipe = parameters_of(loaded), loaded.recipe
     check_vacant(out)
     with staged(out) as folder:
+        copy_tokenizer(loaded.folder or model, folder, loaded.facts)
         if is_gpt2(recipe) and not own:
             save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
             config = gpt2_config(recipe)
+            if loaded.facts["tokenizer"] != "gpt2":  # which whoever reads a GPT-2 takes for granted
+                config |= {"tokenizer": loaded.facts}
         else:
             found = loaded.found
             save(folder / FILE, tensors, OWN | {"recipe": recipe.name, "recipe_hash": found.hash})

@@ -28,6 +28,7 @@ def plan(
     micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
     against: Annotated[str | None, Wants("RECIPE")] = None,
     gpt3: bool = False,
+    flops: Annotated[float | None, Wants("FLOPS")] = None,
     compile: bool = True,
     search_: bool = False,
     strict: bool = False,
@@ -49,6 +50,7 @@ def plan(
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens a device takes at once.
         against: Another recipe to plan for the same target, and to compare with.
+        flops: Say instead which size and how many tokens are best for so many FLOPs of training, such as 2.21e19.
         gpt3: The numbers of GPT-3 that need no compiler.
         compile: Compile; without, only what needs no compiler: parameters, memory, FLOPs, compute-optimal tokens.
         search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
@@ -65,6 +67,7 @@ def plan(
         import jax
 
         from jspeed.parallel.mesh import parse_mesh
+        from jspeed.plan import chinchilla
         from jspeed.plan.calculate import PRESETS, preset
         from jspeed.plan.compile import hardware_for
         from jspeed.plan.plan import candidates, make_plan, require_devices, search
@@ -75,6 +78,10 @@ def plan(
         from jspeed.run.find import find
 
     jax.config.update("jax_platforms", "cpu")  # of this machine only, whatever plugins are installed
+    if flops is not None:
+        refuse(["a recipe"] if recipe or gpt3 else [], "--flops asks which size is best")
+        print("\n".join(chinchilla.best_sizes(flops)))
+        return 0
     cluster = parse_target(target)
     if memory_fraction is None:
         memory_fraction = TPU_MEMORY_FRACTION if cluster.target.tpu else MEMORY_FRACTION

@@ -114,7 +114,8 @@ def text(
     Args:
         inputs: Files, and folders whose text files are taken in order of their paths.
         out: Folder to make; it must be absent or empty.
-        tokenizer: gpt2 (GPT-2's byte pairs), bytes, or another encoding of tiktoken with at most 65,535 ids.
+        tokenizer: gpt2 (GPT-2's byte pairs), bytes, another encoding of tiktoken (o200k_base), or a tokenizer.json of
+            Hugging Face's (it needs the extra tokenizers), of which a copy comes with the shards.
         val_fraction: Part of the documents that validates; without it 1 %, but not fewer than 32 documents, or a tenth
             where that is less. Of a single document its last part validates, without this a tenth.
         seed: Another one takes other documents to validate.

@@ -63,6 +63,9 @@ def run(
     sample: bool = True,
     init_from: Folder | None = None,
     checkpoint_every: int = 0,
+    keep_checkpoints: int = 2,
+    keep_best: bool = False,
+    stop_at_target: bool = False,
     resume: bool = False,
     plan: Annotated[str | None, Wants("n=N,seeds=A..B")] = None,
     coordinator: Annotated[str | None, Wants("HOST:PORT")] = None,
@@ -100,6 +103,11 @@ def run(
         init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
             gpt2 a folder with GPT-2's model.safetensors.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
+        keep_checkpoints: How many of the newest checkpoints stay.
+        keep_best: Also keep the parameters with the lowest validation loss, in best/ of the run directory, which other
+            commands read like an exported folder.
+        stop_at_target: Stop at the first evaluation that reaches the target loss. Such a run is shorter than the
+            recipe's schedule and does not count as a record.
         resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
         plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
@@ -134,6 +142,9 @@ def run(
         sample=sample,
         init_from=init_from,
         checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        keep_best=keep_best,
+        stop_at_target=stop_at_target,
         resume=resume,
         coordinator=coordinator,
         processes=processes,
@@ -167,7 +178,16 @@ COMMAND = Command(
             *("mesh", "layout", "show_layout", "show_tiles", "micro_batch", "attention"),
             *("coordinator", "processes", "process_id"),
         ),
-        "length": ("steps", "max_minutes", "checkpoint_every", "resume", "plan"),
+        "length": (
+            "steps",
+            "max_minutes",
+            "stop_at_target",
+            "checkpoint_every",
+            "keep_checkpoints",
+            "keep_best",
+            "resume",
+            "plan",
+        ),
         "output": ("run_dir", "progress", "log", "profile", "sample"),
     },
 )

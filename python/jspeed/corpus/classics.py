@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jspeed.corpus import download, split
 from jspeed.corpus.sources import hash_of
@@ -53,7 +52,7 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
         return out
     hashes = np.array([hash_of(name.encode()) for name in names], np.uint64)
     validates = split.by_contents(hashes)
-    rows = np.full((len(names), row), pad, "<u2")
+    rows = np.full((len(names), row), pad, tokenizer.dtype)
     rows[:, 0] = bos
     for place, name in zip(rows, names, strict=True):
         kept = name if len(name) < row else name[: row - 2]
@@ -66,7 +65,7 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
         for part, chosen in (("train", rows[~validates]), ("val", rows[validates])):
             lengths = np.full(len(chosen), row)
             lengths[-1] += 1  # what the last row's last token is followed by, as all others
-            yield Batch(part, np.append(chosen.reshape(-1), np.uint16(bos)), lengths)
+            yield Batch(part, np.append(chosen.reshape(-1), chosen[-1:, 0]), lengths)
 
     write_folder(out, counted(batches(), 2, progress), head, "names")
     return out
@@ -90,7 +89,7 @@ def prepare_shakespeare(
 
     def batches() -> Iterator[Batch]:
         for part, piece in (("train", text[:cut]), ("val", text[cut:])):
-            tokens: NDArray[np.uint16] = tokenizer.encode(piece.encode())
+            tokens = tokenizer.encode(piece.encode())
             if tokens.size:
                 yield Batch(part, tokens, np.array([tokens.size]))
 

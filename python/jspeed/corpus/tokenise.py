@@ -5,15 +5,17 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jspeed.corpus import sources, split, work
 from jspeed.corpus.pieces import PIECE_BYTES, pieces
-from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
+from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, named_tokenizer
 from jspeed.corpus.workers import MOST as MOST_PROCESSES
 from jspeed.data.folder import SHARD_TOKENS, Batch, check_vacant, write_folder
 from jspeed.data.manifest import FORMAT_VERSION, holds
@@ -85,6 +87,8 @@ def prepare_text(
         raise BadInput(f"--processes {processes}: must be from 1 to {MOST_PROCESSES:,}")
     files = [sources.text_files(inputs), sources.text_files(val_inputs) if val_inputs else []]
     chosen = named_tokenizer(tokenizer)
+    if mark != "none" and chosen.bos_id is None:
+        raise BadInput(f"tokenizer {tokenizer} has no token that marks documents; give --end-of-text none")
     stamps = [sources.text_stamps(its) for its in files]
     prints = [sources.text_fingerprint(its) for its in files]
     source = {"kind": "text", "val_fraction": val_fraction, "seed": seed} | prints[0]
@@ -109,32 +113,33 @@ def prepare_text(
         parts = []
         for name, its in zip(("main", "val"), paths, strict=True):
             (part := folder / name).mkdir(exist_ok=True)
-            work.tokenise(part, pieces(its, used), chosen.name, mark, processes)
+            work.tokenise(part, pieces(its, used), tokenizer, mark, processes)
             parts.append(part)
         if [sources.text_stamps(its) for its in files] != stamps:
             raise BadInput(f"an input of {out} changed while it was read; try again when it is whole")
-        hashes = work.records(parts[0])["hash"]
+        hashes, tokens_of = work.records(parts[0])["hash"], partial(work.batches, dtype=chosen.dtype)
         if val_inputs:
             none, all = np.zeros(hashes.size, np.bool_), np.ones(work.records(parts[1]).size, np.bool_)
-            batches: Iterator[Batch] = chain(work.batches(parts[0], none), work.batches(parts[1], all))
+            batches: Iterator[Batch] = chain(tokens_of(parts[0], none), tokens_of(parts[1], all))
         elif rows:
             validates = split.by_rows(hashes.size, val_fraction or split.VAL_FRACTION, seed)
-            batches = work.batches(parts[0], validates)
+            batches = tokens_of(parts[0], validates)
         elif hashes.size == 1 and work.records(parts[0])["tokens"][0] >= ONE_DOCUMENT_TOKENS:
-            batches = _cut(parts[0], val_fraction or ONE_DOCUMENT_VAL, [chosen.bos_id] if mark == "before" else [])
+            ((_, only, _),) = tokens_of(parts[0], np.zeros(1, np.bool_))
+            batches = _cut(only, val_fraction or ONE_DOCUMENT_VAL, [chosen.bos_id] if mark == "before" else [])
         else:
-            batches = work.batches(parts[0], split.by_contents(hashes, val_fraction, seed))
-        write_folder(out, batches, head, out.name, shard_tokens)
+            batches = tokens_of(parts[0], split.by_contents(hashes, val_fraction, seed))
+        beside = {TOKENIZER_FILE: chosen.content} if chosen.content else {}
+        write_folder(out, batches, head, out.name, shard_tokens, beside)
     return out
 
 
-def _cut(part: Path, fraction: float, mark: Sequence[int | None]) -> Iterator[Batch]:
+def _cut(tokens: NDArray[np.unsignedinteger], fraction: float, mark: Sequence[int | None]) -> Iterator[Batch]:
     """Cut the only document in two; ``mark`` also leads the second part."""
-    ((_, tokens, _),) = work.batches(part, np.zeros(1, np.bool_))
     cut = round((1 - fraction) * tokens.size)
     for name, piece in (("train", tokens[:cut]), ("val", tokens[cut:])):
         if piece.size:
-            whole = piece if name == "train" else np.concatenate([np.array(mark, "<u2"), piece])
+            whole = piece if name == "train" else np.concatenate([np.array(mark, tokens.dtype), piece])
             yield Batch(name, whole, np.array([whole.size]))
 
 
@@ -156,7 +161,7 @@ def encoded(documents: Iterable[tuple[str, bytes]], tokenizer: Tokenizer) -> Ite
                 parts.clear()
 
     for name, document in documents:
-        held[name].append(np.concatenate([np.array([tokenizer.bos_id], "<u2"), tokenizer.encode(document)]))
+        held[name].append(np.concatenate([np.array([tokenizer.bos_id], tokenizer.dtype), tokenizer.encode(document)]))
         size += len(document)
         if size >= PIECE_BYTES:
             yield from batches()

@@ -1,16 +1,20 @@
-"""Text to token ids and back: GPT-2's byte pairs, bytes, or a list of symbols."""
+"""Text to token ids and back: tiktoken's encodings, a tokenizer.json, bytes, or a list of symbols."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.errors import BadInput, nearest
+from jspeed.files import write_whole
 
-MOST_IDS = 65_535  # a shard holds uint16, and 65,535 is kept free as in llm.c
-WIDE = {"cl100k_base": 100_277, "o200k_base": 200_019, "o200k_harmony": 201_088}  # refused before they are fetched
+MOST_SHORT_IDS = 65_535  # that shards hold as uint16, and 65,535 is kept free as in llm.c; more are uint32
+MOST_IDS = 2**31 - 1  # ids are int32 on devices
+TOKENIZER_FILE = "tokenizer.json"  # beside the shards, and in the run directory, of a tokenizer that is a file
 
 SYMBOLS = "symbols"  # the name of every tokenizer that is a list of characters
 TOKENIZERS = {  # of the data that ``jspeed prepare`` calls so; ``text`` has the one it is told
@@ -26,18 +30,24 @@ TOKENIZERS = {  # of the data that ``jspeed prepare`` calls so; ``text`` has the
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """``encode`` maps UTF-8 to ids (uint16) without any mark; ``decode`` maps ids back, marks and padding to nothing.
+    """``encode`` maps UTF-8 to ids (``dtype``), no marks; ``decode`` maps ids back, marks and padding to nothing.
 
     ``bos_id`` marks where documents meet; None: nothing does. ``symbols`` are the texts of the ids from 0 on, for a
-    tokenizer that is a list of symbols, else empty.
+    tokenizer that is a list of symbols, else empty; ``content`` is that of a tokenizer.json, else empty.
     """
 
     name: str
     vocab_size: int
     bos_id: int | None
-    encode: Callable[[bytes], NDArray[np.uint16]]
+    encode: Callable[[bytes], NDArray[np.unsignedinteger]]
     decode: Callable[[Iterable[int]], bytes]
     symbols: tuple[str, ...] = ()
+    content: bytes = b""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """How shards hold its ids: little-endian uint16 or uint32."""
+        return id_dtype(self.vocab_size)
 
     def described(self) -> dict[str, Any]:
         """Return what :func:`tokenizer_of` makes this tokenizer from, ready for JSON."""
@@ -49,11 +59,32 @@ class Tokenizer:
         return np.array([len(self.decode([token])) for token in range(self.vocab_size)], np.int64)
 
 
-def tokenizer_of(facts: Mapping[str, Any]) -> Tokenizer:
-    """Return the tokenizer of a manifest. Raises BadInput for one that is not known, or cannot be fetched."""
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return how shards hold ids below ``vocab_size``: little-endian uint16 or uint32."""
+    return np.dtype("<u2" if vocab_size <= MOST_SHORT_IDS else "<u4")
+
+
+def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokenizer:
+    """Return the tokenizer of a manifest; one that is a file lies in ``folder``.
+
+    Raises BadInput for one that is not known, cannot be fetched, or is not the file that it was.
+    """
+    name = facts["tokenizer"]
     if "symbols" in facts:
-        return symbols_tokenizer(facts["tokenizer"], facts["symbols"], facts["vocab_size"], facts["bos_id"])
-    return named_tokenizer(facts["tokenizer"])
+        return symbols_tokenizer(name, facts["symbols"], facts["vocab_size"], facts["bos_id"])
+    if not name.startswith(f"{TOKENIZER_FILE}@"):
+        return named_tokenizer(name)
+    path = (folder or Path()) / TOKENIZER_FILE
+    found = named_tokenizer(str(path))
+    if found.name != name:
+        raise BadInput(f"{path} is {found.name}, but the text was tokenised with {name}; copy that one there")
+    return found
+
+
+def copy_tokenizer(folder: Path, to: Path, facts: Mapping[str, Any] | None) -> None:
+    """Copy the file of a tokenizer that is one. Raises BadInput where it is not there, or not the one of ``facts``."""
+    if facts and facts["tokenizer"].startswith(f"{TOKENIZER_FILE}@"):
+        write_whole(to / TOKENIZER_FILE, tokenizer_of(facts, folder).content)
 
 
 def unit_of(facts: Mapping[str, Any]) -> str:
@@ -62,10 +93,14 @@ def unit_of(facts: Mapping[str, Any]) -> str:
 
 
 def named_tokenizer(name: str) -> Tokenizer:
-    """Return ``gpt2``, ``bytes`` or another encoding of tiktoken.
+    """Return ``gpt2``, ``bytes``, another encoding of tiktoken, or the tokenizer in a file ``*.json``.
 
-    Raises BadInput for an unknown name, ids that uint16 does not hold, and a vocabulary that cannot be fetched.
+    Raises BadInput for an unknown name, a file that is no tokenizer, and a vocabulary that cannot be fetched.
     """
+    if name.endswith(".json"):
+        from jspeed.corpus.tokenizer_file import file_tokenizer
+
+        return file_tokenizer(Path(name))
     return bytes_tokenizer() if name == "bytes" else tiktoken_tokenizer(name)
 
 
@@ -85,9 +120,9 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
     known = tiktoken.list_encoding_names()
     if name not in known:
         raise BadInput(
-            f"tokenizer '{name}' is unknown{nearest(name, ('bytes', *known))}; known are bytes, {', '.join(known)}"
+            f"tokenizer '{name}' is unknown{nearest(name, ('bytes', *known))}; known are bytes, "
+            f"{', '.join(known)}, and any tokenizer.json"
         )
-    check_size(name, WIDE.get(name, 0))
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
@@ -96,14 +131,22 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
             f"tiktoken cannot fetch {whose} vocabulary ({type(error).__name__}); connect to the network,"
             " set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
         ) from None
-    check_size(name, encoding.n_vocab)
     special = {encoding.encode_single_token(text) for text in encoding.special_tokens_set}
+    dtype = id_dtype(encoding.n_vocab)
 
-    def encode(text: bytes) -> NDArray[np.uint16]:
-        return encoding.encode_to_numpy(text.decode(), disallowed_special=()).astype("<u2")
+    @cache
+    def known_to(token: int) -> bool:  # vocabularies have gaps, o200k_base for one
+        try:
+            encoding.decode_single_token_bytes(token)
+        except KeyError:
+            return False
+        return token not in special
+
+    def encode(text: bytes) -> NDArray[np.unsignedinteger]:
+        return encoding.encode_to_numpy(text.decode(), disallowed_special=()).astype(dtype)
 
     def decode(ids: Iterable[int]) -> bytes:
-        return encoding.decode_bytes([token for token in ids if token < encoding.n_vocab and token not in special])
+        return encoding.decode_bytes([token for token in ids if known_to(token)])
 
     return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encode, decode)
 
@@ -117,7 +160,7 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
     points = np.array([ord(symbol) for symbol in symbols], "<u4")
     order = np.argsort(points)
 
-    def encode(text: bytes) -> NDArray[np.uint16]:
+    def encode(text: bytes) -> NDArray[np.unsignedinteger]:
         found = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
         places = order[np.minimum(np.searchsorted(points, found, sorter=order), len(points) - 1)]
         strange = np.flatnonzero(points[places] != found)
@@ -126,7 +169,7 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
                 f"character {chr(found[strange[0]])!r} is not among the {len(symbols)} symbols of tokenizer '{name}'; "
                 "leave it out"
             )
-        return places.astype("<u2")
+        return places.astype(id_dtype(vocab_size))
 
     def decode(ids: Iterable[int]) -> bytes:
         return "".join(symbols[token] for token in ids if token < len(symbols)).encode()
@@ -135,9 +178,6 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
 
 
 def check_size(name: str, vocab_size: int) -> None:
-    """Raise BadInput for a vocabulary that two bytes a token cannot hold."""
-    if vocab_size > MOST_IDS:
-        raise BadInput(
-            f"tokenizer '{name}' has {vocab_size:,} ids but a shard holds at most {MOST_IDS:,} (uint16); choose gpt2 "
-            "or bytes"
-        )
+    """Raise BadInput for a vocabulary that is empty or that int32 cannot hold."""
+    if not 0 < vocab_size <= MOST_IDS:
+        raise BadInput(f"tokenizer '{name}' has {vocab_size:,} ids; expected 1 to {MOST_IDS:,}; choose another")

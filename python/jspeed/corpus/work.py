@@ -1,8 +1,8 @@
 """Tokenising in several processes, in the order of the input, kept on disk so that it can be taken up again.
 
-The work folder holds ``tokens`` (uint16), ``documents`` (two uint64 for each: tokens, hash of the contents) and
-``journal``: a JSON line for each piece done, with the documents and tokens so far. What is behind its last whole line
-does not count.
+The work folder holds ``tokens`` (uint16, or uint32 of a large vocabulary), ``documents`` (two uint64 for each: tokens,
+hash of the contents) and ``journal``: a JSON line for each piece done, with the documents and tokens so far. What is
+behind its last whole line does not count.
 """
 
 import json
@@ -32,24 +32,24 @@ tokenizer_of_process = cache(named_tokenizer)
 
 
 class Encoded(NamedTuple):
-    """The documents of one piece: their tokens (uint16) joined, and a ``RECORD`` of each."""
+    """The documents of one piece: their tokens joined, as the tokenizer gives them, and a ``RECORD`` of each."""
 
-    tokens: NDArray[np.uint16]
+    tokens: NDArray[np.unsignedinteger]
     records: NDArray[Any]
 
 
 def encode(tokenizer: str, mark: str, piece: Piece) -> Encoded:
     """Tokenise one piece, the tokenizer's mark ``before`` or ``after`` each document, or ``none``."""
     chosen = tokenizer_of_process(tokenizer)
-    bos = np.array([chosen.bos_id] if mark != "none" else [], "<u2")
-    parts: list[NDArray[np.uint16]] = []
+    bos = np.array([chosen.bos_id] if mark != "none" else [], chosen.dtype)
+    parts: list[NDArray[np.unsignedinteger]] = []
     records = []
     for segment in piece:
         for document in documents(segment):
             ids = chosen.encode(document)
             parts += (ids, bos) if mark == "after" else (bos, ids)
             records.append((ids.size + bos.size, hash_of(document)))
-    return Encoded(np.concatenate(parts, dtype="<u2") if parts else bos[:0], np.array(records, RECORD))
+    return Encoded(np.concatenate(parts) if parts else bos[:0], np.array(records, RECORD))
 
 
 def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, processes: int) -> int:
@@ -57,12 +57,13 @@ def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, p
 
     Raises BadInput for the first of them that cannot be read, and when there is no room, which loses nothing.
     """
-    done = journal(folder)
+    itemsize = tokenizer_of_process(tokenizer).dtype.itemsize
+    done = journal(folder, itemsize)
     write_whole(folder / "journal", "".join(json.dumps(line) + "\n" for line in done))  # without what does not count
     with open(folder / "tokens", "ab") as tokens, open(folder / "documents", "ab") as records:
         with open(folder / "journal", "a") as lines:
             total = dict(done[-1]) if done else {"documents": 0, "tokens": 0}
-            tokens.truncate(2 * total["tokens"])
+            tokens.truncate(itemsize * total["tokens"])
             records.truncate(RECORD.itemsize * total["documents"])
             work = in_order(partial(encode, tokenizer, mark), islice(pieces, len(done), None), processes)
             with closing(work):
@@ -84,14 +85,14 @@ def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, p
     return len(done)
 
 
-def journal(folder: Path) -> list[dict[str, int]]:
-    """Return the lines of the journal that what is on disk bears out."""
+def journal(folder: Path, itemsize: int) -> list[dict[str, int]]:
+    """Return the lines of the journal that what is on disk bears out, tokens of ``itemsize`` bytes."""
     done: list[dict[str, int]] = []
     with suppress(OSError, ValueError, TypeError, KeyError):
         sizes = {name: (folder / name).stat().st_size for name in ("tokens", "documents")}
         for text in (folder / "journal").read_text().splitlines():
             line = json.loads(text)
-            if 2 * line["tokens"] > sizes["tokens"] or RECORD.itemsize * line["documents"] > sizes["documents"]:
+            if itemsize * line["tokens"] > sizes["tokens"] or RECORD.itemsize * line["documents"] > sizes["documents"]:
                 break
             done.append(line)
     return done
@@ -102,13 +103,14 @@ def records(folder: Path) -> NDArray[Any]:
     return np.fromfile(folder / "documents", RECORD)
 
 
-def batches(folder: Path, validates: NDArray[np.bool_]) -> Iterator[Batch]:
-    """Yield the documents of a finished work folder in order, a piece at a time, each in its split."""
+def batches(folder: Path, validates: NDArray[np.bool_], dtype: np.dtype[Any]) -> Iterator[Batch]:
+    """Yield the documents of a finished work folder in order, a piece at a time, each in its split; tokens are
+    ``dtype``."""
     lengths = records(folder)["tokens"].astype(np.int64)
     first = {"documents": 0, "tokens": 0}
-    for line in journal(folder):
+    for line in journal(folder, dtype.itemsize):
         if count := line["tokens"] - first["tokens"]:
-            tokens = np.fromfile(folder / "tokens", "<u2", count, offset=2 * first["tokens"])
+            tokens = np.fromfile(folder / "tokens", dtype, count, offset=dtype.itemsize * first["tokens"])
             part = slice(first["documents"], line["documents"])
             for split, chosen in (("train", ~validates[part]), ("val", validates[part])):
                 if chosen.any():

@@ -36,10 +36,10 @@ def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
         first = starts[0] + 1
     ids = tokens[first : first + SHOWN].tolist()
     ids = ids[: ids.index(bos_id)] if bos_id in ids else ids
-    if dtype != np.uint16:
+    if dtype != np.uint16 and manifest is None:
         return f"[tokens of an unknown tokenizer: {ids}]"
     try:
-        return tokenizer_of(facts).decode(ids).decode(errors="replace")
+        return tokenizer_of(facts, path.parent).decode(ids).decode(errors="replace")
     except BadInput:
         return f"[the vocabulary of {facts['tokenizer']} cannot be had; tokens {ids}]"
 

@@ -1,7 +1,7 @@
 """A folder of token shards and their manifest, that appears at once and whole, or not at all.
 
-Shards (:func:`jspeed.data.open_shards`) hold uint16, as in llm.c and modded-nanogpt. A document may go on in the next
-shard. The same tokens give the same bytes.
+Shards (:func:`jspeed.data.open_shards`) hold uint16, or uint32 where that is what tokens are, as in llm.c. A document
+may go on in the next shard. The same tokens give the same bytes.
 """
 
 import errno
@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,10 +28,10 @@ SHARD_TOKENS = 100_000_000  # as FineWeb's shards
 
 
 class Batch(NamedTuple):
-    """Documents of one split: their tokens (uint16), marks included, joined; and the tokens of each (int64)."""
+    """Documents of one split: their tokens (uint16 or uint32) joined, marks included; and the tokens of each."""
 
     split: str
-    tokens: NDArray[np.uint16]
+    tokens: NDArray[np.unsignedinteger]
     lengths: NDArray[np.int64]
 
 
@@ -49,11 +49,17 @@ def check_vacant(out: Path) -> None:
 
 
 def write_folder(
-    out: Path, batches: Iterable[Batch], facts: dict[str, Any], name: str, shard_tokens: int = SHARD_TOKENS
+    out: Path,
+    batches: Iterable[Batch],
+    facts: dict[str, Any],
+    name: str,
+    shard_tokens: int = SHARD_TOKENS,
+    beside: Mapping[str, bytes] | None = None,
 ) -> dict[str, Any]:
     """Write batches as shards of at most ``shard_tokens`` tokens and return the manifest.
 
-    Shards are ``NAME_<train|val>_<index>.bin``, and ``manifest.json``, with ``facts`` in it, lies beside them. ``out``
+    Shards are ``NAME_<train|val>_<index>.bin``, and ``manifest.json``, with ``facts`` in it, lies beside them, as do
+    files of the names and contents of ``beside``. ``out``
     must be vacant and appears only when whole; if an equal preparation gets there first, its result stands. Raises
     BadInput when ``out`` is not vacant or cannot be written, or a split would be empty.
     """
@@ -69,13 +75,19 @@ def write_folder(
             if not written:
                 raise BadInput(f"the {split} split of {out} would have no documents; give more documents")
         files = [_sealed(folder, split, shard) for split, written in shards.items() for shard in written]
+        for other, content in (beside or {}).items():
+            write_whole(folder / other, content)
         manifest = manifest_of(files, facts)
         write_whole(folder / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
 def _extend(
-    prefix: Path, shards: list[dict[str, Any]], tokens: NDArray[np.uint16], lengths: NDArray[np.int64], limit: int
+    prefix: Path,
+    shards: list[dict[str, Any]],
+    tokens: NDArray[np.unsignedinteger],
+    lengths: NDArray[np.int64],
+    limit: int,
 ) -> None:
     """Append tokens to a split's last shard, beginning others as they fill up."""
     starts = np.cumsum(lengths) - lengths
@@ -84,11 +96,11 @@ def _extend(
             first = 0 if prefix.name.endswith("_val") else 1  # FineWeb's numbers
             path = prefix.with_name(f"{prefix.name}_{first + len(shards):06d}.bin")
             path.write_bytes(bytes(HEADER_BYTES))  # not a shard until it is sealed
-            shards.append({"name": path.name, "tokens": 0, "documents": 0})
+            shards.append({"name": path.name, "tokens": 0, "documents": 0, "wide": tokens.dtype.itemsize == 4})
         shard = shards[-1]
         piece, tokens = np.split(tokens, [limit - shard["tokens"]])
         with open(prefix.with_name(shard["name"]), "ab") as file:
-            file.write(piece.astype("<u2", copy=False).tobytes())
+            file.write(piece.astype("<u4" if shard["wide"] else "<u2", copy=False).tobytes())
         shard["tokens"] += piece.size
         begun = int(np.searchsorted(starts, piece.size))
         shard["documents"] += begun  # those that begin in it
@@ -99,7 +111,7 @@ def _sealed(folder: Path, split: str, shard: dict[str, Any]) -> dict[str, Any]:
     """Write the header of a shard now that its length is known, and return its record in the manifest."""
     path = folder / shard["name"]
     with open(path, "r+b") as file:
-        file.write(header(shard["tokens"]))
+        file.write(header(shard["tokens"], shard["wide"]))
         file.flush()
         os.fsync(file.fileno())
     record = {"name": path.name, "split": split, "bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -148,20 +148,20 @@ class Generator:
         return cache, lengths
 
     def _checked(self, cache: Cache, texts: Sequence[Sequence[int]]) -> Cache:
-        """Raise BadInput unless a token's keys are the same whether it is read among others or alone: else the recipe
-        looks about by itself. Reads the second token of each text once more; returns the cache."""
+        """Raise BadInput unless what is kept last of a token is the same whether it is read among others or alone: else
+        the recipe looks about by itself. Reads the second token of each text once more; returns the cache."""
         row = next((row for row, text in enumerate(texts) if len(text) > 1), None)
         if row is None:
             return cache
         ones = np.ones(self.rows, np.int32)
         second = np.array([text[1] if len(text) > 1 else 0 for text in texts], np.int32)
-        read = np.asarray(cache.keys[-1])[row, 1].astype(np.float32)
+        read = np.asarray(cache.kept[-1])[row, 1].astype(np.float32)
         cache, _ = self.step(self._params, cache, ones, second, np.int32(0))
-        alone = np.asarray(cache.keys[-1])[row, 1].astype(np.float32)
+        alone = np.asarray(cache.kept[-1])[row, 1].astype(np.float32)
         if np.max(np.abs(read - alone)) > 0.05 * (1 + np.max(np.abs(read))):
             raise BadInput(
-                f"recipe {self._name} looks across positions by something else than jspeed.model's attention, rotary, "
-                "positions, token_before and find_documents, so it cannot be generated from; use these"
+                f"recipe {self._name} looks across positions by something else than the primitives of jspeed.model "
+                "(model/cache.py names them), so it cannot be generated from; use these"
             )
         return cache
 

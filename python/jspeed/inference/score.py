@@ -22,7 +22,7 @@ from jspeed.files import cache_folder
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.recipe import Recipe
+from jspeed.recipe import Context, Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.preflight import preflight
@@ -40,18 +40,23 @@ Losses = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Validation:
-    """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text; ``bits_per_byte`` of that."""
+    """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text; ``bits_per_byte`` of that.
+
+    ``accuracy`` is the share of them that the model held for the likeliest; None: not asked for.
+    """
 
     loss: float
     tokens: int
     bytes: int
     bits_per_byte: float
+    accuracy: float | None = None
 
 
-def validate(model: Model, folder: Path, tokens: int | None = None) -> Validation:
+def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bool = False) -> Validation:
     """Evaluate on the first ``tokens`` (default: the recipe's) validation tokens of ``folder``, as a run does.
 
-    Raises BadInput when the folder's tokens are not the model's.
+    ``accurate``: measure accuracy too, which takes as long again. Raises BadInput when the folder's tokens are not the
+    model's.
     """
     manifest = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
@@ -71,7 +76,27 @@ def validate(model: Model, folder: Path, tokens: int | None = None) -> Validatio
     padded, lowered = lower_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.place(rows, padded, recipe, model.mesh)
     loss = evaluate.validation_loss(compiled(lowered, device), model.params, validation)
-    return in_bytes(recipe, model.tokenizer(), rows, loss)
+    found = in_bytes(recipe, model.tokenizer(), rows, loss)
+    return replace(found, accuracy=accuracy(model, rows)) if accurate else found
+
+
+def accuracy(model: Model, rows: np.ndarray) -> float:
+    """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the likeliest id there.
+
+    Rows longer than the model looks back on are cut into such that are not: all their logits would not fit.
+    """
+    recipe, limit, choices = model.recipe, context_length(model.recipe), likeliest(model)
+    if (length := rows.shape[1] - 1) > limit:
+        rows = np.concatenate([rows[:, at : at + limit + 1] for at in range(0, length - limit + 1, limit)])
+    right = total = 0.0
+    for start in range(0, len(rows), ROWS):
+        part = rows[start : start + ROWS].astype(np.int32)
+        best = choices(np.pad(part, ((0, ROWS - len(part)), (0, 0))))[: len(part)]
+        weights = np.ones(best.shape)
+        if recipe.weigh:
+            weights = np.asarray(recipe.weigh(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:])), np.float64)
+        right, total = right + float(np.sum(weights * (best == part[:, 1:]))), total + float(np.sum(weights))
+    return right / total
 
 
 def in_bytes(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, loss: float) -> Validation:
@@ -177,15 +202,36 @@ def score(group: Sequence[Encoded], losses: Losses) -> list[tuple[int, int, int]
     return [(int(np.argmin(total)), int(np.argmin(mean)), label) for total, mean, (_, label) in by_item]
 
 
+def scoring_context(model: Model, length: int) -> Context:
+    """Return what forward passes over rows of ``length`` tokens run in: evaluation, of any number of documents."""
+    base = eval_context(model.recipe, device_of(model.mesh, "xla"))
+    return replace(base, stage=replace(base.stage, lane_len=length, max_docs=None))
+
+
 def token_losses(model: Model) -> Losses:
     """Return what gives the model's loss of every token."""
     recipe = model.recipe
-    base = eval_context(recipe, device_of(model.mesh, "xla"))
     params = jax.jit(lambda p: computing(recipe, p))(model.params)
 
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
-        ctx = replace(base, stage=replace(base.stage, lane_len=rows.shape[1] - 1, max_docs=None))
+        ctx = scoring_context(model, rows.shape[1] - 1)
         return recipe.loss(params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx)[1]
+
+    return lambda rows: np.asarray(run(params, rows))
+
+
+def likeliest(model: Model) -> Callable[[np.ndarray], np.ndarray]:
+    """Return what gives the likeliest id after each of int32 ``[B, T + 1]`` but the last: int32 ``[B, T]``."""
+    recipe, vocabulary = model.recipe, model.facts["vocab_size"]
+    params = jax.jit(lambda p: computing(recipe, p))(model.params)
+
+    @jax.jit
+    def run(params: Any, rows: jax.Array) -> jax.Array:
+        ctx = scoring_context(model, rows.shape[1] - 1)
+        # Row by row: the logits of all at once would be gigabytes.
+        return jax.lax.map(
+            lambda row: jnp.argmax(recipe.forward(params, row[None, :-1], ctx)[0, :, :vocabulary], axis=-1), rows
+        )
 
     return lambda rows: np.asarray(run(params, rows))

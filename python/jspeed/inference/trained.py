@@ -24,12 +24,16 @@ GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
 
 @dataclass(frozen=True)
 class Model:
-    """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest)."""
+    """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
+
+    A tokenizer that is a file lies in ``folder``.
+    """
 
     found: Found
     params: Any
     mesh: Mesh
     facts: dict[str, Any]
+    folder: Path | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -38,7 +42,7 @@ class Model:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput where its vocabulary cannot be fetched."""
-        return tokenizer_of(self.facts)
+        return tokenizer_of(self.facts, self.folder)
 
 
 def load_model(path: Path, mesh: Mesh | None = None) -> Model:
@@ -58,7 +62,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         step, run_dir = int(path.name), path.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
-        found, facts = gpt2_recipe(path, config), dict(GPT2_FACTS)
+        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or dict(GPT2_FACTS)
     else:
         found, facts = own_recipe(run_dir, config)
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
@@ -67,7 +71,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         params = jax.tree.map(put, arrays, shardings["params"])
     else:
         params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
-    return Model(found, params, mesh, facts)
+    return Model(found, params, mesh, facts, run_dir)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

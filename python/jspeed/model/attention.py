@@ -124,16 +124,22 @@ def _numbered_on(cache: Open, ids_BT: jax.Array) -> jax.Array:
 
 def _cached(cache: Open, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
     """Attend from the next tokens of each row to them and to all that ``cache`` holds of it."""
-    k_BSHK, v_BSHK = cache.kept(k_BTHK, v_BTHK)
-    t_BT1 = cache.positions_BT(q_BTHK.shape[1])[..., None]
-    s_11S = jnp.arange(k_BSHK.shape[1], dtype=jnp.int32)[None, None]
+    k_BSHK, v_BSHK = cache.keep(k_BTHK), cache.keep(v_BTHK)
+    seen_BTS = cached_mask(cache, q_BTHK.shape[1], k_BSHK.shape[1], documents, window)
+    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
+
+
+def cached_mask(cache: Open, length: int, size: int, documents: Documents | None, window: int | None) -> jax.Array:
+    """Return which of ``size`` kept keys each of the next ``length`` queries sees: bool ``[B, T, S]``."""
+    t_BT1 = cache.positions_BT(length)[..., None]
+    s_11S = jnp.arange(size, dtype=jnp.int32)[None, None]
     seen_BTS = s_11S <= t_BT1
     if window is not None:
         seen_BTS &= t_BT1 - s_11S < window
     if documents is not None:
-        ids_BS = cache.cache.documents_BS[:, : k_BSHK.shape[1]]
+        ids_BS = jnp.repeat(cache.cache.documents_BS, length // cache.tokens, axis=1)[:, :size]
         seen_BTS &= documents.ids[:, :, None] == ids_BS[:, None, :]
-    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
+    return seen_BTS
 
 
 def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window):

@@ -1,8 +1,9 @@
 """The key-value cache for generating text: each token runs through the model once.
 
-Recipes need no code for it. While a cache is open, the primitives that look across positions (attention, rotary,
-positions, token_before, find_documents) treat their tokens as the next ones of each row, and append them. A recipe that
-looks across positions in another way cannot generate token by token.
+Recipes need no code for it. While a cache is open, the primitives of ``jspeed.model`` that look across positions
+(attention, alone, in pairs and composed; rotary, rotate, positions, places, token_before, shift_right, find_documents)
+treat their tokens as the next ones of each row, and append them. A recipe that looks across positions in another way
+cannot generate token by token.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,39 +16,46 @@ import jax.numpy as jnp
 
 
 class Cache(NamedTuple):
-    """Tokens, documents, keys and values of each row, with room for S tokens.
+    """Tokens and documents of each row, and what primitives keep of them, with room for S tokens.
 
-    ``tokens_BS`` and ``documents_BS`` are int32; ``keys`` and ``values`` hold an array ``[B, S, H, K]`` for each call
-    of attention, in order.
+    ``tokens_BS`` and ``documents_BS`` are int32; ``kept`` holds an array ``[B, S, ...]`` for each call that keeps
+    something, in order: keys and values of attention, what is shifted by a token.
     """
 
     tokens_BS: jax.Array
     documents_BS: jax.Array
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    kept: tuple[jax.Array, ...]
 
 
 class Open:
-    """A cache while a model is traced: it reads and replaces arrays, in the order in which primitives are called."""
+    """A cache while ``tokens`` tokens a row run through a model that is traced: it reads and replaces arrays, in the
+    order in which primitives are called.
 
-    def __init__(self, cache: Cache, start_B: jax.Array, shapes: list[Any] | None = None) -> None:
-        self.cache, self.start_B, self.calls, self.shapes = cache, start_B, 0, shapes
+    Where a primitive lays a token out over several places (heads in pairs), its arrays are a multiple of ``tokens``
+    long, and so are those kept of it.
+    """
+
+    def __init__(self, cache: Cache, start_B: jax.Array, tokens: int, shapes: list[Any] | None = None) -> None:
+        self.cache, self.start_B, self.tokens, self.calls, self.shapes = cache, start_B, tokens, 0, shapes
+
+    def first_B(self, length: int) -> jax.Array:
+        """Where the first of the next ``length`` places of each row lies: int32 ``[B]``."""
+        return length // self.tokens * self.start_B
 
     def positions_BT(self, length: int) -> jax.Array:
-        """Where the next ``length`` tokens of each row lie: int32 ``[B, T]``."""
-        return self.start_B[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        """Where the next ``length`` places of each row lie: int32 ``[B, length]``."""
+        return self.first_B(length)[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
-    def kept(self, k_BTHK: jax.Array, v_BTHK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Remember the keys and values of one call of attention; returns all, ``[B, S, H, K]``."""
+    def keep(self, x_BT: jax.Array) -> jax.Array:
+        """Remember ``[B, T, ...]`` of the next places; returns what is kept of all, ``[B, S, ...]``."""
         call, self.calls = self.calls, self.calls + 1
         if self.shapes is not None:  # only asked what it would have to hold
-            self.shapes.append((k_BTHK, v_BTHK))
-            return k_BTHK, v_BTHK
-        keys, values = list(self.cache.keys), list(self.cache.values)
-        keys[call] = written(keys[call], k_BTHK, self.start_B)
-        values[call] = written(values[call], v_BTHK, self.start_B)
-        self.cache = self.cache._replace(keys=tuple(keys), values=tuple(values))
-        return keys[call], values[call]
+            self.shapes.append(x_BT)
+            return x_BT
+        kept = list(self.cache.kept)
+        kept[call] = written(kept[call], x_BT, self.first_B(x_BT.shape[1]))
+        self.cache = self.cache._replace(kept=tuple(kept))
+        return kept[call]
 
 
 _open: ContextVar[Open | None] = ContextVar("open cache", default=None)
@@ -75,13 +83,13 @@ def empty(forward: Callable[[jax.Array], jax.Array], rows: int, size: int) -> Ca
 
     def trace(tokens_BT: jax.Array) -> list[Any]:
         start_B = jnp.zeros(rows, jnp.int32)
-        with caching(Open(Cache(tokens_BT, tokens_BT, (), ()), start_B, shapes)):
+        with caching(Open(Cache(tokens_BT, tokens_BT, ()), start_B, 1, shapes)):
             forward(tokens_BT)
         return shapes
 
-    pairs = jax.eval_shape(trace, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
-    keys, values = (tuple(jnp.zeros((rows, size, *pair[n].shape[2:]), pair[n].dtype) for pair in pairs) for n in (0, 1))
-    return Cache(nothing, nothing, keys, values)
+    of_one = jax.eval_shape(trace, jax.ShapeDtypeStruct((rows, 1), jnp.int32))
+    kept = (jnp.zeros((rows, size * x.shape[1], *x.shape[2:]), x.dtype) for x in of_one)
+    return Cache(nothing, nothing, tuple(kept))
 
 
 def advance(
@@ -92,7 +100,7 @@ def advance(
     All ``start_B`` + T must be at most S. What lies behind a row's last token does not matter.
     """
     cache = cache._replace(tokens_BS=written(cache.tokens_BS, tokens_BT, start_B))
-    with caching(Open(cache, start_B)) as now:
+    with caching(Open(cache, start_B, tokens_BT.shape[1])) as now:
         result = forward(tokens_BT)
     return now.cache, result
 

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.errors import BadInput
-from jspeed.model.attention import Documents, attention
+from jspeed.model.attention import Documents, attention, cached_mask
 from jspeed.model.cache import opened
 
 
@@ -24,9 +23,7 @@ def attention_in_pairs(
     q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, *, documents: Documents, **rest: Any
 ) -> jax.Array:
     """:func:`jspeed.model.attention.attention` of paired heads: ``[B, T, H, K]``; a window of w reaches back w / 2
-    tokens. Raises BadInput while a cache is open: pairs of tokens not yet seen cannot be kept."""
-    if opened() is not None:
-        raise BadInput("heads that attend in pairs cannot be generated from token by token; choose another recipe")
+    tokens."""
     paired = map(pair_heads, (q_BTHK, k_BTHK, v_BTHK))
     return attention(*paired, documents=pair_documents(documents), **rest).reshape(v_BTHK.shape)
 
@@ -66,6 +63,14 @@ def composed(
     own: ``[B, T, H, K]``, to be added to the output of attention (Xiao et al. 2024, DCMHA; record 85).
     """
     rows, length, heads, width = q_BTHK.shape
+    take_BTH = take_BTH.astype(jnp.float32)
+    take_BTH *= jax.lax.rsqrt(jnp.mean(jnp.square(take_BTH), axis=-1, keepdims=True) + 1e-6)
+    give_BTH1 = give_BTH[..., None].astype(v_BTHK.dtype)
+    if cache := opened():
+        k_BSHK, v_BSHK = cache.keep(k_BTHK), cache.keep(v_BTHK)
+        seen_BTS = cached_mask(cache, length, k_BSHK.shape[1], documents, window)
+        q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))  # one block
+        return _mixed(q, k, v, take, seen, scale)[:, 0] * give_BTH1
     size = min(max(128, window), length)  # of a block of queries, which sees itself and the block before
     blocks = -(-length // size)
 
@@ -81,13 +86,16 @@ def composed(
     query, key = jnp.arange(size)[:, None] + size, jnp.arange(2 * size)[None]
     seen = (key <= query) & (query - key < window)
     seen = seen[None, None] & (ids_BNS[..., None] == with_previous(ids_BNS, fill=-1)[..., None, :])
-    scores = _scores(cut(q_BTHK), with_previous(cut(k_BTHK)))
-    p = jax.nn.softmax(jnp.where(seen[:, :, None], scale * scores, -jnp.inf), axis=-1)
-    take_BTH = take_BTH.astype(jnp.float32)
-    take_BTH *= jax.lax.rsqrt(jnp.mean(jnp.square(take_BTH), axis=-1, keepdims=True) + 1e-6)
-    mixed = jnp.sum(p * jnp.moveaxis(cut(take_BTH), 3, 2)[..., None], axis=2).astype(v_BTHK.dtype)
-    y = jnp.einsum("bnij,bnjhk->bnihk", mixed, with_previous(cut(v_BTHK)))
-    return y.reshape(rows, blocks * size, heads, width)[:, :length] * give_BTH[..., None].astype(v_BTHK.dtype)
+    y = _mixed(cut(q_BTHK), with_previous(cut(k_BTHK)), with_previous(cut(v_BTHK)), cut(take_BTH), seen, scale)
+    return y.reshape(rows, blocks * size, heads, width)[:, :length] * give_BTH1
+
+
+def _mixed(q_BNIHK, k_BNJHK, v_BNJHK, take_BNIH, seen_BNIJ, scale: float) -> jax.Array:
+    """Softmax of every head over what ``seen_BNIJ`` allows, summed with ``take_BNIH``, of the values of each head."""
+    scores = _scores(q_BNIHK, k_BNJHK)
+    p = jax.nn.softmax(jnp.where(seen_BNIJ[:, :, None], scale * scores, -jnp.inf), axis=-1)
+    mixed = jnp.sum(p * jnp.moveaxis(take_BNIH, 3, 2)[..., None], axis=2).astype(v_BNJHK.dtype)
+    return jnp.einsum("bnij,bnjhk->bnihk", mixed, v_BNJHK)
 
 
 @jax.custom_vjp

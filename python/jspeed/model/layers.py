@@ -86,6 +86,12 @@ def positions(table_PD: jax.Array, length: int) -> jax.Array:
     return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
 
 
+def places(length: int) -> jax.Array:
+    """Return how many tokens lie before each of ``length`` tokens: int32 ``[1, T]``, or with a cache ``[B, T]``."""
+    cache = opened()
+    return jnp.arange(length, dtype=jnp.int32)[None] if cache is None else cache.positions_BT(length)
+
+
 def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
     """Return the token ``back`` positions before each, ``fill`` where there is none: int32 ``[B, T]``."""
     cache = opened()

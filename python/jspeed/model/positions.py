@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.model.cache import opened
+from jspeed.model.layers import places
+
 
 def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
     """Return ``count`` angles per token, from 1 down to 1 / ``base`` in equal ratios."""
@@ -35,11 +38,15 @@ def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Arr
     """Turn the first ``2 len(angles)`` channels of each head by position x angle; same shape and dtype out.
 
     Channel c turns with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from record 58 on: the same
-    model with its columns in another order. ``positions_TP`` is ``[T, P]``: head h turns by column h modulo P.
+    model with its columns in another order. ``positions_TP`` is ``[T, P]``, counted from the first of these tokens,
+    of P places a token: head h turns by column h modulo P.
     """
     count, columns = len(angles), positions_TP.shape[1]
-    angle_TPF = positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
-    cos, sin = jnp.cos(angle_TPF)[None, :, None], jnp.sin(angle_TPF)[None, :, None]
+    positions_BTP = positions_TP[None]
+    if cache := opened():
+        positions_BTP += columns * cache.start_B[:, None, None]
+    angle_BTPF = positions_BTP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None, None]
+    cos, sin = jnp.cos(angle_BTPF)[:, :, None], jnp.sin(angle_BTPF)[:, :, None]
     x = x_BTHK.reshape(*x_BTHK.shape[:2], -1, columns, x_BTHK.shape[3])
     first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
     turned = [first * cos + second * sin, second * cos - first * sin]
@@ -52,6 +59,10 @@ def shift_right(x_BT: jax.Array) -> jax.Array:
 
     Across document borders too: the first token of a document gets the last of the one before.
     """
+    if cache := opened():
+        place_BT = cache.positions_BT(x_BT.shape[1]) - 1
+        before_BT = jax.vmap(lambda row, place: row[place])(cache.keep(x_BT), jnp.maximum(place_BT, 0))
+        return jnp.where(jnp.expand_dims(place_BT < 0, range(2, x_BT.ndim)), 0, before_BT)
     return jnp.pad(x_BT[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x_BT.ndim - 2))
 
 
@@ -67,5 +78,5 @@ def offset_keys(k_BTHK: jax.Array) -> jax.Array:
     (modded-nanogpt, record 49).
     """
     own, late = jnp.split(k_BTHK, 2, axis=-1)
-    late = jnp.concatenate([late[:, :1], late[:, :-1]], axis=1)
-    return jnp.concatenate([own, late], axis=-1)
+    first_BT11 = places(k_BTHK.shape[1])[..., None, None] == 0
+    return jnp.concatenate([own, jnp.where(first_BT11, late, shift_right(late))], axis=-1)

@@ -7,6 +7,8 @@ over the whole run, and with Adam. Losses are those of that text; ratios transfe
 
 import math
 
+from jspeed.errors import BadInput
+
 TOKENS_PER_PARAMETER = 20  # on which the three approaches agree around 1e9 parameters (abstract, table 3)
 
 # Approach 3, equation 10: L(N, D) = E + A / N^alpha + B / D^beta.
@@ -39,6 +41,25 @@ def best_for_flops(flops: float) -> tuple[float, float]:
     """
     ratio = _ratio()
     return ratio * (flops / 6) ** (BETA / (ALPHA + BETA)), (flops / 6) ** (ALPHA / (ALPHA + BETA)) / ratio
+
+
+def best_sizes(flops: float) -> list[str]:
+    """Return lines that say the best size and tokens for ``flops`` of training (6 N D) by each approach.
+
+    Raises BadInput for a number that is no amount of work.
+    """
+    if not 0 < flops < math.inf:
+        raise BadInput(f"--flops {flops}: expected a number of FLOPs above 0, such as 2.21e19")
+    size, tokens = best_for_flops(flops)
+    slope, height = line()
+    on_line = 10 ** ((math.log10(flops / 6) - height) / (1 + slope))
+    simple = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
+    rows = {"approach 3": (size, tokens), "approach 2": (on_line, flops / 6 / on_line)}
+    rows[f"{TOKENS_PER_PARAMETER} x N"] = simple, flops / 6 / simple
+    return [
+        f"{name:>10}: {n / 1e6:,.1f} M parameters, {d / 1e9:,.2f} B tokens, loss {loss(n, d):.3f} on Chinchilla's text"
+        for name, (n, d) in rows.items()
+    ]
 
 
 def best_tokens(parameters: float) -> float:

@@ -112,7 +112,7 @@ class Shard(TypedDict):
 class Evidence(TypedDict):
     """What identifies the tokens of a run."""
 
-    val_sha256: str | None  # of the evaluated ids and the one after them, as uint16
+    val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
     train_shards: list[Shard]  # in order
     position: dict  # where the loader's stream stood at the end
 
@@ -159,7 +159,7 @@ class Common(TypedDict):
     parent: str | None  # recipe that this one was derived from
     track: str  # such as stdlib/cpu
     seed: Integer  # of the initial weights and of the data order
-    status: Status  # stopped: asked for fewer steps or minutes
+    status: Status  # stopped: by --steps, --max-minutes or --stop-at-target
     reached: bool  # the final validation loss is at or below the target
     target_loss: Loss
     val_loss: LossOrNull  # null when not finite

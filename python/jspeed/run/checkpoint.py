@@ -24,7 +24,7 @@ from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
 from jspeed.run.compute.step import State
 
-KEEP = 2  # the newest, and one before it should the newest be damaged
+KEEP = 2  # unless another number is asked for: the newest, and one before it should the newest be damaged
 HASHES = "sha256.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is being written
 NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -34,8 +34,8 @@ MUST_AGREE = ("recipe hash", "seed", "training data", "validation data")
 class Checkpoints:
     """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at the end."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
+    def __init__(self, folder: Path, keep: int = KEEP) -> None:
+        self._folder, self._keep = folder.absolute(), keep
         self._manager: Any = None
         self._step = 0
 
@@ -63,7 +63,7 @@ class Checkpoints:
         if self._manager is None:
             _quieten()
             told = ocp.AsyncOptions(post_finalization_callback=self._seal)
-            options = ocp.CheckpointManagerOptions(max_to_keep=KEEP, async_options=told)
+            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
             self._guarded(lambda: setattr(self, "_manager", ocp.CheckpointManager(self._folder, options=options)))
         frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
         args = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), record=ocp.args.JsonSave(frozen))

@@ -17,7 +17,7 @@ from jspeed.run.compute.step import mean_weight
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The first ``tokens`` validation tokens as rows on the devices: uint16 ``[padded rows, eval_len + 1]``.
+    """The first ``tokens`` validation tokens as rows on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
 
     ``first`` is the first of them on the host; ``mean_weight`` is what one counts on average.
     """
@@ -30,7 +30,7 @@ class ValidationSet:
 
 
 def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
-    """Read the evaluation rows: uint16 ``[rows, eval_len + 1]``, contiguous, each row's last id only a target.
+    """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id only a target.
 
     All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do.
     """
@@ -60,7 +60,7 @@ def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
 
 def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
-    full = np.zeros((padded, rows.shape[1]), np.uint16)
+    full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)
     full[: len(rows)] = rows
     array = put(full, batch_rows(mesh))
     return ValidationSet(array, full[0], len(rows), len(rows) * recipe.eval_len, float(mean_weight(recipe, rows)))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -16,6 +17,7 @@ from jspeed.files import sha256_of, whole
 from jspeed.recipe import Recipe, leaves
 
 FILE = "model.safetensors"
+BF16 = np.dtype(jnp.bfloat16)
 SEAL = "sha256"  # in the metadata of our own files: the file's hash, taken with UNSEALED there
 SEALED, UNSEALED = b'"sha256":"%s"', b"0" * 64
 OWN = {"format": "jspeed", SEAL: UNSEALED.decode()}  # what our files say of themselves; Hugging Face's say "pt"
@@ -75,7 +77,7 @@ def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
 
     Raises BadInput when there is no room for it, or another reason why it cannot be written.
     """
-    contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}  # a scalar stays one
     with whole(path) as temporary:
         try:
             safetensors.numpy.save_file(contiguous, temporary, dict(metadata))
@@ -119,10 +121,8 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
                     _check_seal(file, about[SEAL])
                 metadata |= about
                 for name in opened.keys():
-                    if opened.get_slice(name).get_dtype() == "BF16":
-                        tensors[name] = _widened(file, name)
-                    else:
-                        tensors[name] = opened.get_tensor(name)
+                    array = opened.get_tensor(name)
+                    tensors[name] = array.astype(np.float32) if array.dtype == BF16 else array
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise BadInput(f"{file} cannot be read as safetensors ({error}); copy or download it again") from None
     return tensors, metadata
@@ -147,17 +147,6 @@ def _files(path: Path) -> list[Path]:
     found = "is not a folder" if path.exists() else "does not exist"
     found = f"holds no {FILE}" if path.is_dir() else found
     raise BadInput(f"{path} {found}; give a run directory, an exported folder or a folder with GPT-2's {FILE}")
-
-
-def _widened(file: Path, name: str) -> np.ndarray:
-    """Read a bf16 tensor, which safetensors does not give to NumPy, as fp32."""
-    with open(file, "rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        entry = json.loads(opened.read(size))[name]
-        first, last = entry["data_offsets"]
-        opened.seek(8 + size + first)
-        halves = np.frombuffer(opened.read(last - first), "<u2")
-    return (halves.astype("<u4") << 16).view("<f4").reshape(entry["shape"])
 
 
 def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:

@@ -5,11 +5,8 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from jspeed.cluster.distributed import process_index
@@ -22,6 +19,7 @@ from jspeed.record import picture
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
+from jspeed.run.best import gathered, keep_best
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss
@@ -44,7 +42,11 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         try:
             with clock.section("final evaluation"), say.waiting(console, "final evaluation"):
                 loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
-            progress.validated(loss)
+            if not progress.at_validation:  # a run that stopped at its target has this loss already
+                progress.validated(loss)
+                if setup.options.keep_best and progress.at_validation:
+                    with clock.section("checkpoint"):
+                        keep_best(setup, progress, state["params"])
             with clock.section("probes"), say.waiting(console, "validity probes"):
                 verdicts = probes.run_all(setup, state, loss)
         except KeyboardInterrupt:
@@ -157,15 +159,6 @@ def tell_launcher(setup: Setup, progress: Progress, val_loss: float | None, reac
     said = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
     said |= {"status": progress.status, "reached": reached, "steps": progress.steps, "val_loss": val_loss}
     write_whole(Path(path), json.dumps(said | {"train_loss": progress.train[-1][1] if progress.train else None}))
-
-
-def gathered(params: Any) -> export.Tensors:
-    """Return the parameters by name, whole and on the host; every process calls this."""
-    tensors = {}
-    for name, array in export.named(params).items():
-        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
-        tensors[name] = np.asarray(jax.device_get(whole))
-    return tensors
 
 
 def draw(setup: Setup, progress: Progress, unit: str) -> None:

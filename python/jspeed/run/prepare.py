@@ -18,7 +18,7 @@ from rich.console import Console
 from jspeed.cluster.distributed import process_index, same_everywhere
 from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
-from jspeed.corpus.tokenizers import TOKENIZERS
+from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.fits import check_fits
 from jspeed.data.manifest import read_manifest
@@ -34,7 +34,7 @@ from jspeed.record.planned import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
 from jspeed.run import evaluate
-from jspeed.run.checkpoint import restore
+from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
 from jspeed.run.compute import carry
@@ -78,6 +78,9 @@ class Options:
     sets: tuple[str, ...] = ()
     init_from: Path | None = None
     checkpoint_every: CountOrZero = 0
+    keep_checkpoints: Count = KEEP
+    keep_best: bool = False
+    stop_at_target: bool = False
     resume: bool = False
     coordinator: str | None = None
     processes: int | None = None
@@ -144,6 +147,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     device = checked.device
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
+    how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
     same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"
@@ -160,6 +164,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         config |= {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
+            copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
         accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))

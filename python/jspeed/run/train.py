@@ -17,6 +17,7 @@ from jspeed.data.batches import to_global
 from jspeed.errors import BadInput, Terminated
 from jspeed.parallel.mesh import batch_rows
 from jspeed.recipe import Stage
+from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute import carry
@@ -66,7 +67,7 @@ def run(options: Options) -> tuple[int, Path]:
                     progress.resume(setup.record)
                 # Without jit every constant of the program is a copy.
                 with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
-                    with Checkpoints(setup.run_dir / "checkpoints") as checkpoints:
+                    with Checkpoints(setup.run_dir / "checkpoints", options.keep_checkpoints) as checkpoints:
                         state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
@@ -113,18 +114,25 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     if progress.steps >= asked < recipe.steps:
         progress.end("stopped")
     for stage, execute in islice(every_step(recipe.stages, program.steps), progress.steps, max(asked, progress.steps)):
-        evaluated = bool(progress.curve) and progress.curve[-1]["step"] == progress.steps
-        if progress.steps % recipe.eval_every == 0 and not evaluated:
+        if progress.steps % recipe.eval_every == 0 and not progress.at_validation:
             read()
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
+            if setup.options.keep_best and progress.at_validation:
+                with clock.section("checkpoint"), jax.transfer_guard("allow"):
+                    keep_best(setup, progress, state["params"])
+        # The same on every process, which all have this loss; between two updates of slow parameters not yet.
+        if setup.options.stop_at_target and progress.at_validation and progress.steps % recipe.period == 0:
+            if progress.losses[-1] <= recipe.target_loss:
+                progress.end("stopped")
+                break
         if every and progress.steps % math.lcm(every, recipe.period) == 0 and progress.steps > saved:
             save()
         profile.before(progress.steps, state)
         before = now()
         batch = next(setup.loader)
         loaded = now()
-        state, metrics = execute(state, to_global(batch, rows))
+        state, metrics = execute(state, to_global(batch, rows, recipe.data.dtype))
         progress.data_wait_seconds += loaded - before
         progress.dispatch_seconds += now() - loaded
         read()

@@ -33,10 +33,12 @@ fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T, core::Erro
     py.detach(work).map_err(|error| raise(py, &error))
 }
 
-/// The header of a shard with `tokens` uint16 tokens.
+/// The header of a shard with `tokens` uint16 tokens, or uint32 ones if `wide`.
 #[pyfunction]
-fn header(py: Python<'_>, tokens: i32) -> Bound<'_, PyBytes> {
-    PyBytes::new(py, &core::header::encode(tokens))
+#[pyo3(signature = (tokens, wide=false))]
+fn header(py: Python<'_>, tokens: i32, wide: bool) -> Bound<'_, PyBytes> {
+    let width = if wide { core::header::Width::Four } else { core::header::Width::Two };
+    PyBytes::new(py, &core::header::encode(tokens, width))
 }
 
 #[pymodule(gil_used = false)]

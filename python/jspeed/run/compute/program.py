@@ -41,10 +41,9 @@ class Program:
     """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
 
     ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
-    modulo the recipe's period: donated state and uint16 tokens ``[lanes, lane_len + 1]`` -> (state, {"loss": fp32
-    scalar}). ``evaluate(params, rows)``: uint16
-    ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the last rows being padding. ``micro_tokens`` are
-    the tokens a device takes at once in the last stage.
+    modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
+    fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
+    last rows being padding. ``micro_tokens`` are the tokens a device takes at once in the last stage.
     """
 
     init: Callable[[jax.Array], State]
@@ -182,7 +181,7 @@ def trace_step(
     """
     ctx = step_context(recipe, stage, device, phase)
     state, shardings = state_shardings(recipe, layout, mesh)
-    tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), jnp.uint16, sharding=batch_rows(mesh))
+    tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
 
     def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         return train_step(recipe, ctx, layout, parts, mesh, state, tokens)
@@ -203,7 +202,7 @@ def lower_evaluation(
     ctx = eval_context(recipe, device)
     state, _ = state_shardings(recipe, layout, mesh)
     parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
-    tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), jnp.uint16, sharding=batch_rows(mesh))
+    tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
 
     def evaluation(params: Any, rows: jax.Array) -> jax.Array:
         return evaluate(recipe, ctx, layout, parts, mesh, params, rows)
@@ -265,7 +264,7 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> No
     """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls on the first step."""
     state = program.init(put(np.zeros((), np.uint32), replicated(mesh)))
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
-        dummy = np.zeros((recipe.lanes, stage.lane_len + 1), np.uint16)
+        dummy = np.zeros((recipe.lanes, stage.lane_len + 1), recipe.data.dtype)
         for step in 2 * steps:
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)

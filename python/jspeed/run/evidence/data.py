@@ -37,7 +37,8 @@ def of_data(setup: Setup, hashed: bool) -> Evidence:
         if hashed:
             with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
                 hashes = list(pool.map(lambda piece: sha256_of(piece[0]), reach))
-            val_sha256 = hashlib.sha256(evaluated(setup).astype("<u2").tobytes()).hexdigest()
+            ids = evaluated(setup).astype(setup.recipe.data.dtype.newbyteorder("<"))
+            val_sha256 = hashlib.sha256(ids.tobytes()).hexdigest()
     return {
         "val_sha256": val_sha256,
         "train_shards": [

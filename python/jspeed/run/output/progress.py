@@ -35,6 +35,16 @@ class Progress:
     sinks: list[Sink] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
+    @property
+    def at_validation(self) -> bool:
+        """Whether the parameters of now have been validated."""
+        return bool(self.curve) and self.curve[-1]["step"] == self.steps
+
+    @property
+    def losses(self) -> list[float]:
+        """The validation losses so far, in order."""
+        return [loss for point in self.curve if (loss := point["val_loss"]) is not None]
+
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
         if self.status == "finished":

@@ -1,0 +1,135 @@
+"""Tokenizers that are a file: against tiktoken, against text that must come back, and vocabularies above 65,535."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from jspeed.corpus import tokenise, tokenizers
+from jspeed.data import find_split
+from jspeed.data.shards import map_tokens
+from jspeed.errors import BadInput
+
+from .prepared import VOCABULARY, jsonl, needs_gpt2
+
+hf = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
+decoders, models, pre = hf.decoders, hf.models, hf.pre_tokenizers
+
+TEXTS = ["Hello, world!  Two spaces", "naïve café €5 🙂 x", "<|endoftext|> is only text here\n\n\ttab", "日本語"]
+
+
+def saved(path, made, *special):
+    if special:
+        made.add_special_tokens(list(special))
+    made.save(str(path))
+    return path
+
+
+def byte_level(path, *special):
+    made = hf.Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    letters = hf.trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre.ByteLevel.alphabet(), show_progress=False)
+    made.train_from_iterator(TEXTS * 20, letters)
+    return saved(path, made, *special)
+
+
+def words(path, count):
+    """A tokenizer of ``count`` ids: a word each, and the mark."""
+    made = hf.Tokenizer(models.WordLevel({f"w{n}": n for n in range(count - 1)}, unk_token="w0"))
+    made.pre_tokenizer = pre.WhitespaceSplit()
+    return saved(path, made, "<|endoftext|>")
+
+
+def pieces_with_bytes(path):
+    """As SentencePiece's of Llama 2: a sign for the space, and bytes for what has no piece."""
+    vocabulary = {"<unk>": 0, "<s>": 1} | {f"<0x{byte:02X}>": byte + 2 for byte in range(256)}
+    for piece in ["▁", *"Helowrd,!", "▁w", "▁wo"]:
+        vocabulary[piece] = len(vocabulary)
+    merges = [("▁", "w"), ("▁w", "o")]
+    made = hf.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.pre_tokenizer = pre.Metaspace(prepend_scheme="never")
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return saved(path, made, "<s>")
+
+
+@needs_gpt2
+def test_gpt2_from_its_files_is_tiktokens(tmp_path, monkeypatch):
+    """OpenAI's encoder.json and vocab.bpe, which tiktoken's cache holds, read by the other library."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+    contents = sorted((path.read_text() for path in VOCABULARY.iterdir()), key=len)
+    merges = [tuple(line.split()) for line in contents[0].splitlines()[1:]]
+    made = hf.Tokenizer(models.BPE(json.loads(contents[1]), merges))
+    made.pre_tokenizer, made.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    ours = tokenizers.named_tokenizer(str(saved(tmp_path / "tokenizer.json", made, "<|endoftext|>")))
+    theirs = tokenizers.named_tokenizer("gpt2")
+    assert (ours.vocab_size, ours.bos_id, ours.dtype) == (theirs.vocab_size, theirs.bos_id, np.uint16)
+    for text in TEXTS[:2] + TEXTS[3:]:
+        np.testing.assert_array_equal(ours.encode(text.encode()), theirs.encode(text.encode()))
+    some = range(0, 50_257, 7)
+    assert [ours.decode([token]) for token in some] == [theirs.decode([token]) for token in some]
+
+
+@pytest.mark.parametrize("make", [lambda path: byte_level(path, "<|endoftext|>"), pieces_with_bytes])
+def test_text_comes_back_token_by_token(tmp_path, make):
+    tokenizer = tokenizers.named_tokenizer(str(make(tmp_path / "tokenizer.json")))
+    for text in TEXTS:
+        ids = tokenizer.encode(text.encode())
+        assert tokenizer.bos_id not in ids
+        assert b"".join(tokenizer.decode([token]) for token in ids.tolist()) == text.encode()
+        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
+    assert tokenizer.decode([tokenizer.bos_id]) == b""
+
+
+def test_words_of_a_large_vocabulary_become_uint32_shards(tmp_path):
+    """Ids above 65,535, as llm.c has them: magic 20240801, version 7. The folder brings its tokenizer with it."""
+    path = words(tmp_path / "large.json", 70_001)
+    texts = [f"w{n} w{69_999 - n}" for n in range(0, 60, 2)]
+    out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", str(path), val_fraction=0.1)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["vocab_size"] == 70_001 and manifest["bos_id"] == 70_000
+    found = []
+    for split in ("train", "val"):
+        (shard,) = find_split(out, split).paths
+        assert np.fromfile(shard, "<i4", 3).tolist() == [20240801, 7, manifest["splits"][split]["tokens"]]
+        found += np.array_split(map_tokens(shard, "<u4"), manifest["splits"][split]["documents"])
+    assert sorted(map(list, found)) == sorted([70_000, n, 69_999 - n] for n in range(0, 60, 2))
+    again = tokenizers.tokenizer_of(manifest, out)
+    assert again.decode([5, 69_999]).split() == [b"w5", b"w69999"]
+    (out / "tokenizer.json").write_bytes(words(tmp_path / "other.json", 70_002).read_bytes())
+    with pytest.raises(BadInput, match="but the text was tokenised with tokenizer.json@"):
+        tokenizers.tokenizer_of(manifest, out)
+
+
+def test_bad_tokenizer_files(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", ["a", "b"])
+
+    def refused(path, match):
+        with pytest.raises(BadInput, match=match):
+            tokenise.prepare_text([source], tmp_path / "out", str(path))
+
+    refused(tmp_path / "none.json", "cannot be read")
+    (tmp_path / "no.json").write_text('{"model": 3}')
+    refused(tmp_path / "no.json", "is no tokenizer.json that tokenizers .* reads")
+    refused(byte_level(tmp_path / "unmarked.json"), "no token that marks documents; give --end-of-text none")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    refused(tmp_path / "no.json", r"needs the package tokenizers to be read; pip install '\.\[tokenizers\]'")
+
+
+def test_a_wide_encoding_of_tiktoken(tmp_path, monkeypatch):
+    """As o200k_base: more than 65,536 ids and a gap before the special ones."""
+    import tiktoken
+
+    pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
+    ranks = {token: n for n, token in enumerate([*(bytes([n]) for n in range(256)), *pairs])}
+    wide = tiktoken.Encoding(
+        "o200k_base", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 66_000}
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: wide)
+    tokenizer = tokenizers.named_tokenizer("o200k_base")
+    ids = tokenizer.encode(b"\xc3\xbfx zz")
+    assert ids.dtype == np.uint32 and ids.max() > 30_000 and tokenizer.decode(ids) == b"\xc3\xbfx zz"
+    assert tokenizer.bos_id == 66_000 and tokenizer.decode([65_900, 66_000, 97]) == b"a"
+    assert tokenizer.byte_lengths().shape == (66_001,)
