@@ -150,7 +150,7 @@ def dot(
     dtype: DTypeLike,
     precision: Precision,
 ) -> jax.Array:
-    """Multiply matrices of any types over axes ``contract``, one of each, times ``factors``; the result in ``dtype``."""
+    """Multiply matrices over axes ``contract``, one of each, times ``factors``, one for each: in ``dtype``."""
     over = (contract[:1], contract[1:]), ((), ())
     if factors:
         # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the matmul it would be one

@@ -13,7 +13,7 @@ from jspeed.run.compute.device import micro_batches
 
 
 def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> dict[str, Any]:
-    """Compile the last stage's step that updates all parameters, and return what it moves: sums, and :func:`by_line`."""
+    """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
     stage = recipe.stages[-1]
     with pretend(hardware.cluster.target):
         built = build(lower(recipe, stage, hardware, micro_batch), hardware.device)
