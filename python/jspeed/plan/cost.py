@@ -179,11 +179,11 @@ def _kernel(
         flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
-    if step.target.startswith("mosaic_gpu") and (dims := _own_matmul(step, operands)):
-        _, rows, contracted, columns = dims
+    if step.target.startswith("mosaic_gpu") and (sizes := _own_matmul(step, operands)):
         dtype = _dtype(operands[0].arrays[0].dtype)
-        kind = "fp8_matmul" if dtype == "f8" else "matmul"
-        return Kernel(kind, 2.0 * rows * contracted * columns, moved, dtype, dims, times, step)
+        return Kernel(
+            "fp8_matmul" if dtype == "f8" else "matmul", 2.0 * math.prod(sizes), moved, dtype, sizes, times, step
+        )
     if step.opcode == "fusion":
         flops, dims, dtype = 0.0, (), ""
         for called in step.calls:
