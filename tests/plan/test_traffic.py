@@ -1,14 +1,15 @@
 """Bytes by source line: lines that XLA wrote for an H100, a small recipe compiled for this CPU."""
 
-import importlib.util
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from jspeed.plan import cost, traffic
+from jspeed.commands import plan as planned
+from jspeed.errors import BadInput
+from jspeed.plan import compile as compile_
+from jspeed.plan import cost, target, traffic
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import terminal
 
@@ -75,11 +76,7 @@ def test_the_last_step_of_a_recipe_by_line():
 
 
 def test_what_bytes_alone_do_not_give_is_refused(monkeypatch):
-    path = Path(__file__).parents[2] / "scripts" / "plan.py"
-    spec = importlib.util.spec_from_file_location("plan_script", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "missing", lambda: None)
-    monkeypatch.setattr(script, "hardware_for", lambda *_: hardware_for())
-    with pytest.raises(script.BadInput, match="--bytes compiles one step alone, so --search would have no effect"):
-        script.plan("llmc", bytes_=True, search_=True)
+    monkeypatch.setattr(target, "missing", lambda *_: None)
+    monkeypatch.setattr(compile_, "hardware_for", lambda *_: hardware_for())
+    with pytest.raises(BadInput, match="--bytes compiles one step alone, so --search would have no effect"):
+        planned.plan("llmc", bytes_=True, search_=True)
