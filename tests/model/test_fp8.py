@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jspeed.model import fused
 from jspeed.model.fp8 import E4M3, E5M2, Scales, forward_matmul, matmul, quantise, watch
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
@@ -146,3 +147,24 @@ def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation()
     assert float(largest) == pytest.approx(0.5 * h.max(), rel=0.1)
     for one, two in zip(narrow, wide, strict=True):
         assert float(jnp.vdot(one, two) / jnp.linalg.norm(one) / jnp.linalg.norm(two)) > 0.99
+
+
+def test_mlp_in_own_kernels_is_the_other_one_to_rounding(monkeypatch):
+    """With the kernels' references in plain JAX; the kernels themselves: test_fused.py."""
+    for name in ("squared_relu_matmul", "squared_relu_gradient"):
+        monkeypatch.setattr(fused, name, getattr(fused, f"{name}_reference"))
+    rng = np.random.default_rng(0)
+    shapes = ((2, 64, 64), (64, 256), (64, 256), (2, 64, 64))
+    x, up, down, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+
+    def found(own_kernels):
+        def run(x, up, down, largest):
+            return mlp(x, up, down, largest=largest, share=0.5, own_kernels=own_kernels)
+
+        y, pull = jax.vjp(run, x, up, down, jnp.float32(150.0))
+        return [np.asarray(a, np.float64) for a in (y, *pull(g))]
+
+    one, two = found(True), found(False)
+    for a, b in zip(one, two, strict=True):
+        assert a.shape == b.shape and np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)  # as FP8 rounds
+    assert one[4] == two[4] > 50  # half of the largest activation

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary, sparse_gate, uniform
+from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary, scaled, sparse_gate, uniform
 
 
 def test_rms_norm_gives_unit_rms_and_ignores_scale():
@@ -81,3 +81,24 @@ def test_uniform_draws_by_fan_in():
     drawn = uniform(0.5)(jax.random.key(0), (3, 64, 256), jnp.float32)
     assert abs(float(drawn.std()) * 8 / 0.5 - 1) < 0.01
     assert 0.99 < float(jnp.abs(drawn).max()) * 8 / 0.5 / 3**0.5 <= 1
+
+
+def test_scaled_weights_give_the_gradients_of_a_scaled_output_without_a_pass_over_it():
+    rng = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((40, 8), (8, 24), (40, 24)))
+
+    def gradients(product):
+        return lambda x, w, s: jax.vjp(product, x, w, s)[1](g)
+
+    before = gradients(lambda x, w, s: s * (x @ w))
+    after = gradients(lambda x, w, s: x @ scaled(w, s))
+    for one, two in zip(before(x, w, jnp.float32(1.7)), after(x, w, jnp.float32(1.7)), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
+
+    def passes(function):
+        made = jax.make_jaxpr(function)(x, w, jnp.float32(1.7)).eqns
+        return sum(eqn.outvars[0].aval.shape == g.shape and eqn.primitive.name != "dot_general" for eqn in made)
+
+    assert passes(before) > passes(after) == 0
+    half = jnp.full((3, 2), 1.5, jnp.bfloat16)
+    assert scaled(half, None) is half and scaled(half, jnp.float32(2)).dtype == jnp.bfloat16

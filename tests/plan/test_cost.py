@@ -85,6 +85,48 @@ def test_a_head_of_which_a_sample_is_scored_is_known_by_its_rows(kernels):
     assert matrices_of(recipe, whole)["head"] == (50_304, 128)
 
 
+# A gate reads 6 channels of every row, of a table's rows too; a cast reads all that it writes.
+SLICED = """HloModule jit_step, is_scheduled=true
+
+%fused_pad (x: bf16[4096,768], scale: f32[4096], table: bf16[50304,768], ids: s32[4096,1]) -> bf16[4096,16] {
+  %x = bf16[4096,768]{1,0} parameter(0)
+  %scale = f32[4096]{0} parameter(1)
+  %table = bf16[50304,768]{1,0} parameter(2)
+  %ids = s32[4096,1]{1,0} parameter(3)
+  %wide = f32[4096,768]{1,0} convert(%x)
+  %scales = f32[4096,768]{1,0} broadcast(%scale), dimensions={0}
+  %normed = f32[4096,768]{1,0} multiply(%wide, %scales)
+  %cut = f32[4096,8]{1,0} slice(%normed), slice={[0:4096], [0:8]}
+  %narrow = bf16[4096,8]{1,0} convert(%cut)
+  %rows = bf16[4096,768]{1,0} gather(%table, %ids), offset_dims={1}
+  %some = bf16[4096,8]{1,0} slice(%rows), slice={[0:4096], [0:8]}
+  ROOT %both = bf16[4096,16]{1,0} concatenate(%narrow, %some), dimensions={1}
+}
+
+%fused_convert (a: f32[4096,768]) -> bf16[4096,768] {
+  %a = f32[4096,768]{1,0} parameter(0)
+  ROOT %cast = bf16[4096,768]{1,0} convert(%a)
+}
+
+ENTRY %main (x: bf16[4096,768], s: f32[4096], t: bf16[50304,768], i: s32[4096,1], a: f32[4096,768]) -> bf16[4096,768] {
+  %x = bf16[4096,768]{1,0} parameter(0)
+  %s = f32[4096]{0} parameter(1)
+  %t = bf16[50304,768]{1,0} parameter(2)
+  %i = s32[4096,1]{1,0} parameter(3)
+  %a = f32[4096,768]{1,0} parameter(4)
+  %gate = bf16[4096,16]{1,0} fusion(%x, %s, %t, %i), kind=kLoop, calls=%fused_pad
+  ROOT %cast = bf16[4096,768]{1,0} fusion(%a), kind=kLoop, calls=%fused_convert
+}
+"""
+
+
+def test_a_fusion_reads_what_it_uses():
+    gate, cast = cost.kernels(SLICED)
+    ids, scales, written = 4 * 4096, 4 * 4096, 2 * 4096 * 16
+    assert gate.bytes == ids + scales + written + 2 * (2 * 4096 * 8)
+    assert cast.bytes == 6 * 4096 * 768  # once counted as nothing read: a cast has no user within its fusion
+
+
 def test_parts(kernels):
     matrices = {"attention": (768, 768), "mlp": (768, 3072)}
     assert [cost.part_of(kernel, matrices) for kernel in kernels[-2:]] == ["attention", "attention scores"]

@@ -64,7 +64,7 @@ def test_refuses(arguments, words):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("against", "r29"), ("json_", Path("f")), ("svg", Path("f")), ("html", Path("f")), ("search_", True)]
-    + [("mesh", "data=8"), ("dollars_per_hour", 2.0)],
+    + [("mesh", "data=8"), ("dollars_per_hour", 2.0), ("bytes_", True)],
 )
 def test_what_needs_a_compiled_plan_is_refused_without_one(given, flag, value, tmp_path, monkeypatch):
     """Once accepted without a word: nothing was compared and no file written."""

@@ -31,6 +31,7 @@ def plan(
     flops: Annotated[float | None, Wants("FLOPS")] = None,
     compile: bool = True,
     search_: bool = False,
+    bytes_: bool = False,
     strict: bool = False,
     json_: File | None = None,
     svg: File | None = None,
@@ -54,6 +55,7 @@ def plan(
         gpt3: The numbers of GPT-3 that need no compiler.
         compile: Compile; without, only what needs no compiler: parameters, memory, FLOPs, compute-optimal tokens.
         search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
+        bytes_: Compile the last stage's step alone, and print the bytes it moves by source line, most first.
         strict: Exit with 1 when the doctor finds an error, or the recipe does not fit.
         json_: Write the plan as JSON.
         svg: Write a picture of the plan.
@@ -72,6 +74,7 @@ def plan(
         from jspeed.plan.compile import hardware_for
         from jspeed.plan.plan import candidates, make_plan, require_devices, search
         from jspeed.plan.target import missing, parse_target
+        from jspeed.plan.traffic import of_last_step
         from jspeed.plan.views import terminal
         from jspeed.plan.views.picture import plan_svg
         from jspeed.plan.views.report import plan_html
@@ -92,7 +95,7 @@ def plan(
     if size or not compile:
         compiled_only = {
             "--against": against, "--json": json_, "--svg": svg, "--html": html, "--search": search_ or None,
-            "--mesh": mesh, "--dollars-per-hour": dollars_per_hour,
+            "--bytes": bytes_ or None, "--mesh": mesh, "--dollars-per-hour": dollars_per_hour,
         }  # fmt: skip
         why = f"the published size {size} is not compiled" if size else "--no-compile compiles nothing"
         refuse([flag for flag, value in compiled_only.items() if value is not None], why)
@@ -118,6 +121,14 @@ def plan(
     for one in (found, other):
         if one:
             require_devices(one.recipe, hardware)
+    if bytes_:
+        whole = {"--against": against, "--svg": svg, "--html": html, "--search": search_ or None}
+        refuse([flag for flag, value in whole.items() if value is not None], "--bytes compiles one step alone")
+        moved = of_last_step(found.recipe, hardware, micro_batch)
+        terminal.traffic(moved)
+        if json_:
+            write_whole(json_, json.dumps(moved, indent=2) + "\n")
+        return 0
     made = make_plan(found, hardware, micro_batch, dollars_per_hour)
     if search_:
         made["search"] = search(found, candidates(found.recipe, cluster.devices, hardware_in))

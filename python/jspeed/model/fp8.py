@@ -57,13 +57,17 @@ def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = No
     ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales are measured, exactly what brings the largest entry to 448, but
     for ``x_scale`` where it is given: a scalar, by which ``x`` is divided; what then does not fit is clipped.
     """
-    scales = [
-        jnp.max(jnp.abs(a)).astype(jnp.float32) / 448 if scale is None else scale
-        for a, scale in ((x, x_scale), (w_VD, None))
-    ]
-    # Rounded as the factor that undoes the division is.
-    scales = [jnp.maximum(scale, 1e-12).astype(x.dtype) for scale in scales]
+    scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
     return _forward_matmul(x.reshape(-1, x.shape[-1]), w_VD, *scales).reshape(*x.shape[:-1], w_VD.shape[0])
+
+
+def scale_of(a: jax.Array, dtype: DTypeLike, scale: jax.Array | None = None) -> jax.Array:
+    """Return ``scale``, or what brings the largest entry of ``a`` to 448: a scalar of ``dtype``, the compute dtype.
+
+    Rounded, because the factor that undoes the division is.
+    """
+    scale = jnp.max(jnp.abs(a)).astype(jnp.float32) / 448 if scale is None else scale
+    return jnp.maximum(scale, 1e-12).astype(dtype)
 
 
 @jax.custom_vjp
@@ -73,13 +77,13 @@ def _forward_matmul(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scal
 
 def _forward_only(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
     q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
-    return _dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), (x_ND, w_VD)
+    return dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), (x_ND, w_VD)
 
 
 def _backward_wide(saved: tuple[jax.Array, ...], g_NV: jax.Array):
     x_ND, w_VD = saved
-    dx_ND = _dot(g_NV, w_VD.astype(g_NV.dtype), (1, 0), None, x_ND.dtype, Precision.DEFAULT)
-    dw_VD = _dot(g_NV, x_ND, (0, 0), None, w_VD.dtype, Precision.DEFAULT)
+    dx_ND = dot(g_NV, w_VD.astype(g_NV.dtype), (1, 0), None, x_ND.dtype, Precision.DEFAULT)
+    dw_VD = dot(g_NV, x_ND, (0, 0), None, w_VD.dtype, Precision.DEFAULT)
     return dx_ND, dw_VD, None, None
 
 
@@ -113,7 +117,7 @@ def _forward(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None):
     else:
         factors = _as_multiplied(scales.x, x_ND.dtype), _as_multiplied(scales.w, x_ND.dtype)
         q_ND, q_VD = (quantise(a, scale, E4M3) for a, scale in zip((x_ND, w_VD), factors, strict=True))
-    y_NV = _dot(q_ND, q_VD, (1, 1), factors, x_ND.dtype, Precision.DEFAULT)
+    y_NV = dot(q_ND, q_VD, (1, 1), factors, x_ND.dtype, Precision.DEFAULT)
     # The operands are kept as they were multiplied; the originals only lend their dtypes.
     return y_NV, (q_ND, q_VD, x_ND[:0], w_VD[:0])
 
@@ -125,8 +129,8 @@ def _backward(scales: Scales | None, saved: tuple[jax.Array, ...], g_NV: jax.Arr
     else:
         x, w, grad = (_as_multiplied(scale, x_0D.dtype) for scale in scales)
         q_NV, with_w, with_x, precision = quantise(g_NV, grad, E5M2), (grad, w), (grad, x), Precision.HIGHEST
-    dx_ND = _dot(q_NV, q_VD, (1, 0), with_w, x_0D.dtype, precision)
-    dw_VD = _dot(q_NV, q_ND, (0, 0), with_x, w_0D.dtype, precision)
+    dx_ND = dot(q_NV, q_VD, (1, 0), with_w, x_0D.dtype, precision)
+    dw_VD = dot(q_NV, q_ND, (0, 0), with_x, w_0D.dtype, precision)
     return dx_ND, dw_VD
 
 
@@ -138,7 +142,7 @@ def _as_multiplied(scale: float, dtype: DTypeLike) -> float:
     return float(np.asarray(scale, jnp.dtype(dtype)))
 
 
-def _dot(
+def dot(
     a: jax.Array,
     b: jax.Array,
     contract: tuple[int, int],
@@ -146,6 +150,7 @@ def _dot(
     dtype: DTypeLike,
     precision: Precision,
 ) -> jax.Array:
+    """Multiply matrices over axes ``contract``, one of each, times ``factors``, one for each: in ``dtype``."""
     over = (contract[:1], contract[1:]), ((), ())
     if factors:
         # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the matmul it would be one

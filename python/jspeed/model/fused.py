@@ -1,8 +1,8 @@
 """Matmuls of the MLP fused with their epilogues: squared ReLU and its FP8 copy; the derivative of squared ReLU.
 
 Pallas kernels for Hopper (Mosaic GPU): one warpgroup loads, two multiply. Each has a reference in plain JAX with the
-same results up to the order of sums. No recipe uses them until a GPU has measured them (benchmarks/kernels.md): they
-compile, and JAX's interpreter of such kernels runs them on a CPU.
+same results up to the order of sums. :func:`jspeed.model.mlp.mlp` takes them when asked; no recipe asks until a GPU has
+measured them (benchmarks/kernels.md): they compile, and JAX's interpreter of such kernels runs them on a CPU.
 """
 
 from collections.abc import Callable, Sequence

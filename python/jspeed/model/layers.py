@@ -46,6 +46,15 @@ def rms_norm(x: jax.Array) -> jax.Array:
     return (x32 * scale).astype(x.dtype)
 
 
+def scaled(weights: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Return ``weights`` x ``scale``, an fp32 scalar, in the dtype of ``weights``.
+
+    The same as scaling what they multiply, but neither that nor its gradient goes through memory once more, and the
+    gradient of ``scale`` is a sum over weights instead of activations.
+    """
+    return weights if scale is None else (weights.astype(jnp.float32) * scale).astype(weights.dtype)
+
+
 def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
     """Subtract the mean over the last axis, divide by the standard deviation, then ``gain`` and ``bias`` ``[D]``.
 

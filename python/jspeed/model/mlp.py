@@ -1,6 +1,8 @@
 """The MLP of a block: squared ReLU between two matmuls, whose forward pass may be in FP8; or SwiGLU."""
 
 import jax
+import jax.numpy as jnp
+from jax.lax import Precision
 
 from jspeed.model import fp8
 from jspeed.model.layers import relu_squared
@@ -16,6 +18,7 @@ def mlp(
     *,
     largest: jax.Array | None = None,
     share: float = 1.0,
+    own_kernels: bool = False,
 ) -> jax.Array:
     """Return ``relu(x up)^2 down.T``: ``[B, T, D]``; ``down_DF`` is stored as ``up_DF`` is.
 
@@ -23,11 +26,50 @@ def mlp(
     but for the activation's, whose maximum is not known before it has been written: that is ``MARGIN`` x ``largest``,
     the scalar parameter in which :func:`jspeed.model.fp8.watch` keeps the maximum of the step before, of ``share`` of
     the batch (modded-nanogpt, records 84 and 89).
+
+    With ``own_kernels`` squared ReLU and its gradient are computed where the matmuls before them end, by
+    :mod:`jspeed.model.fused`: the same to rounding, on Hopper in bf16 alone, where B x T is a multiple of 128, D of 128
+    and F of 256.
     """
     if largest is None:
         return relu_squared(x_BTD @ up_DF) @ down_DF.T
+    h_scale = MARGIN * largest / 448
+    if own_kernels:
+        x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+        scales = [fp8.scale_of(a, x_ND.dtype) for a in (x_ND, up_DF, down_DF)]
+        scales.append(fp8.scale_of(x_ND, x_ND.dtype, h_scale))
+        return _in_own_kernels(x_ND, up_DF, down_DF, largest, share, *scales).reshape(x_BTD.shape)
     h_BTF = fp8.watch(relu_squared(fp8.forward_matmul(x_BTD, up_DF.T)), largest, share)
-    return fp8.forward_matmul(h_BTF, down_DF, MARGIN * largest / 448)
+    return fp8.forward_matmul(h_BTF, down_DF, h_scale)
+
+
+@jax.custom_vjp
+def _in_own_kernels(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale):
+    return _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale)[0]
+
+
+def _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale):
+    from jspeed.model import fused  # slow to import, and most runs do without
+
+    scaled = ((x_ND, x_scale), (up_DF.T, up_scale), (down_DF, down_scale))
+    q_ND, q_FD, q_DF = (fp8.quantise(a, scale.astype(jnp.float32), fp8.E4M3) for a, scale in scaled)
+    product = x_scale.astype(jnp.float32) * up_scale.astype(jnp.float32)
+    h_NF, q_NF, most_GN = fused.squared_relu_matmul(q_ND, q_FD, jnp.stack([product, h_scale.astype(jnp.float32)]))
+    y_ND = fp8.dot(q_NF, q_DF, (1, 1), (h_scale, down_scale), x_ND.dtype, Precision.DEFAULT)
+    return y_ND, (x_ND, up_DF, down_DF, h_NF, (jnp.max(most_GN) * share).astype(largest.dtype))
+
+
+def _backward(saved, g_ND):
+    from jspeed.model import fused
+
+    x_ND, up_DF, down_DF, h_NF, most = saved
+    dpre_NF = fused.squared_relu_gradient(g_ND, down_DF, h_NF)
+    operands = ((dpre_NF, up_DF, (1, 1)), (x_ND, dpre_NF, (0, 0)), (g_ND, h_NF, (0, 0)))
+    grads = (fp8.dot(a, b, over, None, x_ND.dtype, Precision.DEFAULT) for a, b, over in operands)
+    return *grads, most, None, None, None, None, None
+
+
+_in_own_kernels.defvjp(_forward, _backward)
 
 
 def swiglu(x_BTD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array) -> jax.Array:

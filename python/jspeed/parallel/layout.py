@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -191,9 +192,16 @@ def reduce(mesh: Mesh, x: jax.Array, cut: PartitionSpec, done: bool = False) -> 
     """
     dim = cut_dim(cut)
     if dim is not None and not done:
-        x = _on_parts(lambda x: jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True), cut)(x)
+        x = _on_parts(partial(_scattered, dim=dim), cut)(x)
     others = tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1 and cut_dim(cut, axis) is None)
     return jax.lax.psum(x, others) if others else x
+
+
+def _scattered(x: jax.Array, dim: int) -> jax.Array:
+    x = jax.lax.psum_scatter(x, "data", scatter_dimension=dim, tiled=True)
+    # XLA scatters along the outermost axis in memory. Flat, the result is stored in the order of its axes again: an
+    # optimizer that read one order and wrote another could not update in place, and copied three arrays instead.
+    return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape) if dim else x
 
 
 def _on_parts(collective: Callable[[jax.Array], jax.Array], cut: PartitionSpec) -> Callable[[jax.Array], jax.Array]:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -77,27 +77,29 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
     for number, stage in enumerate(stages):
         groups.setdefault((stage.lane_len, stage.max_docs, number % period), []).append(number)
     found: dict[int, Step] = {}
-    jobs: list[tuple[int, jax.stages.Lowered]] = []
+    jobs: dict[int, Future[jax.stages.Compiled]] = {}
     copies: dict[int, int] = {}
-    with pretend(hardware.cluster.target):
+    # Compiled while the next is lowered: that holds one core, and a compiler leaves others free most of its time.
+    with pretend(hardware.cluster.target), ThreadPoolExecutor(os.cpu_count()) as pool:
         for members in groups.values():
             last = members[-1]
             lowered = {last: lower(recipe, stages[last], hardware, micro_batch, last % period)}
+            jobs[last] = pool.submit(build, lowered[last], hardware.device)
             first = members[0]
             if first != last:
                 lowered[first] = lower(recipe, stages[first], hardware, micro_batch, first % period)
             alike = all(_windows(stages[last], stages[n]) is not None for n in members)
             if alike and len({WINDOW.sub(r"\1", program_.as_text()) for program_ in lowered.values()}) == 1:
-                jobs.append((last, lowered[last]))
                 copies |= {n: last for n in members[:-1]}
             else:
                 rest = {
                     n: lower(recipe, stages[n], hardware, micro_batch, n % period) for n in members if n not in lowered
                 }
-                jobs += sorted((lowered | rest).items())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            programs = list(pool.map(lambda job: build(job[1], hardware.device), jobs))
-    for (number, _), built in zip(jobs, programs, strict=True):
+                for n, one in sorted((lowered | rest).items()):
+                    if n != last:
+                        jobs[n] = pool.submit(build, one, hardware.device)
+        programs = {number: job.result() for number, job in jobs.items()}
+    for number, built in programs.items():
         stage = stages[number]
         found[number] = read(stage, micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch), built)
     for number, last in copies.items():

@@ -23,6 +23,10 @@ FREE = frozenset(
     "replica-id optimization-barrier add-dependency domain opt-barrier".split()
 )
 PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
+ELEMENTWISE = frozenset(
+    "abs add and compare convert cosine divide exponential log logistic maximum minimum multiply negate or power rsqrt "
+    "select sine sqrt subtract tanh".split()
+)
 
 
 class Kernel(NamedTuple):
@@ -175,6 +179,11 @@ def _kernel(
         flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
+    if step.target.startswith("mosaic_gpu") and (sizes := _own_matmul(step, operands)):
+        dtype = _dtype(operands[0].arrays[0].dtype)
+        return Kernel(
+            "fp8_matmul" if dtype == "f8" else "matmul", 2.0 * math.prod(sizes), moved, dtype, sizes, times, step
+        )
     if step.opcode == "fusion":
         flops, dims, dtype = 0.0, (), ""
         for called in step.calls:
@@ -186,6 +195,17 @@ def _kernel(
         kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
         return Kernel(kind, flops, moved, dtype, dims, times, step)
     return Kernel("other", 0.0, moved, "", (), times, step)
+
+
+def _own_matmul(step: Instruction, operands: list[Instruction]) -> tuple[int, ...] | None:
+    """(1, rows, contracted, columns) of a kernel of model/fused.py, by its shapes: [N, K] times [K, F] or [F, K]."""
+    if len(operands) < 2 or any(len(operand.arrays[0].dims) != 2 for operand in operands[:2]):
+        return None
+    (rows, contracted), right = operands[0].arrays[0].dims, operands[1].arrays[0].dims
+    for columns in (right[1],) if right[0] == contracted else (right[0],) if right[1] == contracted else ():
+        if step.arrays[0].dims == (rows, columns):
+            return 1, rows, contracted, columns
+    return None
 
 
 def _bytes_moved(
@@ -202,9 +222,10 @@ def _bytes_moved(
         for inner in body.values():
             for operand in inner.operands:
                 users.setdefault(operand, []).append(inner)
+        known: dict[str, int] = {}
         for inner in body.values():
             if inner.opcode == "parameter" and 0 <= inner.number < len(read):
-                read[inner.number] = min(read[inner.number], _bytes_used(inner, users, body))
+                read[inner.number] = min(read[inner.number], _bytes_used(inner, users, body, known))
         for inner in body.values():  # an update in place writes its update alone; a scatter reads and writes rows
             if inner.opcode in ("dynamic-update-slice", "scatter"):
                 update = body[inner.operands[1 if inner.opcode == "dynamic-update-slice" else 2]]
@@ -212,21 +233,26 @@ def _bytes_moved(
     return max(written, 0) + sum(read)
 
 
-def _bytes_used(step: Instruction, users: dict[str, list[Instruction]], body: dict[str, Instruction]) -> int:
-    """Bytes that a fusion reads of one of its arguments."""
-    total = 0
+def _bytes_used(
+    step: Instruction, users: dict[str, list[Instruction]], body: dict[str, Instruction], known: dict[str, int]
+) -> int:
+    """Bytes that a fusion reads of one of its arguments, or computes of one of its instructions: what is used of it."""
+    if step.name in known:
+        return known[step.name]
+    total = 0 if users.get(step.name) or step.opcode == "parameter" else step.bytes  # all of a result
     for user in users.get(step.name, []):
         if user.opcode in PARTIAL_READS and user.operands[0] == step.name:
-            total += user.bytes
+            total += _bytes_used(user, users, body, known)
         elif user.opcode == "dynamic-update-slice" and user.operands[0] == step.name:
             continue
         elif user.opcode == "scatter" and user.operands[0] == step.name:
             total += body[user.operands[2]].bytes
-        elif user.opcode in ("bitcast", "convert"):
-            total += _bytes_used(user, users, body) * step.bytes // max(1, user.bytes)
+        elif user.opcode == "bitcast" or (user.opcode in ELEMENTWISE and user.arrays[0].dims == step.arrays[0].dims):
+            total += _bytes_used(user, users, body, known) * step.bytes // max(1, user.bytes)
         else:
-            return step.bytes
-    return min(total, step.bytes)
+            total = step.bytes
+    known[step.name] = min(total, step.bytes)
+    return known[step.name]
 
 
 def _computations(text: str) -> dict[str, dict[str, Instruction]]:

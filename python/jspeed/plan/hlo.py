@@ -5,7 +5,8 @@ Nothing here needs JAX or the device that the text was compiled for.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")  # bf16[8,<=128], a bound counting as the size; layouts have no brackets
@@ -71,7 +72,8 @@ class Buffer(NamedTuple):
     instruction: Instruction
 
 
-def instructions(text: str) -> list[Instruction]:
+@lru_cache(maxsize=2)  # a plan asks many questions of one program, half a second each
+def instructions(text: str) -> tuple[Instruction, ...]:
     """Return the instructions of all computations, in the order of the text (the schedule, if it is scheduled)."""
     frames = _source_lines(text)
     found, computation = [], ""
@@ -80,7 +82,7 @@ def instructions(text: str) -> list[Instruction]:
             computation = line.removeprefix("ENTRY ").split(" ", 1)[0].removeprefix("%")
         elif line.startswith("  ") and " = " in line:
             found.append(_instruction(line.strip().removeprefix("ROOT "), computation, frames))
-    return found
+    return tuple(found)
 
 
 def running(text: str) -> list[Instruction]:
@@ -100,7 +102,7 @@ def running(text: str) -> list[Instruction]:
     return [instruction for name in reached for instruction in computations[name]]
 
 
-def paired(steps: list[Instruction]) -> list[Instruction]:
+def paired(steps: Sequence[Instruction]) -> list[Instruction]:
     """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the position of the start."""
     origin: dict[str, str] = {}  # of a done or update -> its start
     results: dict[str, tuple[Array, ...]] = {}

@@ -20,7 +20,7 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
-from jspeed.model.layers import lookup, rms_norm, sparse_gate, uniform, zero_every
+from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, named, padded, slots
@@ -56,6 +56,7 @@ DC_WINDOW = 112  # tokens
 ATTENTION_SCALE = 0.1  # in the first stage
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
 FP8 = "auto"  # head and MLP in training: auto (where it is native), on, off
+OWN_KERNELS = "off"  # of the MLP where FP8 is native, on Hopper; no GPU has timed them: on, off
 
 # Stages
 LANES = 8
@@ -168,9 +169,17 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
-    feed, matrices = partial(mlp, share=tokens_BT.shape[0] / LANES), params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH)
+    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / LANES
 
-    def attend(a_BTD: jax.Array, layer: int, more: Any = 0.0, gate_BTH: jax.Array | None = None) -> jax.Array:
+    def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
+        up, down = matrices[layer]
+        kernels = OWN_KERNELS == "on" and ctx.fp8 == "native"
+        a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
+        return mlp(a_BTD, up, down, largest=largest[layer], share=share, own_kernels=kernels)
+
+    def attend(
+        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
+    ) -> jax.Array:
         number, paired = ATTENDING.index(layer), layer in PAIRED_LAYERS
         queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
         value, out = params["values_outs"][2 * number : 2 * number + 2]
@@ -181,12 +190,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         v_BTHK = (a_BTD @ (own_scale * value)).reshape(heads) + more
         if layer in LONG_LAYERS:
             k_BTHK = offset_keys(k_BTHK)
-        if layer in VALUE_OF:
-            value_BTD = values[VALUE_OF[layer]]
-            if gate_BTH is None:
-                read = jnp.concatenate([x[..., : GATE_WIDTH // 2] for x in (a_BTD, value_BTD)], axis=-1)
-                gate_BTH = 2 * sparse_gate(read, params["value_gates"][list(VALUE_OF).index(layer)])
-            v_BTHK += gate_BTH[..., None] * value_BTD.reshape(heads)
+        if gate_BTH is not None:
+            v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)
         y_BTHK = (attention_in_pairs if paired else attention)(
             q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer], backend=ctx.attention
         )
@@ -197,7 +202,15 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             y_BTHK += composed(q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW)
         if layer in LONG_LAYERS:
             y_BTHK *= gates["heads", layer][..., None]
-        return y_BTHK.reshape(a_BTD.shape) @ (out_scale * out)
+        return y_BTHK.reshape(a_BTD.shape) @ scaled(out_scale * out, scale_out)
+
+    def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
+        # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
+        if layer not in VALUE_OF:
+            return None
+        read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
+        gate = params["value_gates"][list(VALUE_OF).index(layer)]
+        return 2 * sparse_gate(jnp.concatenate(read, axis=-1), gate)
 
     e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
@@ -213,10 +226,12 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
             x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
         else:
-            y_BTD = attend(rms_norm(outputs[SHARED_FROM] if layer > SHARED_FROM else x_BTD), layer)
-            bigram = (gates["bigram", layer] if layer else 0, bigram_BTD)
-            x_BTD = blend((before[0], x_BTD), (after[0], y_BTD), (gates["start", layer], start_BTD), bigram)
-        x_BTD = blend((before[1], x_BTD), (after[1], feed(rms_norm(x_BTD), *matrices[layer], largest=largest[layer])))
+            if layer <= SHARED_FROM + 1:
+                from_BTD, a_BTD = x_BTD, rms_norm(x_BTD)
+            y_BTD = attend(a_BTD, layer, value_gate(from_BTD, layer), scale_out=after[0])
+            bigram = [(gates["bigram", layer], bigram_BTD)] if layer else []
+            x_BTD = blend((before[0], x_BTD), (1, y_BTD), (gates["start", layer], start_BTD), *bigram)
+        x_BTD = blend((before[1], x_BTD), (1, feed(x_BTD, layer, after[1])))
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
@@ -224,9 +239,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     more_BTHK = blend((c[0], first_BTD), (c[1], shared_BTD), (c[2], x_BTD)).reshape(heads)
     x_BTD = blend((1 + c[5], x_BTD), (c[3], first_BTD), (c[4], shared_BTD))
     gate_BTH = jnp.repeat(jnp.moveaxis(c[6:8], 0, -1), HEADS // 2, axis=-1)
-    y_BTD = attend(rms_norm(shared_BTD), LAST, more_BTHK, gate_BTH)
+    y_BTD = attend(a_BTD, LAST, gate_BTH, more_BTHK)
     x_BTD = blend((c[8], x_BTD), (c[9], y_BTD), (c[10], first_BTD), (c[11], bigram_BTD))
-    x_BTD = blend((c[12], x_BTD), (c[13], feed(rms_norm(x_BTD), *matrices[LAST], largest=largest[LAST])))
+    x_BTD = blend((c[12], x_BTD), (c[13], feed(x_BTD, LAST)))
     c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), -1, 0)
     added = first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM]
     return rms_norm(blend((1, x_BTD), *zip(c, added, strict=False)))

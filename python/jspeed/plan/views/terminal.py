@@ -57,6 +57,24 @@ def plan(made: Plan, console: Console | None = None) -> None:
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
 
 
+def traffic(found: Plan, console: Console | None = None, lines: int = 40) -> None:
+    """Print :func:`jspeed.plan.traffic.of_last_step`: its sums and its first ``lines``."""
+    console = console or make_console()
+    console.print(
+        f"{found['recipe']} on {found['target']}: {found['bytes'] / 1e9:.1f} GB and {found['flops'] / 1e12:.2f} TFLOP "
+        f"in {found['kernels']} kernels, {found['roofline_ms']:.1f} ms (fitted {found['fitted_ms']:.1f}), "
+        f"{found['peak_bytes'] / 1e9:.1f} GB of memory"
+    )
+    head = ["source", "pass", "kind", "kernels", "GB", "share", "ms"]
+    rows = [
+        [row["source"], row["pass"], row["kind"], str(row["kernels"]), f"{row['bytes'] / 1e9:.2f}",
+         f"{row['bytes'] / found['bytes']:.1%}", f"{1e3 * row['seconds']:.2f}"]
+        for row in found["lines"][:lines]
+    ]  # fmt: skip
+    note = "One device, the last stage's step; ms of the roofline; collectives are left out."
+    show(console, Table("bytes moved", head, rows, note))
+
+
 def comparison(before: Plan, after: Plan, console: Console | None = None) -> None:
     """Print what changed from one plan to another."""
     title = f"{after['recipe']} against {before['recipe']} on {after['target']}; means over all steps"

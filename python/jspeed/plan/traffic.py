@@ -1,0 +1,61 @@
+"""Bytes that a step moves, by the source line that asked for them: where there is something left to save."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jspeed.plan import hlo, predict
+from jspeed.plan.compile import Hardware, build, lower, read
+from jspeed.plan.cost import Kernel
+from jspeed.plan.predict import kernel_seconds
+from jspeed.plan.target import Facts, pretend
+from jspeed.recipe import Recipe
+from jspeed.run.compute.device import micro_batches
+
+
+def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> dict[str, Any]:
+    """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
+    stage = recipe.stages[-1]
+    with pretend(hardware.cluster.target):
+        built = build(lower(recipe, stage, hardware, micro_batch), hardware.device)
+    step = read(stage, micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch), built)
+    computing = [kernel for kernel in step.kernels if not kernel.collective]
+    seconds = predict.times(step.kernels, hardware.cluster)[0].total
+    return {
+        "recipe": recipe.name,
+        "target": hardware.cluster.name,
+        "kernels": sum(kernel.times for kernel in computing),
+        "bytes": sum(kernel.times * kernel.bytes for kernel in computing),
+        "flops": sum(kernel.times * kernel.flops for kernel in computing),
+        "peak_bytes": step.memory["peak"],
+        "roofline_ms": 1e3 * seconds,
+        "fitted_ms": 1e3 * seconds * predict.slowdown(),
+        "lines": by_line(step.kernels, hardware.cluster.facts),
+    }
+
+
+def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[dict[str, Any]]:
+    """Return what the kernels of each source line cost in a step on one device, most bytes first.
+
+    ``source`` is file:line of the innermost frame of the kernel's last operation, which the compiler may have fused
+    with operations of other lines, or ``the compiler`` for what no line asked for; ``pass`` is forward, backward or
+    rest (optimizer and what surrounds the gradient); ``kind`` as in :class:`jspeed.plan.cost.Kernel`. ``bytes`` are
+    read and written, ``seconds`` the roofline's. Collectives are left out.
+    """
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for kernel in kernels:
+        if kernel.collective:
+            continue
+        source = hlo.short(kernel.instruction.source) or "the compiler"
+        key = source, pass_of(kernel.instruction.op_name), kernel.kind
+        row = found.setdefault(
+            key, dict(zip(("source", "pass", "kind"), key, strict=True)) | {"kernels": 0, "bytes": 0.0, "seconds": 0.0}
+        )
+        row["kernels"] += kernel.times
+        row["bytes"] += kernel.times * kernel.bytes
+        row["seconds"] += kernel.times * max(kernel_seconds(kernel, facts))
+    return sorted(found.values(), key=lambda row: -row["bytes"])
+
+
+def pass_of(op_name: str) -> str:
+    """Which pass JAX's path of an operation belongs to: ``jvp(...)`` is forward, ``transpose(jvp(...))`` backward."""
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "rest"

@@ -1,0 +1,82 @@
+"""Bytes by source line: lines that XLA wrote for an H100, a small recipe compiled for this CPU."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from jspeed.commands import plan as planned
+from jspeed.errors import BadInput
+from jspeed.plan import compile as compile_
+from jspeed.plan import cost, target, traffic
+from jspeed.plan.target import parse_target
+from jspeed.plan.views import terminal
+
+from .test_cost import TEXT
+from .test_plan import FOUND, hardware_for
+
+H100 = parse_target("h100x8")
+# From the program of record 89 with OWN_KERNELS=on, shortened; the last one is a copy, no matmul.
+OWN = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f8e4m3fn[49152,768], w: f8e4m3fn[3072,768], s: f32[2]) -> bf16[49152,3072] {
+  %x = f8e4m3fn[49152,768]{1,0} parameter(0)
+  %w = f8e4m3fn[3072,768]{1,0} parameter(1)
+  %s = f32[2]{0} parameter(2)
+  %mpmd_map.4 = (bf16[49152,3072]{1,0}, f8e4m3fn[49152,3072]{1,0}, f32[48,49152]{1,0}) custom-call(%x, %w, %s), \
+custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/jvp()/kernel/mpmd_map"}
+  ROOT %same = (f8e4m3fn[49152,768]{1,0}) custom-call(%x, %x), custom_call_target="mosaic_gpu_v2"
+}
+"""
+
+
+def test_lines_are_sums_over_their_kernels_most_bytes_first():
+    kernels = cost.kernels(TEXT)
+    rows = traffic.by_line(kernels, H100.facts)
+    computing = [kernel for kernel in kernels if not kernel.collective]
+    assert sum(row["bytes"] for row in rows) == sum(kernel.bytes for kernel in computing)
+    assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
+    assert {(row["kind"], row["pass"]) for row in rows} == {
+        ("matmul", "forward"),
+        ("attention_forward", "forward"),
+        ("other", "rest"),
+        ("fusion", "rest"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("jit(step)/shard_map/jvp(btd,gdk->btgk)/dot_general", "forward"),
+        ("jit(step)/shard_map/transpose(jvp())/mul", "backward"),
+        ("jit(step)/mul", "rest"),
+        ("", "rest"),
+    ],
+)
+def test_the_pass_is_read_from_the_path(path, found):
+    assert traffic.pass_of(path) == found
+
+
+def test_a_matmul_of_our_own_has_flops_and_the_bytes_of_its_arrays():
+    product, copy = cost.kernels(OWN)
+    assert (product.kind, product.dims, product.flops) == ("fp8_matmul", (1, 49152, 768, 3072), 2 * 49152 * 768 * 3072)
+    assert product.bytes == 49152 * 768 + 3072 * 768 + 8 + 3 * 49152 * 3072 + 4 * 48 * 49152
+    assert (copy.kind, copy.flops) == ("other", 0)
+
+
+def test_the_last_step_of_a_recipe_by_line():
+    found = traffic.of_last_step(FOUND.recipe, hardware_for())
+    assert json.loads(json.dumps(found)) == found  # all of it is plain
+    assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
+    assert found["fitted_ms"] > 0 and any(row["source"].startswith("bad.py:") for row in found["lines"])
+    console = Console(file=io.StringIO(), width=120)
+    terminal.traffic(found, console)
+    assert found["lines"][0]["source"] in console.file.getvalue()
+
+
+def test_what_bytes_alone_do_not_give_is_refused(monkeypatch):
+    monkeypatch.setattr(target, "missing", lambda *_: None)
+    monkeypatch.setattr(compile_, "hardware_for", lambda *_: hardware_for())
+    with pytest.raises(BadInput, match="--bytes compiles one step alone, so --search would have no effect"):
+        planned.plan("llmc", bytes_=True, search_=True)
