@@ -46,6 +46,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_loader_is_measured(tmp_path):
     done = bench("loader", "--quick", "--json", tmp_path / "rows.json")
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]

@@ -198,6 +198,7 @@ def test_ctrl_c_leaves_a_record(speedrun, shards, tmp_path):
     assert "Traceback" not in err and "interrupted after" in out
 
 
+@pytest.mark.slow
 def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_path):
     # The first shard is read before the run starts.
     text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 800, np.uint8).astype(np.uint16)

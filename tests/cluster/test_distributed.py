@@ -67,6 +67,7 @@ def test_an_error_on_one_process_ends_both_with_its_sentence(tmp_path, data):
         assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_nobody_at_the_coordinator_is_a_sentence_after_a_bounded_wait(tmp_path):
     port = free_port()
     flags = ["--coordinator", f"127.0.0.1:{port}", "--processes", 2, "--process-id"]

@@ -62,6 +62,7 @@ def test_hellaswag_by_hand(tmp_path, monkeypatch):
     assert (done, right, right_mean) == (15, 5, 10)
 
 
+@pytest.mark.slow
 def test_hellaswag_with_a_model_s_own_losses(tmp_path):
     """Against log-softmax of ``forward``'s logits, one sequence at a time and without padding."""
     params = {

@@ -153,6 +153,7 @@ def test_a_run_ends_by_speaking(run, capsys):
     (run.run_dir / "gone.py").rename(run.run_dir / "recipe.py")
 
 
+@pytest.mark.slow
 def test_exported_gpt2_loads_again(tmp_path):
     """A trained GPT-2 leaves as Hugging Face's and comes back the same."""
     tokens = np.random.default_rng(0).integers(0, 272, 4000)

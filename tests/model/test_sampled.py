@@ -295,7 +295,9 @@ def losses_on_one_device():
     return run(toy(), mesh_of(1), None, batches(toy(), 6))[1]
 
 
-@pytest.mark.parametrize(("devices", "lanes_at_once"), [(2, 1), (4, None), (8, None)])
+@pytest.mark.parametrize(
+    ("devices", "lanes_at_once"), [(2, 1), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (4, 8))]
+)
 def test_any_devices_and_micro_batches_draw_the_same_sample(devices, lanes_at_once):
     """A sample of their own would move the losses by 0.01 and more: so does another way to draw one."""
     found = run(toy(), mesh_of(devices), lanes_at_once, batches(toy(), 6))[1]

@@ -30,7 +30,7 @@ def of_length(params, norm):
     return jax.tree.map(lambda g: g * norm / norm_of(grads), grads)
 
 
-@pytest.mark.parametrize("name", ["llmc", "gpt2", "nanogpt"])
+@pytest.mark.parametrize("name", ["nanogpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llmc", "gpt2"))])
 @pytest.mark.parametrize(("clip", "norm", "seen"), [(1.0, 5.0, 1.0), (1.0, 0.5, 0.5), (0.0, 5.0, 5.0), (2.0, 5.0, 2.0)])
 def test_the_gradient_is_clipped_to_a_norm_and_not_at_all_by_zero(name, clip, norm, seen):
     recipe = toy(name, f"CLIP={clip}", "BETA1=0.5")
@@ -61,6 +61,7 @@ def after_three_steps(*sets):
     return params
 
 
+@pytest.mark.slow
 def test_every_setting_changes_what_is_trained():
     base = after_three_steps()
     for change in (

@@ -95,6 +95,7 @@ def test_slow_parameters_are_saved_when_nothing_is_held_for_them(tmp_path):
         np.testing.assert_allclose(list(other.values()), list(one.values()), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_run_is_refused(runs, tmp_path):
     folder = copy(runs, tmp_path)
     for word, arguments, fields in [
@@ -108,6 +109,7 @@ def test_another_run_is_refused(runs, tmp_path):
     assert (folder / "run.json").exists() and (folder / "checkpoints" / "25").exists()
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_143(runs, tmp_path):
     copy(runs, tmp_path)
     many = ["STEPS=100000", "EVAL_EVERY=100000"]

@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     def compiled(*_):
         raise Compiled
 
-    monkeypatch.setattr(prepare, "compile_program", compiled)
+    monkeypatch.setattr(prepare, "compile_or_fall_back", compiled)
     return shards(tmp_path / "shards")
 
 

@@ -52,6 +52,7 @@ def test_any_devices_and_accumulation_give_the_same_losses(name, devices, lanes_
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_layouts_and_stages_are_the_same_training():
     recipe = find("r29", [*TOYS["r29"], "WINDOWS=(1,6)", "STEPS=6"]).recipe
     assert [stage.steps for stage in recipe.stages] == [3, 3]
@@ -239,7 +240,7 @@ def test_warm_up_leaves_no_trace():
     jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
 
 
-@pytest.mark.parametrize("name", ["fineweb-cpu", "llmc", "r29"])
+@pytest.mark.parametrize("name", ["r29", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fineweb-cpu", "llmc"))])
 def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     recipe = toy(name)
     rng = np.random.default_rng(3)
