@@ -83,10 +83,10 @@ def test_numbers(plan):
     assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline)[0])
     assert plan["predicted_seconds"][0] == pytest.approx(10 * stage["predicted_ms"][0] / 1e3)
     assert plan["fitted_seconds"] == pytest.approx(10 * roofline / 1e3 * predict.slowdown())
-    assert sum(row["share"] for row in plan["hindrances"]) == pytest.approx(1)
+    assert sum(row["share"] for row in plan["bottlenecks"]) == pytest.approx(1)
     kernels = times["compute"] + times["memory"]
-    assert sum(row["seconds"] for row in plan["hindrances"]) == pytest.approx(kernels / 100 * predict.slowdown())
-    shares = [row["share"] for row in plan["hindrances"]]
+    assert sum(row["seconds"] for row in plan["bottlenecks"]) == pytest.approx(kernels / 100 * predict.slowdown())
+    shares = [row["share"] for row in plan["bottlenecks"]]
     assert shares == sorted(shares, reverse=True)
     assert plan["predicted_cost"]["low"] == pytest.approx(8 * plan["predicted_seconds"][0])
 

@@ -64,7 +64,7 @@ def make_plan(
     price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
     fits, summary = fit(recipe, hardware, steps)
     return {
-        "schema": 1,
+        "schema": 2,
         "recipe": recipe.name,
         "recipe_hash": found.hash,
         "sets": [f"{name}={value}" for name, value in found.overrides.items()],
@@ -89,8 +89,7 @@ def make_plan(
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
         "fitted_seconds": sum(s["steps"] * s["roofline_ms"] for s in stages) / 1e3 * predict.slowdown(),
-        # A name of schema 1, as held_up_by is.
-        "hindrances": predict.bottlenecks([(step.stage.steps, step.kernels) for step in steps], cluster),
+        "bottlenecks": predict.bottlenecks([(step.stage.steps, step.kernels) for step in steps], cluster),
         "predicted_cost": {
             "currency": "USD",
             "per_device_hour": price,

@@ -26,7 +26,6 @@ FRACTIONS = {
     "memory": 0.85,
     "communication": 0.75,
 }
-COMPUTE_BOUND, MEMORY_BOUND = "the multipliers", "memory"  # as schema 1 of plan.py --json writes them
 LAUNCH = 2e-6  # seconds that the smallest kernel takes
 LATENCY = 15e-6  # seconds that the smallest collective takes within a node
 HOP = 8e-6  # seconds more for every node that a ring passes
@@ -104,7 +103,7 @@ def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) 
     """Return where the time of a run goes, largest first: by source file, compute-bound and memory-bound kernels apart.
 
     ``runs`` are numbers of steps and the kernels of each. Collectives are left out; ``share`` is of all kernels.
-    ``held_up_by``, a field of schema 1, is COMPUTE_BOUND or MEMORY_BOUND.
+    ``bound`` is "compute" or "memory".
     """
     spent: dict[tuple[str, str], float] = {}
     for steps, kernels in runs:
@@ -112,10 +111,10 @@ def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) 
             if not kernel.collective:
                 by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
                 file = hlo.short(kernel.instruction.source).partition(":")[0]
-                key = file or "the compiler", COMPUTE_BOUND if by_flops > by_bytes else MEMORY_BOUND
+                key = file or "the compiler", "compute" if by_flops > by_bytes else "memory"
                 spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
     return [
-        {"source": file, "held_up_by": what, "seconds": seconds * slowdown(), "share": seconds / sum(spent.values())}
+        {"source": file, "bound": what, "seconds": seconds * slowdown(), "share": seconds / sum(spent.values())}
         for (file, what), seconds in sorted(spent.items(), key=lambda item: -item[1])
     ]
 

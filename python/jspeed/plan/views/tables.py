@@ -33,18 +33,20 @@ class Table(NamedTuple):
 
 def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
-    head = ["stage", "steps", "tokens a step", "predicted ms", "compute ms", "memory ms", "comm. ms",
-            "exposed comm. ms", "peak memory", "TFLOPs", "bytes moved", "tokens at once"]  # fmt: skip
+    head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms", "peak",
+            "TFLOPs", "moved", "at once"]  # fmt: skip
     kinds = ("compute", "memory", "communication", "exposed_communication")
     rows = [
-        [s["name"] + " *" * (not s["compiled"]), f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
+        [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
+         f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
          between(s["predicted_ms"]), *(figures(s["time_ms"][kind]) for kind in kinds), size(s["memory_bytes"]["peak"]),
          figures(s["flops"], 1e12), size(s["bytes_moved"]), f"{s['micro_batch_tokens']:,} x {s['micro_batches']:,}"]
         for s in plan["stages"]
     ]  # fmt: skip
     note = (
-        "One device, one step. Compute and memory are compute-bound and memory-bound kernels; with the exposed "
-        "communication they add up to the roofline of the step. *: another stage's program."
+        "One device, one step; (1/2) is the first of two. Compute and memory are compute-bound and memory-bound "
+        "kernels; with the exposed communication they add up to the roofline of the step. Peak: of memory; at once: "
+        "tokens of a micro-batch. *: another stage's program."
     )
     return Table("stages", head, rows, note)
 

@@ -8,12 +8,10 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.plan import predict
 from jspeed.plan.views import compare
 from jspeed.plan.views.tables import Table, stages, tables
 
 Plan = Mapping[str, Any]
-BOUND = {predict.COMPUTE_BOUND: "compute-bound", predict.MEMORY_BOUND: "memory-bound"}
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
 
@@ -41,8 +39,8 @@ def plan(made: Plan, console: Console | None = None) -> None:
         f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} a GPU and hour"
     )
     largest = (
-        f"{row['source']}, {BOUND[row['held_up_by']]}: {row['seconds']:.1f} s ({row['share']:.0%})"
-        for row in made["hindrances"][:3]
+        f"{row['source']}, {row['bound']}-bound: {row['seconds']:.1f} s ({row['share']:.0%})"
+        for row in made["bottlenecks"][:3]
     )
     console.print("bottlenecks: " + "; ".join(largest))
     for table in tables(made):
