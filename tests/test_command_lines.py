@@ -67,10 +67,10 @@ def test_help(tmp_path):
     assert launch.code == 0 and "--standalone, --no-standalone" in launch.out and "--node-rank R " in launch.out
 
 
-def test_the_meshes_of_the_readme_fit_its_recipe():
+def test_the_meshes_of_the_quick_start_fit_its_recipe():
     """What the layout of tp needs besides what find_and_place checks: heads that the model axis divides."""
-    readme = (SCRIPTS.parent / "README.md").read_text()
-    lines = [line.partition("#")[0].split()[2:] for line in readme.splitlines() if "speedrun.py --mesh" in line]
+    page = (SCRIPTS.parent / "docs" / "quickstart.md").read_text()
+    lines = [line.partition("#")[0].split()[2:] for line in page.splitlines() if "jspeed run --mesh" in line]
     assert len(lines) == 2
     found = find("stdlib")
     for arguments in lines:

@@ -43,9 +43,11 @@ def plan(made: Plan, console: Console | None = None) -> None:
         for row in made["bottlenecks"][:3]
     )
     console.print("bottlenecks: " + "; ".join(largest))
-    for table in tables(made):
+    for table in tables({**made, "stages": made["stages"][-1:]}):
         if table.title not in PAGE_ONLY:
             show(console, table)
+    if len(made["stages"]) > 1:
+        console.print(f"tables are of {made['stages'][-1]['name']}; --html FILE has every stage", style="dim")
     for finding in made["doctor"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
     for warning in made["warnings"]:
