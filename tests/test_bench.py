@@ -14,7 +14,7 @@ from jax.profiler import ProfileData
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from .data.on_disk import shard_bytes
 from .toys import TINY

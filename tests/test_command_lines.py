@@ -3,7 +3,7 @@
 import pytest
 
 from jspeed.parallel.mesh import parse_mesh
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from .called import SCRIPTS, call
 

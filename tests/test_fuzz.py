@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jspeed.run.find import find
-from jspeed.run.names import FOLDER
+from jspeed.run.find_recipe import find
+from jspeed.run.recipe_names import FOLDER
 
 from .called import Done, call
 from .several import shards

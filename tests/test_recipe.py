@@ -14,8 +14,8 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.record.schema import check_plain
-from jspeed.run.find import find
-from jspeed.run.names import known_recipes
+from jspeed.run.find_recipe import find
+from jspeed.run.recipe_names import known_recipes
 
 from .toys import ALIKE, TOYS
 
@@ -76,9 +76,8 @@ def test_fields_come_back_from_json(name):
 
 def test_reading_a_recipe_starts_no_backend():
     """Processes join, and CPU devices are asked for, after the recipe has been read and before JAX has any device."""
-    lines = (
-        "from jax._src import xla_bridge; from jspeed.run.find import find; from jspeed.run.names import known_recipes"
-    )
+    lines = "from jax._src import xla_bridge; from jspeed.run.find_recipe import find"
+    lines += "; from jspeed.run.recipe_names import known_recipes"
     lines += "; [find(name, trace=False).recipe.optimizer() for name in known_recipes()]; print(xla_bridge._backends)"
     done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True)
     assert done.stdout == "{}\n", done.stderr

@@ -1,4 +1,4 @@
-"""How a script ends: bad input is one sentence on stderr and exit code 2; Ctrl-C, full disks, what nobody foresaw."""
+"""Turn exceptions into a one-line error message and an exit code: bad input is 2; Ctrl-C, full disks and the rest too."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, their hashes, and the folder where jspeed keeps what it prepared."""
+"""Atomic file writes, file hashes, and the cache folder."""
 
 import errno
 import hashlib

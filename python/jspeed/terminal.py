@@ -1,4 +1,4 @@
-"""What a script prints and hears: streams that never stop its work, text that is only text, Ctrl-C while it starts."""
+"""Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters, Ctrl-C during imports."""
 
 import errno
 import io

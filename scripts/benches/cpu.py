@@ -1,4 +1,4 @@
-"""Whole runs of recipes on this machine, taken in turn, so that its moods fall on all of them alike."""
+"""Whole runs of recipes on this machine, interleaved, so that load and clock drift affect all of them equally."""
 
 import json
 import statistics
@@ -14,7 +14,7 @@ from benches.versus import our_run
 from jspeed.commands.flags import File, Folder, Wants
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.record import picture
+from jspeed.record import loss_plot
 
 Points = list[tuple[float, float | None]]
 
@@ -60,7 +60,7 @@ def cpu(
         curves = {recipe: _points(found[0]) for recipe, found in runs.items()}
         first = runs[recipes[0]][0]
         title = f"{' and '.join(recipes)}, seed 1, {first['devices']['kind']}"
-        picture.curves_svg(svg, curves, first["target_loss"], title)
+        loss_plot.curves_svg(svg, curves, first["target_loss"], title)
     return 0
 
 

@@ -23,10 +23,10 @@ from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
-from jspeed.run.compute.cpu import keep_freed_memory
 from jspeed.run.compute.device import device_of
+from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.evidence import provenance
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 RECIPES = ("llmc", "track3", "r21", "r29", "r62", "r89")
 MFU_FORMULA = "FLOPs/token x tokens/s / (devices x peak dense bf16 FLOP/s)"

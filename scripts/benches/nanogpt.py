@@ -17,8 +17,8 @@ from benches.versus import our_run
 from jspeed.data.shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.run.find import find
-from jspeed.run.prepare import data_folder
+from jspeed.run.find_recipe import find
+from jspeed.run.setup import data_folder
 
 # nanoGPT's README, "I only have a macbook": about 3 minutes there, and a validation loss of 1.88.
 SETTING = "--device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "

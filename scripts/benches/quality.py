@@ -15,14 +15,14 @@ from rich.table import Table
 
 from benches.versus import our_run
 from jspeed.commands.flags import File, Wants
-from jspeed.corpus import pieces
+from jspeed.corpus import chunks
 from jspeed.corpus.sources import text_files
 from jspeed.data.folder import Batch, write_folder
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
-from jspeed.record import picture
-from jspeed.run.find import find
+from jspeed.record import loss_plot
+from jspeed.run.find_recipe import find
 
 VOCAB = 4096  # GPT-2's first byte pairs: with all 50,257 the head would be most of the work at this width
 TOKENS, VAL_TOKENS = 10_000_000, 27_648
@@ -90,7 +90,7 @@ def quality(
     if svg:
         points = {label: [(tokens / 1e6, loss) for tokens, loss in found[0]] for label, found in curves.items()}
         goal = rows[recipes[0]]["loss"]
-        picture.curves_svg(svg, points, goal, "width 128, same tokens in the same order", "million tokens")
+        loss_plot.curves_svg(svg, points, goal, "width 128, same tokens in the same order", "million tokens")
 
 
 def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple[int, float]]]]:
@@ -158,8 +158,8 @@ def write_tokens(out: Path, texts: Sequence[Path]) -> None:
     def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[Batch]:
         total = 0
         for path in paths:
-            for segment in pieces.segments(path):
-                for document in pieces.documents(segment):
+            for segment in chunks.segments(path):
+                for document in chunks.documents(segment):
                     ids = np.array([VOCAB - 1, *encoding.encode_ordinary(document.decode())], np.uint16)
                     yield Batch(split, ids, np.array([len(ids)]))
                     if (total := total + len(ids)) > limit:

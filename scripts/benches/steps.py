@@ -23,7 +23,7 @@ from jspeed.run.clock import now
 from jspeed.run.compute.device import Device
 from jspeed.run.compute.program import fit, memory_needed, state_shardings
 from jspeed.run.compute.step import State, init_state
-from jspeed.run.prepare import open_loader
+from jspeed.run.setup import open_loader
 from jspeed.sizes import flops_per_token
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.commands.flags import Wants
-from jspeed.corpus import pieces, work, workers
+from jspeed.corpus import chunks, process_pool, work
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
@@ -24,7 +24,7 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import init_parameters
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 Texts = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
 
@@ -50,8 +50,8 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
         total = 0
         with open(folder / "plain.bin", "wb") as file:
             for path in paths:
-                for segment in pieces.segments(path):
-                    for document in pieces.documents(segment):
+                for segment in chunks.segments(path):
+                    for document in chunks.documents(segment):
                         ids = encoding.encode_ordinary(document.decode())
                         ids.append(encoding.eot_token)
                         file.write(np.array(ids, np.uint16).tobytes())
@@ -60,12 +60,12 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
 
     def ours(folder: Path, repeats: int) -> int:
         """The files again and again through one pool; the first time is not measured."""
-        encoded = workers.in_order(partial(work.encode, "gpt2", "before"), again(repeats), processes)
+        encoded = process_pool.in_order(partial(work.encode, "gpt2", "before"), again(repeats), processes)
         with open(folder / "ours.bin", "wb") as file:
             return sum(len(part.tokens) + 0 * file.write(part.tokens.tobytes()) for part in encoded)
 
     def again(repeats: int):
-        return itertools.chain.from_iterable(pieces.pieces(paths) for _ in range(repeats))
+        return itertools.chain.from_iterable(chunks.pieces(paths) for _ in range(repeats))
 
     rates: dict[str, list[float]] = {"plain": [], "ours": []}
     with tempfile.TemporaryDirectory() as name:

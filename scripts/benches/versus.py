@@ -17,7 +17,7 @@ from rich.table import Table
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.record import picture
+from jspeed.record import loss_plot
 from jspeed.record.runfile import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
@@ -74,7 +74,7 @@ def race(
             for who in curves
             for number, curve in enumerate(curves[who], 1)
         }
-        picture.curves_svg(svg_file, points, target, title or recipe, "training seconds, each by its own clock")
+        loss_plot.curves_svg(svg_file, points, target, title or recipe, "training seconds, each by its own clock")
     return 0
 
 

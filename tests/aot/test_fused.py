@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.model import fused
+from jspeed.model import fused_mlp
 from jspeed.model.fp8 import E4M3
 
 from .calls import custom_calls
 
 N, F, D = 49_152, 3072, 768
 CASES = {
-    fused.squared_relu_matmul: [((N, D), E4M3), ((F, D), E4M3), ((2,), jnp.float32)],
-    fused.squared_relu_gradient: [((N, D), jnp.bfloat16), ((D, F), jnp.bfloat16), ((N, F), jnp.bfloat16)],
+    fused_mlp.squared_relu_matmul: [((N, D), E4M3), ((F, D), E4M3), ((2,), jnp.float32)],
+    fused_mlp.squared_relu_gradient: [((N, D), jnp.bfloat16), ((D, F), jnp.bfloat16), ((N, F), jnp.bfloat16)],
 }
 
 

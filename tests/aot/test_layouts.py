@@ -13,7 +13,7 @@ from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.recipe import leaves
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of, micro_batches
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 MESHES = {
     "dp": {"data": 8},

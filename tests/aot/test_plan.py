@@ -11,7 +11,7 @@ from jspeed.plan import predict
 from jspeed.plan.compile import Step, compile_stages, hardware_for, memory_by_kind, with_stage
 from jspeed.plan.plan import describe_stage, make_plan
 from jspeed.plan.target import parse_target
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from .test_recipes import compiled
 

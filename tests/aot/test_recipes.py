@@ -10,7 +10,7 @@ from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of, micro_batches
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from .calls import custom_calls
 

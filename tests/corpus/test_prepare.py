@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspeed.corpus import pieces, sources, tokenise
+from jspeed.corpus import chunks, sources, tokenise
 from jspeed.corpus import split as splits
 from jspeed.errors import BadInput
 
@@ -124,7 +124,7 @@ def test_rows_are_split_as_train_test_split_does():
 
 
 def all_documents(*paths):
-    return [document for path in paths for segment in pieces.segments(path) for document in pieces.documents(segment)]
+    return [document for path in paths for segment in chunks.segments(path) for document in chunks.documents(segment)]
 
 
 def test_folders_files_and_endings(tmp_path):
@@ -145,9 +145,9 @@ def test_folders_files_and_endings(tmp_path):
 @pytest.mark.parametrize("block", [1, 5, 13, 1 << 20])
 def test_separators_split_a_text(tmp_path, monkeypatch, block):
     (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n two \n<|endo<|endoftext|><|endoftext|>three<|endoftext|>\n")
-    monkeypatch.setattr(pieces, "BLOCK_BYTES", block)
+    monkeypatch.setattr(chunks, "BLOCK_BYTES", block)
     for piece in (1, 20, 1 << 20):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", piece)
+        monkeypatch.setattr(chunks, "PIECE_BYTES", piece)
         assert all_documents(tmp_path / "a.txt") == [b"one", b"two \n<|endo", b"three"]
 
 
@@ -161,7 +161,7 @@ def test_same_input_gives_the_same_bytes(tmp_path):
 def test_batches_leave_no_trace(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(100)])
     one = prepare_bytes(source, out=tmp_path / "1" / "set", shard_tokens=100)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 20)
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 20)
     assert content_of(prepare_bytes(source, out=tmp_path / "2" / "set", shard_tokens=100)) == content_of(one)
 
 
@@ -225,8 +225,8 @@ def test_parquet(tmp_path, monkeypatch):
     parquet.write_table(pa.table({"id": range(51), "text": texts}), path, row_group_size=7)
     assert all_documents(path) == [text.encode() for text in texts[:-1]]
     used = []
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1)
-    assert len(list(pieces.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 1)
+    assert len(list(chunks.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
     for column, sentence in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
         parquet.write_table(pa.table(column), tmp_path / "bad.parquet")
         with pytest.raises(BadInput, match=sentence):

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jspeed.corpus import pieces, sources, tokenise
+from jspeed.corpus import chunks, sources, tokenise
 from jspeed.data import folder as folders
 from jspeed.errors import BadInput
 
@@ -18,10 +18,10 @@ from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare
 INTERRUPTED = """
 import sys, time
 from pathlib import Path
-from jspeed.corpus import pieces, tokenise, work
+from jspeed.corpus import chunks, tokenise, work
 from jspeed.errors import run_script
 
-pieces.PIECE_BYTES = 1000
+chunks.PIECE_BYTES = 1000
 stop = int(sys.argv[3])
 encode = work.encode
 
@@ -63,13 +63,13 @@ def test_interrupted_work_is_taken_up(tmp_path, signal_number, code, monkeypatch
         tokens.write(b"xxx")
     assert interrupt(source, out, signal_number, after=3) == code
     assert len(journal.read_text().splitlines()) == 8
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
     encoded = []
     real = tokenise.work.encode
     monkeypatch.setattr(tokenise.work, "encode", lambda *a: (encoded.append(a), real(*a))[1])
     prepare_bytes(source, out=out, processes=1)
     assert content_of(out) == wanted and os.listdir(out.parent) == ["out"]
-    assert len(encoded) == len(list(pieces.pieces([source]))) - 8
+    assert len(encoded) == len(list(chunks.pieces([source]))) - 8
 
 
 def test_work_of_other_inputs_is_not_taken_up(tmp_path):
@@ -82,7 +82,7 @@ def test_work_of_other_inputs_is_not_taken_up(tmp_path):
 
 def test_no_room_keeps_the_work(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
     room, sync = 7, os.fsync
 
@@ -112,7 +112,7 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, processes):
     for out, count in zip(outs, (1, processes), strict=True):
         prepare_bytes(tmp_path / "in", out=out, processes=count)
     assert content_of(outs[0]) == content_of(outs[1])
-    assert len(list(pieces.pieces([path for _, path in sources.text_files([tmp_path / "in"])]))) > 4
+    assert len(list(chunks.pieces([path for _, path in sources.text_files([tmp_path / "in"])]))) > 4
 
 
 def test_the_first_bad_line_is_the_one_that_is_said(tmp_path, monkeypatch):

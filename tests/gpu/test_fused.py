@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model import fused
+from jspeed.model import fused_mlp
 from jspeed.model.fp8 import E4M3
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
@@ -25,8 +25,8 @@ def test_the_squared_relu_matmul():
     arrays = drawn(0, N, D).astype(E4M3), drawn(1, F, D).astype(E4M3), jnp.array([0.05, 0.01], jnp.float32)
     # One rounding to e4m3 may fall to either side where the sums differ in their last bits.
     for found, expected, rtol in zip(
-        fused.squared_relu_matmul(*arrays),
-        fused.squared_relu_matmul_reference(*arrays),
+        fused_mlp.squared_relu_matmul(*arrays),
+        fused_mlp.squared_relu_matmul_reference(*arrays),
         (0.02, 0.13, 0.02),
         strict=True,
     ):
@@ -35,4 +35,4 @@ def test_the_squared_relu_matmul():
 
 def test_the_gradient():
     arrays = drawn(0, N, D), drawn(1, D, F), jnp.square(drawn(2, N, F))
-    same(fused.squared_relu_gradient(*arrays), fused.squared_relu_gradient_reference(*arrays), 0.02)
+    same(fused_mlp.squared_relu_gradient(*arrays), fused_mlp.squared_relu_gradient_reference(*arrays), 0.02)

@@ -10,14 +10,14 @@ from jspeed.corpus import tokenizers
 from jspeed.errors import BadInput
 from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
 from jspeed.inference.trained import Model
-from jspeed.model.cache import advance, empty
+from jspeed.model.kv_cache import advance, empty
 from jspeed.model.layers import token_before
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, put
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
-from jspeed.run.find import find
-from jspeed.run.names import known_recipes
+from jspeed.run.find_recipe import find
+from jspeed.run.recipe_names import known_recipes
 
 from ..toys import ALIKE, TOYS
 

@@ -17,7 +17,7 @@ from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Context, init_parameters
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 

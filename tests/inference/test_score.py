@@ -16,7 +16,7 @@ from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..data.on_disk import shard_bytes
 from ..toys import TOYS

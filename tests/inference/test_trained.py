@@ -9,13 +9,13 @@ import pytest
 from jspeed.commands import sample as sample_
 from jspeed.commands.export import export
 from jspeed.commands.run import speak
-from jspeed.corpus import classics
+from jspeed.corpus import named
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model, parameters_of
 from jspeed.run.export import load
-from jspeed.run.prepare import Options
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ..toys import TOYS
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     """A short run on eight devices, with checkpoints, a trace and TensorBoard."""
     folder = tmp_path_factory.mktemp("names")
     (folder / "names.txt").write_text("\n".join(NAMES))
-    data = classics.prepare_names(folder / "data", folder / "names.txt")
+    data = named.prepare_names(folder / "data", folder / "names.txt")
     facts = json.loads((data / "manifest.json").read_text())
     ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
     options = Options("microgpt-names", data=data, run_dir=folder / "run", sets=(*SETS, *ids), target_loss=9.0)

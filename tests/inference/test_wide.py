@@ -17,8 +17,8 @@ from jspeed.recipe import Data, replace
 from jspeed.run import evaluate
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
-from jspeed.run.find import find
-from jspeed.run.prepare import Options
+from jspeed.run.find_recipe import find
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ..toys import TOYS

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.errors import BadInput
 from jspeed.model import attention as module
-from jspeed.model import kernels
+from jspeed.model import attention_backends
 from jspeed.model.attention import Documents, attention, find_documents
 
 from . import dense
@@ -202,10 +202,10 @@ def packed_mask(lengths, starts, length):
 def told(tokens, max_docs):
     """What the kernels are told, and what jax makes of it for cuDNN: starts in elements, unused slots at the end."""
     offsets = find_documents(tokens, BOS, max_docs).offsets
-    lengths, starts = kernels.cudnn_slots(offsets, tokens.shape[1])
+    lengths, starts = attention_backends.cudnn_slots(offsets, tokens.shape[1])
     x = jnp.zeros((*tokens.shape, 2, 8))
     by_jax = fused._fix_seqlen_offsets(lengths, lengths, starts, starts, x, x)
-    return lengths, starts, by_jax[0], by_jax[2], kernels.flat_bounds(offsets, tokens.shape[1])
+    return lengths, starts, by_jax[0], by_jax[2], attention_backends.flat_bounds(offsets, tokens.shape[1])
 
 
 @many
@@ -270,7 +270,7 @@ def test_cudnn_call(cudnn_on_paper, max_docs, window):
 def test_fa4_call(monkeypatch, max_docs, window):
     if importlib.util.find_spec("fa4_jax") is None:
         pytest.skip("fa4-jax is not installed (Python 3.12 or newer: pip install 'jspeed[fa4]')")
-    monkeypatch.setattr(kernels, "fa4", partial(kernels.fa4, implementation="reference"))
+    monkeypatch.setattr(attention_backends, "fa4", partial(attention_backends.fa4, implementation="reference"))
     tokens = np.ones((2, 20), int)
     tokens[0, [0, 6, 7, 15]] = tokens[1, [3, 19]] = BOS
     documents = find_documents(jnp.asarray(tokens), BOS, max_docs) if max_docs else None

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.layers import dropout, row_keys
 from jspeed.recipe import Context, init_parameters
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import mesh_of
 from ..toys import TOYS

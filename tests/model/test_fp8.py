@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspeed.model import fused
+from jspeed.model import fused_mlp
 from jspeed.model.fp8 import E4M3, E5M2, Scales, forward_matmul, matmul, quantise, watch
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
@@ -150,9 +150,9 @@ def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation()
 
 
 def test_mlp_in_own_kernels_is_the_other_one_to_rounding(monkeypatch):
-    """With the kernels' references in plain JAX; the kernels themselves: test_fused.py."""
+    """With the kernels' references in plain JAX; the kernels themselves: test_fused_mlp.py."""
     for name in ("squared_relu_matmul", "squared_relu_gradient"):
-        monkeypatch.setattr(fused, name, getattr(fused, f"{name}_reference"))
+        monkeypatch.setattr(fused_mlp, name, getattr(fused_mlp, f"{name}_reference"))
     rng = np.random.default_rng(0)
     shapes = ((2, 64, 64), (64, 256), (64, 256), (2, 64, 64))
     x, up, down, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)

@@ -7,7 +7,7 @@ import pytest
 
 from jspeed.model.layers import uniform
 from jspeed.model.mlp import swiglu, swiglu_width
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
 
 from ..run.compute.steps import mesh_of, run

@@ -14,7 +14,7 @@ from jspeed.model import fp8
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, root_cap, sigmoid_cap, with_prefix
 from jspeed.model.sampled import Sample, by_frequency, columns, count, draw, sampled_cross_entropy
 from jspeed.recipe import Context
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import batches, mesh_of, run
 from ..toys import TOYS

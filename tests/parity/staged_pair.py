@@ -8,7 +8,7 @@ import numpy as np
 
 from jspeed.data import TokenLoader, find_split
 from jspeed.recipe import Recipe
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..recipes.staged_golden import Size, filled
 from . import staged_runs as runs

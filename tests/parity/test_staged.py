@@ -15,7 +15,7 @@ from jspeed.model.ngrams import bigram_rows
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.recipe import init_parameters
 from jspeed.recipes.r89 import HEAD_SCALES
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..recipes.staged_golden import FULL, SMALL, STEPS, Size, draw_prefixes, draw_tokens, filled, summary, tied
 from ..recipes.test_golden_staged import GOLDEN, same

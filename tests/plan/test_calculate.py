@@ -16,7 +16,7 @@ from jspeed.plan.views.formulas import print_tables, tables
 from jspeed.recipe import Context, init_parameters, leaves
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 from jspeed.sizes import matmul_parameters, parameter_count
 
 

@@ -7,7 +7,7 @@ import pytest
 from jspeed.plan import cost, hlo, predict
 from jspeed.plan.plan import matrices_of
 from jspeed.plan.target import parse_target
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 # Shortened from the program of r29 for 8 H100s: names, shapes and configurations are XLA's.
 TEXT = """HloModule jit_step, is_scheduled=true, num_partitions=8

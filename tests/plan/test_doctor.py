@@ -14,7 +14,7 @@ from jspeed.plan.compile import Hardware
 from jspeed.plan.plan import make_plan
 from jspeed.plan.target import parse_target
 from jspeed.run.compute.device import Device
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 BAD = str(Path(__file__).with_name("bad.py"))
 HERE = Device("cpu", "xla", "emulated", 8192, memory=10**10)

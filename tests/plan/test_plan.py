@@ -18,7 +18,7 @@ from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
 from jspeed.run.compute.device import Device
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
 
 from ..toys import TOYS

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.plan.views import format
-from jspeed.plan.views.picture import plan_svg
+from jspeed.plan.views.plot import plan_svg
 from jspeed.plan.views.report import page, plan_html
 
 MARKUP = """<script>alert("1")</script> & 'r29' $x$ <b>\x00"""

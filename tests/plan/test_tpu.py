@@ -10,7 +10,7 @@ import pytest
 
 from jspeed.plan.target import load_target, missing
 from jspeed.recipe import leaves
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 from jspeed.sizes import is_matrix
 
 from ..toys import TOYS

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jspeed.recipe import Context, Recipe, leaves, map_specs
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 BLOCK = 8
 COMMON = {"WIDTH": 48, "MLP_WIDTH": 192, "HEADS": 6, "VOCAB": 384, "BOS": 256, "COMPUTE": "float32"}

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jspeed.recipe import Context, Recipe, leaves
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 HEADS = 6
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jspeed.recipe import init_parameters, leaves
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 

@@ -11,7 +11,7 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.recipes import llmc, r21, r29, track3
 from jspeed.record import track
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 

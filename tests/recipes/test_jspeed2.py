@@ -11,7 +11,7 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.recipes import jspeed2, r89
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import batches, mesh_of, run
 from ..toys import TOYS

@@ -10,13 +10,13 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed import sizes
-from jspeed.corpus import classics
+from jspeed.corpus import named
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipes import microgpt_names as names
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
-from jspeed.run.find import find
-from jspeed.run.prepare import Options
+from jspeed.run.find_recipe import find
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 RECIPE = find("microgpt-names", ["LANES=8", "LAYERS=2"]).recipe
@@ -62,7 +62,7 @@ def test_two_thousand_steps_on_names(tmp_path):
     text = Path(__file__).parents[3] / "shared" / "data" / "classics" / "names.txt"
     if not text.exists():
         pytest.skip(f"the 32,033 names are not in {text}")
-    data = classics.prepare_names(tmp_path / "data", text)
+    data = named.prepare_names(tmp_path / "data", text)
     options = Options("microgpt-names", data=data, run_dir=tmp_path / "run", progress=False, sample=False)
     assert train(options) == 0
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

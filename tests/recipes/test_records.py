@@ -12,7 +12,7 @@ from jspeed import sizes
 from jspeed.model.mudd import coefficients, named
 from jspeed.optim.schedules import through
 from jspeed.recipes import r62, r89
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 

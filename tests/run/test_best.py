@@ -9,7 +9,7 @@ from jspeed.record.runfile import read_run
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import steps_in
 from jspeed.run.export import load
-from jspeed.run.prepare import Options
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ..several import TOY, shards

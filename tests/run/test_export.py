@@ -15,7 +15,7 @@ from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.inference.trained import load_model, parameters_of
 from jspeed.run import export
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
 

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 
 from jspeed.record.runfile import read_run
-from jspeed.run.prepare import Options
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ..several import TOY, said, shards

@@ -15,7 +15,7 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.record import planned
-from jspeed.run.prepare import Options
+from jspeed.run.setup import Options
 from jspeed.series import announced
 
 from ..several import REPOSITORY, ended, environment, shards, start, toy

@@ -49,7 +49,7 @@ def evaluate(
         from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-        from jspeed.run.compute.cache import use_compile_cache
+        from jspeed.run.compute.compile_cache import use_compile_cache
 
     use_compile_cache()
     axes = parse_mesh(mesh) if mesh is not None else None

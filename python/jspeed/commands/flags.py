@@ -1,4 +1,4 @@
-"""A function as a command line: flags from its signature, help from its docstring, bad words as one sentence.
+"""Build a command line from a function's signature and docstring; a wrong flag is a one-line error message.
 
 tyro parses and prints. A parameter is a flag, its trailing underscore left out; :class:`Wants` says more of it.
 """

@@ -1,4 +1,4 @@
-"""The command ``jspeed`` and the scripts: which command the words mean; nothing is imported before that is known."""
+"""Dispatch the words of the command line to a command of ``jspeed``, importing that one alone."""
 
 import logging
 import os

@@ -12,7 +12,7 @@ from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.plan import MEMORY_FRACTION, TPU_MEMORY_FRACTION
-from jspeed.run.names import known_recipes
+from jspeed.run.recipe_names import known_recipes
 from jspeed.terminal import importing
 
 if TYPE_CHECKING:
@@ -78,9 +78,9 @@ def plan(
         from jspeed.plan.target import missing, parse_target
         from jspeed.plan.traffic import of_last_step
         from jspeed.plan.views import terminal
-        from jspeed.plan.views.picture import plan_svg
+        from jspeed.plan.views.plot import plan_svg
         from jspeed.plan.views.report import plan_html
-        from jspeed.run.find import find
+        from jspeed.run.find_recipe import find
 
     jax.config.update("jax_platforms", "cpu")  # of this machine only, whatever plugins are installed
     if flops is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 from jspeed.commands.flags import Axes, Command, Fields, Folder, Wants
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.run.names import known_recipes
+from jspeed.run.recipe_names import known_recipes
 from jspeed.terminal import escaped, importing
 
 BEST_ON_FINEWEB = "r29"
@@ -118,7 +118,7 @@ def run(
         from rich.console import Console
 
         from jspeed.run.output.console import layout_table, tile_table
-        from jspeed.run.prepare import Options, find_and_place
+        from jspeed.run.setup import Options, find_and_place
         from jspeed.run.train import train
         from jspeed.series.announced import run_series
 

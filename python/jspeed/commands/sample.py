@@ -46,7 +46,7 @@ def sample(
         from jspeed.inference.generate import Sampling, joined, write
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-        from jspeed.run.compute.cache import use_compile_cache
+        from jspeed.run.compute.compile_cache import use_compile_cache
 
     use_compile_cache()
     axes = parse_mesh(mesh) if mesh is not None else None

@@ -1,4 +1,4 @@
-"""Which documents validate."""
+"""Choose which documents form the validation split."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.corpus import sources, split, work
-from jspeed.corpus.pieces import PIECE_BYTES, pieces
+from jspeed.corpus.chunks import PIECE_BYTES, pieces
+from jspeed.corpus.process_pool import MOST as MOST_PROCESSES
 from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, named_tokenizer
-from jspeed.corpus.workers import MOST as MOST_PROCESSES
 from jspeed.data.folder import SHARD_TOKENS, Batch, check_vacant, write_folder
 from jspeed.data.manifest import FORMAT_VERSION, holds
 from jspeed.errors import BadInput
@@ -74,7 +74,7 @@ def prepare_text(
     progress: Progress | None = None,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
-    """Tokenise text files (:func:`jspeed.corpus.pieces.documents`) into ``out`` and return it.
+    """Tokenise text files (:func:`jspeed.corpus.chunks.documents`) into ``out`` and return it.
 
     The documents of ``val_inputs`` validate. Without any, those that :func:`jspeed.corpus.split.by_contents` picks do,
     or with ``rows`` those of :func:`jspeed.corpus.split.by_rows`; of a single document, its last tenth, or

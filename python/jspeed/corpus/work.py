@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.corpus.pieces import Piece, documents
+from jspeed.corpus.chunks import Piece, documents
+from jspeed.corpus.process_pool import NoRoom, in_order
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenizers import named_tokenizer
-from jspeed.corpus.workers import NoRoom, in_order
 from jspeed.data.folder import Batch, lock_folder, remove_leftovers
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import write_whole

@@ -1,6 +1,7 @@
 """Token shards and the batches made of them. Needs NumPy; never imports jax."""
 
 from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader
+from jspeed.data.document_sharding import shard
 from jspeed.data.errors import (
     DocOverflowError,
     LoaderForkedError,
@@ -11,7 +12,6 @@ from jspeed.data.errors import (
     TokenRangeError,
 )
 from jspeed.data.shards import find_split, open_shards
-from jspeed.data.stride import shard
 from jspeed.stage import Stage
 
 __all__ = [

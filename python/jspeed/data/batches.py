@@ -1,4 +1,4 @@
-"""From the loader's batches to arrays on devices: the only file of this room that imports jax."""
+"""Place the loader's batches on devices as globally sharded arrays; alone in this package it imports jax."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A folder of token shards and their manifest, that appears at once and whole, or not at all.
+"""Write a folder of token shards and its manifest atomically.
 
 Shards (:func:`jspeed.data.open_shards`) hold uint16, or uint32 where that is what tokens are, as in llm.c. A document
 may go on in the next shard. The same tokens give the same bytes.

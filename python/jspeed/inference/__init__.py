@@ -1,1 +1,1 @@
-"""What a trained model does: text, and how good it is; from wherever its parameters lie."""
+"""Load a trained model, generate text, evaluate it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jspeed.errors import BadInput
 from jspeed.inference.trained import Model
-from jspeed.model.cache import Cache, advance, empty
+from jspeed.model.kv_cache import Cache, advance, empty
 from jspeed.recipe import Recipe
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
@@ -161,7 +161,7 @@ class Generator:
         if np.max(np.abs(read - alone)) > 0.05 * (1 + np.max(np.abs(read))):
             raise BadInput(
                 f"recipe {self._name} looks across positions by something else than the primitives of jspeed.model "
-                "(model/cache.py names them), so it cannot be generated from; use these"
+                "(model/kv_cache.py names them), so it cannot be generated from; use these"
             )
         return cache
 

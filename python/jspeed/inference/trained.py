@@ -17,7 +17,7 @@ from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.export import FILE, named, read_parameters
-from jspeed.run.find import Found, find
+from jspeed.run.find_recipe import Found, find
 
 GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
 

@@ -1,1 +1,1 @@
-"""What records amount to: entries judged by their track's rules, statistics, comparisons. Never imports jax."""
+"""The leaderboard: entries judged by their track's rules, statistics, comparisons. Never imports jax."""

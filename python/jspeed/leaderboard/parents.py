@@ -1,4 +1,4 @@
-"""An entry of the board against its parent: how much faster, how surely, and the time it would have officially."""
+"""Compare an entry with the recipe that it derives from, and estimate its time on the track's hardware."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

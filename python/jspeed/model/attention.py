@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.model import kernels
-from jspeed.model.cache import Open, opened, written
+from jspeed.model import attention_backends
+from jspeed.model.kv_cache import Open, opened, written
 
 BACKENDS = ("xla", "cudnn", "fa4")
 QUERY_BLOCK = 128
@@ -66,8 +66,8 @@ def attention(
     one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
-    others (:mod:`jspeed.model.kernels`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more than
-    ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that
+    others (:mod:`jspeed.model.attention_backends`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more
+    than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that
     XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads
     that do not divide.
     """
@@ -92,7 +92,7 @@ def attention(
             "or choose backend 'xla'"
         )
     offsets_BO = None if documents is None else documents.offsets
-    kernel = kernels.cudnn if backend == "cudnn" else kernels.fa4
+    kernel = attention_backends.cudnn if backend == "cudnn" else attention_backends.fa4
     run = partial(kernel, scale=scale, offsets_BO=offsets_BO, window=window)
     return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, attention, cached_mask
-from jspeed.model.cache import opened
+from jspeed.model.kv_cache import opened
 
 
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 
-from jspeed.model.cache import opened
+from jspeed.model.kv_cache import opened
 
 
 @jax.custom_vjp

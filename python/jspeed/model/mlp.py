@@ -28,8 +28,8 @@ def mlp(
     the batch (modded-nanogpt, records 84 and 89).
 
     With ``own_kernels`` squared ReLU and its gradient are computed where the matmuls before them end, by
-    :mod:`jspeed.model.fused`: the same to rounding, on Hopper in bf16 alone, where B x T is a multiple of 128, D of 128
-    and F of 256.
+    :mod:`jspeed.model.fused_mlp`: the same to rounding, on Hopper in bf16 alone, where B x T is a multiple of 128, D of
+    128 and F of 256.
     """
     if largest is None:
         return relu_squared(x_BTD @ up_DF) @ down_DF.T
@@ -49,21 +49,21 @@ def _in_own_kernels(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, dow
 
 
 def _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale):
-    from jspeed.model import fused  # slow to import, and most runs do without
+    from jspeed.model import fused_mlp  # slow to import, and most runs do without
 
     scaled = ((x_ND, x_scale), (up_DF.T, up_scale), (down_DF, down_scale))
     q_ND, q_FD, q_DF = (fp8.quantise(a, scale.astype(jnp.float32), fp8.E4M3) for a, scale in scaled)
     product = x_scale.astype(jnp.float32) * up_scale.astype(jnp.float32)
-    h_NF, q_NF, most_GN = fused.squared_relu_matmul(q_ND, q_FD, jnp.stack([product, h_scale.astype(jnp.float32)]))
+    h_NF, q_NF, most_GN = fused_mlp.squared_relu_matmul(q_ND, q_FD, jnp.stack([product, h_scale.astype(jnp.float32)]))
     y_ND = fp8.dot(q_NF, q_DF, (1, 1), (h_scale, down_scale), x_ND.dtype, Precision.DEFAULT)
     return y_ND, (x_ND, up_DF, down_DF, h_NF, (jnp.max(most_GN) * share).astype(largest.dtype))
 
 
 def _backward(saved, g_ND):
-    from jspeed.model import fused
+    from jspeed.model import fused_mlp
 
     x_ND, up_DF, down_DF, h_NF, most = saved
-    dpre_NF = fused.squared_relu_gradient(g_ND, down_DF, h_NF)
+    dpre_NF = fused_mlp.squared_relu_gradient(g_ND, down_DF, h_NF)
     operands = ((dpre_NF, up_DF, (1, 1)), (x_ND, dpre_NF, (0, 0)), (g_ND, h_NF, (0, 0)))
     grads = (fp8.dot(a, b, over, None, x_ND.dtype, Precision.DEFAULT) for a, b, over in operands)
     return *grads, most, None, None, None, None, None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.model.cache import opened
+from jspeed.model.kv_cache import opened
 from jspeed.model.layers import places
 
 

@@ -1,4 +1,4 @@
-"""Whether what devices hold several copies of is the same in all of them."""
+"""Check that replicated arrays are equal on all devices."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ from jspeed.parallel.layout import check_layout, cut_dim, partition
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, replace
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, micro_batches
 from jspeed.run.compute.program import state_shardings
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 from jspeed.sizes import is_matrix, parameters_met
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2; GPT-3: Brown et al. 2020,

@@ -198,7 +198,7 @@ def _kernel(
 
 
 def _own_matmul(step: Instruction, operands: list[Instruction]) -> tuple[int, ...] | None:
-    """(1, rows, contracted, columns) of a kernel of model/fused.py, by its shapes: [N, K] times [K, F] or [F, K]."""
+    """(1, rows, contracted, columns) of a kernel of fused_mlp.py, by its shapes: [N, K] times [K, F] or [F, K]."""
     if len(operands) < 2 or any(len(operand.arrays[0].dims) != 2 for operand in operands[:2]):
         return None
     (rows, contracted), right = operands[0].arrays[0].dims, operands[1].arrays[0].dims

@@ -15,13 +15,13 @@ from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.collectives import describe_collectives
 from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
 from jspeed.plan.cost import part_of
-from jspeed.plan.manual import manual_mode
+from jspeed.plan.shard_map_checks import manual_mode
 from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
 from jspeed.run.compute import program
 from jspeed.run.compute.device import divisions, micro_batches
-from jspeed.run.find import Found
+from jspeed.run.find_recipe import Found
 from jspeed.sizes import flops_per_token, is_matrix, parameter_count, scored_shape
 from jspeed.stage import Stage
 
@@ -193,7 +193,7 @@ def examine(
 
 
 def misuse(recipe: Recipe, hardware: Hardware, parts: int) -> list[doctor.Finding]:
-    """What :func:`jspeed.plan.manual.manual_mode` finds in the last stage's step, where there are several devices."""
+    """What :func:`.shard_map_checks.manual_mode` finds in the last stage's step, where there are several devices."""
     if hardware.mesh.size == 1:
         return []
     with pretend(hardware.cluster.target):

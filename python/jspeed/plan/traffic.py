@@ -1,4 +1,4 @@
-"""Bytes that a step moves, by the source line that asked for them: where there is something left to save."""
+"""Bytes that a step moves, by source line."""
 
 from collections.abc import Iterable
 from typing import Any

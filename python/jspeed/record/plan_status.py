@@ -1,4 +1,4 @@
-"""What became of plans: which of their runs are there, missing or extra, and the rounds that races were run in."""
+"""Which runs of an announced plan exist, are missing or extra, and the rounds of a race."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""plan.json: the runs that somebody meant to make, written down before the first of them.
+"""Read and check plan.json, the runs announced before the first of them.
 
 A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those folders say which
 plan they are of, so that a run that is missing, extra or of another configuration shows. Two recipes in turn, A B B A,

@@ -1,4 +1,4 @@
-"""Notes on a run: its data are not those of its track, or its recipe has the name of another."""
+"""Notes on a run whose data are not its track's, or whose recipe has the name of another."""
 
 import hashlib
 from pathlib import Path

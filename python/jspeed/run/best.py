@@ -12,7 +12,7 @@ from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.run import export
 from jspeed.run.output.progress import Progress
-from jspeed.run.prepare import Setup
+from jspeed.run.setup import Setup
 
 FOLDER = "best"  # of a run directory
 

@@ -15,7 +15,7 @@ from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.recipe import as_json
-from jspeed.record import picture
+from jspeed.record import loss_plot
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
@@ -27,7 +27,7 @@ from jspeed.run.evidence import probes, provenance
 from jspeed.run.evidence.data import of_data
 from jspeed.run.output import console as say
 from jspeed.run.output.progress import Progress
-from jspeed.run.prepare import Setup
+from jspeed.run.setup import Setup
 from jspeed.sizes import flops_per_token, parameter_count
 
 
@@ -163,7 +163,7 @@ def tell_launcher(setup: Setup, progress: Progress, val_loss: float | None, reac
 
 def draw(setup: Setup, progress: Progress, unit: str) -> None:
     """Draw the losses of the run."""
-    picture.loss_svg(
+    loss_plot.loss_svg(
         setup.run_dir / "loss.svg",
         train=progress.train,
         val=[(point["timed_seconds"], point["val_loss"]) for point in progress.curve],

@@ -20,7 +20,7 @@ from jspeed.recipe import Stage
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
-from jspeed.run.compute import carry
+from jspeed.run.compute import accumulators
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import validation_loss
@@ -30,7 +30,7 @@ from jspeed.run.output.console import Display
 from jspeed.run.output.profile import Profile
 from jspeed.run.output.progress import Progress
 from jspeed.run.output.sinks import sinks
-from jspeed.run.prepare import Options, Setup, prepare
+from jspeed.run.setup import Options, Setup, prepare
 from jspeed.terminal import only_first_prints
 
 
@@ -107,7 +107,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
         read()
         with clock.section("checkpoint", wait_for=state):
             record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
-            checkpoints.save(progress.steps, carry.without(state), record)
+            checkpoints.save(progress.steps, accumulators.without(state), record)
         saved = progress.steps
 
     clock.start(state)

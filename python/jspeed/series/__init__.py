@@ -1,1 +1,1 @@
-"""Several runs that belong together: announced before the first, raced in turn, or a record made again."""
+"""Several related runs: announced before the first, interleaved with another recipe's, or reproducing a record."""

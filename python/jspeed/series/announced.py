@@ -1,4 +1,4 @@
-"""Several runs that were decided before the first: plan.json is written, then each run is made in a process of its own.
+"""Make the runs of a plan, announced in plan.json before the first, each in a process of its own.
 
 The same command goes on where a series was left: runs whose run.json is there are not made again.
 """
@@ -22,8 +22,8 @@ from jspeed.record.remarks import remarks
 from jspeed.record.runfile import read_run
 from jspeed.record.schema import Run
 from jspeed.run.clock import utc_now
-from jspeed.run.find import find
-from jspeed.run.prepare import Options, check_options
+from jspeed.run.find_recipe import find
+from jspeed.run.setup import Options, check_options
 
 RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
 OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are

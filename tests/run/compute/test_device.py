@@ -13,7 +13,7 @@ from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
 from jspeed.run.compute import device, program
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
 

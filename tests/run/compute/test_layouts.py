@@ -17,7 +17,7 @@ from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import ParamSpec, replace
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 from jspeed.run.output.console import layout_table, tile_table
 
 from ...toys import TOYS

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from jspeed.errors import BadInput
-from jspeed.model import fp8, kernels
+from jspeed.model import attention_backends, fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute import device, preflight
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ...model import dense
 from ...toys import TOYS
@@ -49,7 +49,7 @@ def a_percent_off(x):
 
 
 def refuses(*_, **__):
-    raise kernels.Refused("attention backend 'cudnn' cannot do this here (a test); choose another backend")
+    raise attention_backends.Refused("attention backend 'cudnn' cannot do this here (a test); choose another backend")
 
 
 BROKEN = {
@@ -66,7 +66,7 @@ BROKEN = {
 )
 def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
-    monkeypatch.setattr(kernels, "cudnn", wrong)
+    monkeypatch.setattr(attention_backends, "cudnn", wrong)
     monkeypatch.setattr(preflight, "WINDOW", 30)
     found = preflight.preflight(RECIPE, one_device(), with_cudnn(), "auto", said)
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
@@ -79,13 +79,13 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
 
 def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
     calls = []
-    monkeypatch.setattr(kernels, "cudnn", lambda *a, **k: calls.append(1) or by_xla(*a, **k))
+    monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or by_xla(*a, **k))
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of this test"])
     for _ in range(2):
         found = preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said)
         assert found.device.attention == "cudnn" and not found.refused and len(calls) == 1
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["another driver"])
-    monkeypatch.setattr(kernels, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
+    monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
     for count in (2, 3):
         assert preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said).device.attention == "xla"
         assert len(calls) == count

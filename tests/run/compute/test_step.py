@@ -15,7 +15,7 @@ from jspeed.recipe import Context, ParamSpec, replace
 from jspeed.run import evaluate
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
 from .steps import batches, mesh_of, run, start

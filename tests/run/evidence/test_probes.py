@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jspeed.run.names import FOLDER
-from jspeed.run.prepare import Options
+from jspeed.run.recipe_names import FOLDER
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ...several import shards, toy, words

@@ -1,4 +1,4 @@
-"""The figures of the page as inline SVG: records over time, loss over seconds, seeds against the target, what it took.
+"""Figures of the page as inline SVG: records over time, loss over seconds, seeds against the target, time saved.
 
 Each is a pure function of the board's data, drawn for a width of 360 units so that a phone shows its letters at their
 size, in colours of the page (CSS variables), with words for those who do not see it.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspeed.plan.views.picture import fullest
+from jspeed.plan.views.plot import fullest
 
 Plan = Mapping[str, Any]
 

@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from jspeed.files import write_whole
 from jspeed.pages import render
-from jspeed.pages.picture import INK, PALE
+from jspeed.pages.plots import INK, PALE
 from jspeed.plan.views.format import between, duration, figures
-from jspeed.plan.views.picture import drawing
+from jspeed.plan.views.plot import drawing
 from jspeed.plan.views.tables import Plan, doctor, stages, tables
 
 ALT = "Bars of compute, memory and communication time of every stage, and of device memory by kind; as tables below"

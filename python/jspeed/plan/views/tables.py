@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jspeed.plan.views import compare
 from jspeed.plan.views.format import NONE, array, between, figures, percent, shape, size
-from jspeed.plan.views.picture import fullest
+from jspeed.plan.views.plot import fullest
 
 Plan = Mapping[str, Any]
 DIGITS = re.compile(r"(under )?[-+]?[\d,.]+(e[-+]?\d+)?( (to [\d,.]+|x [\d,.]+|[kMG]?B|ms|%))*")

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ATTENTION, Recipe, Stage
-from jspeed.run.compute.pieces import numbers_of_pieces
+from jspeed.run.compute.split_lanes import numbers_of_pieces
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch

@@ -1,4 +1,4 @@
-"""Before the clock: attention, FP8 and collectives of these devices against NumPy; what fails makes way for the next.
+"""Check attention, FP8 and collectives against NumPy before the clock; fall back to the next backend where one fails.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are seen here, on a small
 example, and a run goes on with the next backend. What passed is remembered in the cache folder, for one kind of device
@@ -25,7 +25,7 @@ from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import Refused
+from jspeed.model.attention_backends import Refused
 from jspeed.parallel.mesh import put
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels

@@ -18,9 +18,9 @@ from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
-from jspeed.run.compute import carry
+from jspeed.run.compute import accumulators
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
-from jspeed.run.compute.pieces import piece_length
+from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
@@ -254,7 +254,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
-    carried = shardings_of(carry.specs(recipe, layout, mesh))
+    carried = shardings_of(accumulators.specs(recipe, layout, mesh))
     shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "carry": carried}
     placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return placed, shardings

@@ -27,18 +27,19 @@ from jspeed.parallel.layout import (
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.parallel.sharded_table import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
-from jspeed.run.compute import carry
-from jspeed.run.compute import pieces as pieces_of
+from jspeed.run.compute import accumulators
+from jspeed.run.compute import split_lanes as pieces_of
 
 State = dict[str, Any]
 
 
 def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
     """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step carries
-    to the next (:mod:`jspeed.run.compute.carry`), which alone depends on ``layout`` and ``mesh`` (None: one device)."""
+    to the next (:mod:`jspeed.run.compute.accumulators`), which alone depends on ``layout`` and ``mesh`` (None: one
+    device)."""
     params = init_parameters(recipe.parameters, jax.random.key(seed))
     optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
-    return {"params": params, "optimizer": optimizer, "step": step, "carry": carry.zeros(recipe, layout, mesh)}
+    return {"params": params, "optimizer": optimizer, "step": step, "carry": accumulators.zeros(recipe, layout, mesh)}
 
 
 def train_step(
@@ -51,7 +52,7 @@ def train_step(
     on its own rows, and keeps its shard of the summed gradient; the optimizer then runs on sharded parameters. With a
     pipeline the micro-batches are the pipeline's.
     """
-    cuts, holds = partitions(recipe.parameters, layout, mesh), carry.specs(recipe, layout, mesh)
+    cuts, holds = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
     later = at_use(recipe, layout)
     mean = mean_weight(recipe, tokens)
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
@@ -59,12 +60,12 @@ def train_step(
     parts = 1 if "pipe" in mesh.shape else parts
 
     def on_device(
-        params: Any, kept: carry.Carry, step: jax.Array, tokens: jax.Array
-    ) -> tuple[Any, carry.Carry, jax.Array]:
+        params: Any, kept: accumulators.Carry, step: jax.Array, tokens: jax.Array
+    ) -> tuple[Any, accumulators.Carry, jax.Array]:
         now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
-        whole = carry.load(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
+        whole = accumulators.load(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
-        grads, kept = carry.accumulate(recipe, now, kept, whole, grads)
+        grads, kept = accumulators.accumulate(recipe, now, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce(mesh, grad, cut, done)
@@ -91,7 +92,7 @@ def gradients(
     """Return (gradient of ``weight`` x the summed loss, mean loss of each row) of one device's rows, as they count.
 
     Micro-batches are summed in fp32; the result has the dtypes of ``params``. More ``parts`` than rows cut each row at
-    document borders (:mod:`jspeed.run.compute.pieces`) and take one piece at a time.
+    document borders (:mod:`jspeed.run.compute.split_lanes`) and take one piece at a time.
     """
     if parts > tokens.shape[0]:
         return piecewise_gradients(recipe, ctx, parts // tokens.shape[0], weight, params, tokens.astype(jnp.int32))

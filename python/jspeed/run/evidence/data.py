@@ -17,7 +17,7 @@ from jspeed.files import sha256_of
 from jspeed.record.schema import Evidence
 from jspeed.run.evaluate import read_rows
 from jspeed.run.evidence.overlap import copied
-from jspeed.run.prepare import Setup
+from jspeed.run.setup import Setup
 
 Reach = tuple[Path, int, int]
 

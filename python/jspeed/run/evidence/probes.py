@@ -16,7 +16,7 @@ from jspeed.run.compute.step import State, on_one_row
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import overlap
-from jspeed.run.prepare import Setup
+from jspeed.run.setup import Setup
 
 Verdict = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What a run has done since its clock started, written down as it happens."""
+"""The log of a run: steps and evaluations appended to metrics.jsonl as they happen."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Where a run's curve can also go: TensorBoard, Weights & Biases. Never needed; only what ``--log`` names."""
+"""Optional metric loggers: TensorBoard and Weights & Biases, for ``--log``."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""The run directory: one run's own, from its claim on; what it holds of an earlier run to go on from."""
+"""Lock a run directory, and take up what an earlier run left in it."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""Data sets that everybody knows, each cut and marked as in its field: from the network, or from a file of yours."""
+"""Well-known data sets (names, Shakespeare, TinyStories, OpenWebText), from the network or a file."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

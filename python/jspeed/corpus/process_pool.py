@@ -22,7 +22,7 @@ from jspeed.errors import BadInput
 
 WAITING = 2  # items that wait for each worker
 MOST = 1024  # workers
-SERVE = "from jspeed.corpus.workers import serve; serve()"
+SERVE = "from jspeed.corpus.process_pool import serve; serve()"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -8,7 +8,7 @@ TWICE = """
 import resource, sys
 from pathlib import Path
 import jax
-from jspeed.run.compute.cache import use_compile_cache
+from jspeed.run.compute.compile_cache import use_compile_cache
 
 use_compile_cache()
 use_compile_cache()

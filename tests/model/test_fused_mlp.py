@@ -8,7 +8,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from jspeed.errors import BadInput
-from jspeed.model import fused
+from jspeed.model import fused_mlp
 from jspeed.model.fp8 import E4M3
 
 N, F, D = 256, 512, 256
@@ -24,8 +24,8 @@ def operands():
 
 
 def test_the_squared_relu_matmul_matches_its_reference(operands):
-    h, copy, largest = fused.squared_relu_matmul(*operands, interpret=INTERPRETED)
-    h2, copy2, largest2 = fused.squared_relu_matmul_reference(*operands)
+    h, copy, largest = fused_mlp.squared_relu_matmul(*operands, interpret=INTERPRETED)
+    h2, copy2, largest2 = fused_mlp.squared_relu_matmul_reference(*operands)
     np.testing.assert_allclose(h.astype(jnp.float32), h2.astype(jnp.float32), rtol=2**-6, atol=1e-4)
     np.testing.assert_allclose(copy.astype(jnp.float32), copy2.astype(jnp.float32), rtol=2**-3, atol=2**-6)
     np.testing.assert_allclose(largest, largest2, rtol=2**-6)
@@ -36,7 +36,7 @@ def test_the_squared_relu_matmul_matches_its_reference(operands):
 def test_the_squared_relu_matmul_is_near_float64(operands):
     x, w, scales = (np.asarray(a, np.float64) for a in operands)
     expected = np.square(np.maximum(x @ w.T * scales[0], 0))
-    h, copy, largest = fused.squared_relu_matmul(*operands, interpret=INTERPRETED)
+    h, copy, largest = fused_mlp.squared_relu_matmul(*operands, interpret=INTERPRETED)
     np.testing.assert_allclose(np.asarray(h, np.float64), expected, rtol=2**-6, atol=1e-4)
     clipped = np.minimum(expected / scales[1], 448)
     np.testing.assert_allclose(np.asarray(copy, np.float64), clipped, rtol=2**-3, atol=2**-6)
@@ -48,8 +48,8 @@ def test_the_gradient_matches_its_reference_and_near_float64():
     rng = np.random.default_rng(1)
     g, w = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((N, D), (D, F)))
     h = jnp.asarray(np.square(np.maximum(rng.normal(size=(N, F)), 0)), jnp.bfloat16)
-    found = np.asarray(fused.squared_relu_gradient(g, w, h, interpret=INTERPRETED), np.float64)
-    reference = np.asarray(fused.squared_relu_gradient_reference(g, w, h), np.float64)
+    found = np.asarray(fused_mlp.squared_relu_gradient(g, w, h, interpret=INTERPRETED), np.float64)
+    reference = np.asarray(fused_mlp.squared_relu_gradient_reference(g, w, h), np.float64)
     g64, w64, h64 = (np.asarray(a, np.float64) for a in (g, w, h))
     np.testing.assert_allclose(found, reference, rtol=2**-6, atol=1e-3)
     np.testing.assert_allclose(found, g64 @ w64 * 2 * np.sqrt(h64), rtol=2**-6, atol=1e-3)
@@ -60,4 +60,4 @@ def test_sizes_that_do_not_fill_tiles_are_refused(shape, what):
     n, f, d = shape
     x, w = jnp.zeros((n, d), E4M3), jnp.zeros((f, d), E4M3)
     with pytest.raises(BadInput, match=what):
-        fused.squared_relu_matmul(x, w, jnp.ones(2), interpret=INTERPRETED)
+        fused_mlp.squared_relu_matmul(x, w, jnp.ones(2), interpret=INTERPRETED)

@@ -10,8 +10,8 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import device, pieces, program, step
-from jspeed.run.find import find
+from jspeed.run.compute import device, program, split_lanes, step
+from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
 from .steps import mesh_of, run
@@ -40,10 +40,10 @@ def test_every_token_counts_once_with_its_document():
     recipe = find("r29", R29).recipe
     stage = recipe.stages[0]
     [tokens] = packed(recipe, 1, 16)
-    assert pieces.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
+    assert split_lanes.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
     for number in (2, 8):
-        length = pieces.piece_length(stage, number)
-        cut, counts = jax.device_get(jax.jit(partial(pieces.cut, recipe, stage, number))(tokens.astype(np.int32)))
+        length = split_lanes.piece_length(stage, number)
+        cut, counts = jax.device_get(jax.jit(partial(split_lanes.cut, recipe, stage, number))(tokens.astype(np.int32)))
         assert length < LANE and cut.shape == (8 * number, length + 1) and counts.shape == (8 * number, length)
         for row, these, marks in zip(tokens, np.split(cut, 8), np.split(counts, 8), strict=True):
             counted = [(a[:-1][m > 0], a[1:][m > 0]) for a, m in zip(these, marks, strict=True)]
@@ -56,17 +56,21 @@ def test_a_document_longer_than_promised_is_nan():
     recipe = find("r29", R29).recipe
     tokens = np.full((1, LANE + 1), 7, np.int32)
     tokens[0, 0] = BOS
-    assert np.isnan(jax.jit(partial(pieces.cut, recipe, recipe.stages[0], 4))(tokens)[1]).any()
+    assert np.isnan(jax.jit(partial(split_lanes.cut, recipe, recipe.stages[0], 4))(tokens)[1]).any()
 
 
 def test_only_lanes_of_bounded_documents_are_cut():
     recipe = find("r29", R29).recipe
     unbounded = dataclasses.replace(recipe.stages[0], max_doc_len=None)
     contiguous = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, align=None))
-    assert pieces.numbers_of_pieces(recipe, unbounded) == [] == pieces.numbers_of_pieces(contiguous, recipe.stages[0])
+    assert (
+        split_lanes.numbers_of_pieces(recipe, unbounded)
+        == []
+        == split_lanes.numbers_of_pieces(contiguous, recipe.stages[0])
+    )
     full = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
-    assert pieces.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
-    assert [pieces.piece_length(full, n) for n in (1, 2, 4, 32)] == [49_152, 26_752, 14_464, 3_712]
+    assert split_lanes.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
+    assert [split_lanes.piece_length(full, n) for n in (1, 2, 4, 32)] == [49_152, 26_752, 14_464, 3_712]
 
 
 STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "LANES=8"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspeed.files import write_whole
-from jspeed.pages.picture import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
+from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
 from jspeed.terminal import printable
 
 if TYPE_CHECKING:

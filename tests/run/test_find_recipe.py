@@ -8,8 +8,8 @@ import pytest
 
 from jspeed.errors import BadInput, Terminated
 from jspeed.record.remarks import taken_name
-from jspeed.run.find import find
-from jspeed.run.names import FOLDER
+from jspeed.run.find_recipe import find
+from jspeed.run.recipe_names import FOLDER
 
 
 def test_a_copied_and_edited_file_runs_from_anywhere(tmp_path: Path):

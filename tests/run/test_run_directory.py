@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from jspeed.run.claim import claim, claim_here
+from jspeed.run.run_directory import claim, claim_here
 
 from ..several import said
 
@@ -52,7 +52,7 @@ def test_abandoning_takes_back_what_is_ours_only(tmp_path):
 
 
 def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("jspeed.run.claim.read_run", lambda path: json.loads((path / "run.json").read_text()))
+    monkeypatch.setattr("jspeed.run.run_directory.read_run", lambda path: json.loads((path / "run.json").read_text()))
     for status, refused in [("finished", True), ("diverged", True), ("interrupted", False), ("stopped", False)]:
         (tmp_path / "run.json").write_text(json.dumps({"status": status}))
         if refused:

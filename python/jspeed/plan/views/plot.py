@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
-from jspeed.pages.picture import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
+from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
 from jspeed.plan.views.format import between, size
 from jspeed.terminal import printable
 

@@ -1,5 +1,4 @@
-"""One process's share of documents that fit in memory: every n-th. Token shards need no such thing: the loader
-deals out lanes."""
+"""Give each process every n-th document of those in memory; of token shards the loader deals out lanes."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jspeed.errors import BadInput, Terminated, nearest
 from jspeed.fields import expected
 from jspeed.recipe import Context, Recipe, init_parameters, recipe_hash
-from jspeed.run.names import FOLDER, locate
+from jspeed.run.recipe_names import FOLDER, locate
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Whether the tokens of a folder are those that a recipe was written for, before anything is compiled."""
+"""Check that a folder's tokens are those that a recipe expects, before anything is compiled."""
 
 from collections.abc import Sequence
 from pathlib import Path

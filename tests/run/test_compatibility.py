@@ -9,8 +9,8 @@ import pytest
 from jspeed.data.manifest import manifest_of
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
-from jspeed.run import prepare
-from jspeed.run.prepare import Options
+from jspeed.run import setup
+from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ..several import shards, toy
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     def compiled(*_):
         raise Compiled
 
-    monkeypatch.setattr(prepare, "compile_or_fall_back", compiled)
+    monkeypatch.setattr(setup, "compile_or_fall_back", compiled)
     return shards(tmp_path / "shards")
 
 
@@ -93,7 +93,7 @@ def test_ids_that_the_recipe_has_no_room_for(folder, split):
 
 
 def test_lanes_that_start_at_documents_need_marks(folder, tmp_path):
-    source = (prepare.find("stdlib").path).read_text()
+    source = (setup.find("stdlib").path).read_text()
     recipe = tmp_path / "aligned.py"
     recipe.write_text(source.replace("bos_id=256, shuffle_block=LANE_LEN", 'bos_id=256, align="bos"'))
     describe(folder, bos_id=None)

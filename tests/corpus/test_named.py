@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.commands.prepare import names
-from jspeed.corpus import classics, download, tokenizers
+from jspeed.corpus import download, named, tokenizers
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.shards import map_tokens
@@ -36,7 +36,7 @@ def manifest(folder):
 
 @needs_classics
 def test_names(tmp_path):
-    out = classics.prepare_names(tmp_path / "names", NAMES)
+    out = named.prepare_names(tmp_path / "names", NAMES)
     facts = manifest(out)
     assert (facts["vocab_size"], facts["bos_id"], facts["pad_id"], facts["truncated"]) == (28, 26, 27, 0)
     streams = [tokens(out, split) for split in ("train", "val")]
@@ -60,7 +60,7 @@ def test_long_names_are_cut_without_an_end_they_do_not_have(tmp_path):
     (tmp_path / "names.txt").write_text(
         "\n".join(["abcdefgh", "abcdefg", "ab", "ba", "a", "b", "bb", "aa"] * 2) + "\n\n"
     )
-    out = classics.prepare_names(tmp_path / "out", tmp_path / "names.txt", row=8)
+    out = named.prepare_names(tmp_path / "out", tmp_path / "names.txt", row=8)
     bos, pad = manifest(out)["bos_id"], manifest(out)["pad_id"]
     assert (bos, pad, manifest(out)["truncated"]) == (8, 9, 2)
     rows = {tuple(row) for split in ("train", "val") for row in tokens(out, split)[:-1].reshape(-1, 8).tolist()}
@@ -72,7 +72,7 @@ def test_long_names_are_cut_without_an_end_they_do_not_have(tmp_path):
 @needs_classics
 @pytest.mark.parametrize("characters", [True, False])
 def test_shakespeare(tmp_path, characters):
-    out = classics.prepare_shakespeare(tmp_path / "out", characters, SHAKESPEARE)
+    out = named.prepare_shakespeare(tmp_path / "out", characters, SHAKESPEARE)
     facts, text = manifest(out), SHAKESPEARE.read_text()
     train, val = tokens(out, "train"), tokens(out, "val")
     # nanoGPT's readmes: 1,003,854 and 111,540 characters of 65 kinds; 301,966 and 36,059 GPT-2 tokens.
@@ -101,14 +101,14 @@ def test_stories_and_openwebtext(tmp_path):
     stories = [f"Once there was a fox number {i}.\nIt was   quick." for i in range(40)]
     for name, part in (("train.txt", stories[:30]), ("valid.txt", stories[30:])):
         (tmp_path / name).write_text("".join(f"{story}\n<|endoftext|>\n" for story in part))
-    out = classics.prepare_tinystories(tmp_path / "s", [tmp_path / "train.txt"], [tmp_path / "valid.txt"], None)
+    out = named.prepare_tinystories(tmp_path / "s", [tmp_path / "train.txt"], [tmp_path / "valid.txt"], None)
     for split, part in (("train", stories[:30]), ("val", stories[30:])):
         assert tokens(out, split).tolist() == [token for story in part for token in [*encode(story), 50256]]
 
     texts = [f"Document {i} says {'so ' * (i % 5)}" for i in range(1000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "owt.jsonl").write_text(lines)
-    out = classics.prepare_openwebtext(tmp_path / "o", [tmp_path / "owt.jsonl"], None, val_fraction=0.01)
+    out = named.prepare_openwebtext(tmp_path / "o", [tmp_path / "owt.jsonl"], None, val_fraction=0.01)
     validates = set(np.random.default_rng(2357).permutation(1000)[:10].tolist())
     for split in ("train", "val"):
         part = [text for i, text in enumerate(texts) if (i in validates) == (split == "val")]
@@ -125,8 +125,8 @@ def test_bad_input(tmp_path, content, words):
     if content is not None:
         path.write_bytes(content)
     for prepare in (
-        lambda out: classics.prepare_names(out, path),
-        lambda out: classics.prepare_shakespeare(out, True, path),
+        lambda out: named.prepare_names(out, path),
+        lambda out: named.prepare_shakespeare(out, True, path),
     ):
         with pytest.raises(BadInput, match=words):
             prepare(tmp_path / "out")
@@ -136,7 +136,7 @@ def test_bad_input(tmp_path, content, words):
 def test_more_characters_than_uint16_holds(tmp_path):
     points = [point for point in range(0x20, 0x20000) if not 0xD800 <= point < 0xE000]
     (tmp_path / "all.txt").write_text("".join(map(chr, points)), encoding="utf-8")
-    out = classics.prepare_shakespeare(tmp_path / "out", True, tmp_path / "all.txt")
+    out = named.prepare_shakespeare(tmp_path / "out", True, tmp_path / "all.txt")
     tokens = np.concatenate([map_tokens(find_split(out, split).paths[0], "<u4") for split in ("train", "val")])
     np.testing.assert_array_equal(tokens, range(128_992))
 
@@ -151,8 +151,8 @@ def test_symbols_refuse_what_they_lack():
 def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     made = {
-        "names": classics.prepare_names(tmp_path / "names", tmp_path / "a.txt"),
-        "shakespeare-char": classics.prepare_shakespeare(tmp_path / "char", True, tmp_path / "a.txt"),
+        "names": named.prepare_names(tmp_path / "names", tmp_path / "a.txt"),
+        "shakespeare-char": named.prepare_shakespeare(tmp_path / "char", True, tmp_path / "a.txt"),
         "stdlib": prepare_stdlib(tmp_path / "stdlib"),
     }
     for name, folder in made.items():
@@ -184,10 +184,10 @@ def test_without_a_network_it_says_input(tmp_path, monkeypatch):
     for name in ("describe_hub", "list_hub"):
         monkeypatch.setattr(download, name, no_hub)
     for prepared in (
-        classics.prepare_names,
-        partial(classics.prepare_shakespeare, characters=True),
-        partial(classics.prepare_tinystories, inputs=[], val_inputs=[], progress=None),
-        partial(classics.prepare_openwebtext, inputs=[], progress=None),
+        named.prepare_names,
+        partial(named.prepare_shakespeare, characters=True),
+        partial(named.prepare_tinystories, inputs=[], val_inputs=[], progress=None),
+        partial(named.prepare_openwebtext, inputs=[], progress=None),
     ):
         with pytest.raises(BadInput, match="--input"):
             prepared(tmp_path / "out")

@@ -20,7 +20,7 @@ from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.fits import check_fits
+from jspeed.data.compatibility import check_fits
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
@@ -35,13 +35,11 @@ from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
 from jspeed.run import evaluate
 from jspeed.run.checkpoint import KEEP, restore
-from jspeed.run.claim import Claim, claim
 from jspeed.run.clock import Clock
-from jspeed.run.compute import carry
-from jspeed.run.compute.cache import use_compile_cache
-from jspeed.run.compute.cpu import keep_freed_memory
+from jspeed.run.compute import accumulators
+from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
-from jspeed.run.compute.pieces import piece_length
+from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
 from jspeed.run.compute.program import (
     Program,
@@ -49,13 +47,15 @@ from jspeed.run.compute.program import (
     state_shardings,
     warm_up,
 )
+from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.export import fingerprint, read_parameters
-from jspeed.run.find import Found, find
+from jspeed.run.find_recipe import Found, find
 from jspeed.run.output import console as say
 from jspeed.run.output.sinks import check_sinks
+from jspeed.run.run_directory import Claim, claim
 from jspeed.sizes import describe
 
 
@@ -213,7 +213,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             record: dict[str, Any] | None = None
             if step is not None:
                 shapes, _ = state_shardings(recipe, options.layout, mesh)
-                state, record = restore(run_dir / "checkpoints", step, carry.without(shapes))
+                state, record = restore(run_dir / "checkpoints", step, accumulators.without(shapes))
                 state["carry"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
                 loader.load_state_dict(record["loader"])
                 after_warm_up = checksum(program.init(seed))

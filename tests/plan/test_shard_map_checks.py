@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.parallel.mesh import make_mesh
 from jspeed.parallel.replicas import drift
-from jspeed.plan.manual import manual_mode
+from jspeed.plan.shard_map_checks import manual_mode
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
-from jspeed.run.find import find
+from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import mesh_of, start
 from ..toys import TOYS
@@ -78,7 +78,7 @@ def test_misuse_of_manual_mode(update, cut, names):
     found = manual_mode(step.trace(jnp.ones((64, 8)), x).jaxpr)
     assert sorted({finding.name for finding in found}) == names and {f.level for f in found} <= {"error"}
     if names:
-        assert "test_manual.py:" in found[0].text
+        assert "test_shard_map_checks.py:" in found[0].text
 
 
 LAYOUTS = [("zero1", {"data": 8}), ("fsdp", {"data": 8})]

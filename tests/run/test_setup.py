@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model import kernels
+from jspeed.model import attention_backends
 from jspeed.model.attention import attention
-from jspeed.run import prepare
+from jspeed.run import setup
 from jspeed.run.compute import device, preflight
 from jspeed.run.train import train
 
@@ -25,7 +25,7 @@ def plain(q, k, v, *, scale, offsets_BO, window):
 
 
 def refuses(*_, **__):
-    raise kernels.Refused("not here")
+    raise attention_backends.Refused("not here")
 
 
 def a_percent_off(*arrays, **rest):
@@ -45,20 +45,20 @@ def options(tmp_path, monkeypatch):
         (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
     monkeypatch.setattr(preflight, "LENGTH", 32)
     monkeypatch.setattr(preflight, "versions", lambda mesh: [str(tmp_path)])
-    monkeypatch.setattr(prepare, "make_mesh", lambda axes: one_device(axes))
+    monkeypatch.setattr(setup, "make_mesh", lambda axes: one_device(axes))
 
     def here(mesh, asked, recipe):
         rest = () if asked else ("xla",)
         return device.Device("cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=asked is not None)
 
-    monkeypatch.setattr(prepare, "device_of", here)
+    monkeypatch.setattr(setup, "device_of", here)
 
     def one_device(axes):
         return jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
 
     def build(name, **rest):
         given = {"data": tmp_path / "data", "run_dir": tmp_path / name, "sets": SETS, "sample": False}
-        return prepare.Options("track3", progress=False, target_loss=9.0, **given | rest)
+        return setup.Options("track3", progress=False, target_loss=9.0, **given | rest)
 
     return build
 
@@ -71,7 +71,7 @@ def result(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_run_goes_on_with_the_next_backend(broken, options, monkeypatch, capsys):
-    monkeypatch.setattr(kernels, "cudnn", BROKEN[broken])
+    monkeypatch.setattr(attention_backends, "cudnn", BROKEN[broken])
     fallen = result(options("fallen"))
     assert "attention by xla" in capsys.readouterr().out
     [refused] = fallen["kernels"]["refused"]
@@ -84,7 +84,7 @@ def test_a_run_goes_on_with_the_next_backend(broken, options, monkeypatch, capsy
 
 
 def test_a_backend_that_was_asked_for_or_none_at_all_is_one_sentence(options, monkeypatch):
-    monkeypatch.setattr(kernels, "cudnn", refuses)
+    monkeypatch.setattr(attention_backends, "cudnn", refuses)
     with pytest.raises(BadInput, match="--attention cudnn: Refused: not here"):
         train(options("asked", attention="cudnn"))
     monkeypatch.setattr(preflight, "attention", refuses)
@@ -95,6 +95,6 @@ def test_a_backend_that_was_asked_for_or_none_at_all_is_one_sentence(options, mo
 
 @pytest.mark.slow
 def test_without_a_preflight_the_first_backend_is_taken(options, monkeypatch):
-    monkeypatch.setattr(kernels, "cudnn", a_percent_off)
+    monkeypatch.setattr(attention_backends, "cudnn", a_percent_off)
     found = result(options("unchecked", preflight=False))
     assert found["kernels"] == {"attention": "cudnn", "fp8": "emulated", "checked": [], "refused": []}

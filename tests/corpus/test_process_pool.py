@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.corpus import workers
-from jspeed.corpus.workers import NoRoom, in_order
+from jspeed.corpus import process_pool
+from jspeed.corpus.process_pool import NoRoom, in_order
 from jspeed.errors import BadInput
 
 PARENT = """
 import time
-from jspeed.corpus.workers import in_order
+from jspeed.corpus.process_pool import in_order
 for each in in_order(time.sleep, [0.01] * 2 + [60] * 20, 2):
     print("done", flush=True)
 """
@@ -43,8 +43,8 @@ def test_input_that_ends_badly_is_said_after_what_was_before():
 
 def test_no_more_processes_than_items(monkeypatch):
     started = []
-    real = workers._started
-    monkeypatch.setattr(workers, "_started", lambda: (started.append(real()), started[-1])[1])
+    real = process_pool._started
+    monkeypatch.setattr(process_pool, "_started", lambda: (started.append(real()), started[-1])[1])
     assert list(in_order(math.factorial, range(2), 1000)) == [1, 1]
     assert len(started) == 2 and all(worker.returncode is not None for worker in started)
 
