@@ -1,4 +1,4 @@
-"""Turn exceptions into a one-line error message and an exit code: bad input is 2; Ctrl-C, full disks and the rest too."""
+"""Turn exceptions into a one-line error message and an exit code; 2 is bad input."""
 
 import difflib
 import os
