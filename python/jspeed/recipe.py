@@ -123,8 +123,8 @@ class Context:
     ``missing``. ``blocks`` is :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the
     number of steps before this one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``; ``first_row`` is
     the number of the first of the rows at hand in the global batch, an int32 scalar: with the step it names a row's
-    random numbers (:func:`jspeed.model.layers.row_keys`), the same on any mesh.
-    ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
+    random numbers (:func:`jspeed.model.layers.row_keys`), the same on any mesh. Where lanes are cut, a row at hand is
+    one of ``pieces`` of its lane. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
     """
 
     stage: Stage
@@ -135,6 +135,7 @@ class Context:
     phase: int = 0
     step: Any = 0
     first_row: Any = 0
+    pieces: int = 1
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
 
     def use_fp8(self, asked: str) -> bool:

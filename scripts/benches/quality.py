@@ -101,7 +101,11 @@ def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple
     """
     if json_file is None or not json_file.exists():
         return {}
-    found = json.loads(json_file.read_text())
+    try:
+        found = json.loads(json_file.read_text())
+        found["shorter"], found["curves"].items()
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        raise BadInput(f"{json_file} holds no curves of bench.py quality to go on from; name another file") from None
     if found["shorter"] != shorter:
         raise BadInput(f"{json_file} is of --shorter {found['shorter']}, not {shorter}; name another file")
     return {label: [[(t, loss) for t, loss in curve] for curve in curves] for label, curves in found["curves"].items()}

@@ -345,10 +345,10 @@ def test_counts_are_those_of_all_targets_so_far(devices, lanes_at_once):
 
 
 def test_counting_leaves_total_and_other_gradients():
-    targets = jnp.array([[3, 0, 3]])
+    targets, weights = jnp.array([[3, 0, 3, 4]]), jnp.array([[0.5, 1.0, 0.1, 0.0]])
 
     def total(x, counts):
-        return 0.1 * count(jnp.square(x), counts, targets)
+        return 0.1 * count(jnp.square(x), counts, targets, weights)
 
     value, (dx, dcounts) = jax.value_and_grad(total, argnums=(0, 1))(3.0, jnp.zeros(5))
     assert float(value) == pytest.approx(0.9) and float(dx) == pytest.approx(0.6)
@@ -357,7 +357,11 @@ def test_counting_leaves_total_and_other_gradients():
 
 def test_counts_are_added_up_in_int32():
     """GPUs add single fp32 numbers by compare-and-swap (jax issue 38806), slowly where many are the same one."""
-    program = str(jax.make_jaxpr(jax.grad(lambda counts: count(1.0, counts, jnp.array([[3, 0, 3]]))))(jnp.zeros(5)))
+    program = str(
+        jax.make_jaxpr(jax.grad(lambda counts: count(1.0, counts, jnp.array([[3, 0, 3]]), jnp.ones((1, 3)))))(
+            jnp.zeros(5)
+        )
+    )
     assert re.findall(r"(\w+)\[5\] = scatter-add", program) == ["i32"]
 
 

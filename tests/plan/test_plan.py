@@ -13,7 +13,7 @@ import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
-from jspeed.plan.compile import Hardware, Step, compile_stages
+from jspeed.plan.compile import Hardware, Step, compile_stages, parts_of
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
@@ -141,9 +141,9 @@ def test_a_plan_takes_the_micro_batch_that_training_would_find(monkeypatch):
     class Chosen(Exception):
         pass
 
-    def compile_stages(recipe, hardware, micro_batch=None):
-        if micro_batch:
-            raise Chosen(micro_batch)
+    def compile_stages(recipe, hardware, micro_batch=None, at_most=None):
+        if at_most:
+            raise Chosen(at_most)
         [stage] = recipe.stages
         return [Step(stage, 1, "", {"peak": 100})]
 
@@ -160,3 +160,11 @@ def test_a_plan_takes_the_micro_batch_that_training_would_find(monkeypatch):
     with pytest.raises(Chosen, match="32"):
         make_plan(replace(FOUND, recipe=recipe), hardware)
     assert tried == [64, 32]
+
+
+def test_stages_of_several_lengths_take_no_more_than_the_bound():
+    """At 12,288 tokens, a quarter of the last stage's lane, which divides no lane of the others."""
+    recipe, hardware = find("r89", trace=False).recipe, hardware_for()
+    own = [recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] for stage in recipe.stages]
+    parts = [parts_of(recipe, stage, hardware, None, 12_288) for stage in recipe.stages]
+    assert [n // m for n, m in zip(own, parts, strict=True)] == [8192, 8192, 12_288, 12_288]

@@ -91,9 +91,9 @@ def test_a_series_makes_what_it_announced_and_goes_on(trainer, capfd):
 
 
 def test_every_option_reaches_the_runs(trainer):
-    options = Options("stdlib", run_dir=trainer / "s", sample=False, checkpoint_every=5, layout="dp")
+    options = Options("stdlib", run_dir=trainer / "s", sample=False, checkpoint_every=5, layout="dp", keep_best=True)
     assert announced.run_series(options, "n=1") == 0
-    assert "--layout dp --checkpoint-every 5 --no-sample" in calls(trainer)[0]
+    assert "--layout dp --checkpoint-every 5 --keep-best --no-sample" in calls(trainer)[0]
 
 
 def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):

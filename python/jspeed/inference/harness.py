@@ -124,7 +124,7 @@ def scorer(model: Model) -> Callable[[Sequence[Pair]], list[tuple[float, bool]]]
         order = sorted(range(len(pairs)), key=lambda n: len(rows_of[n][0]))
         for start in range(0, len(order), ROWS):
             group = order[start : start + ROWS]
-            length = -(-max(len(rows_of[n][0]) for n in group) // BUCKET) * BUCKET
+            length = min(limit, -(-max(len(rows_of[n][0]) for n in group) // BUCKET) * BUCKET)
             rows = np.zeros((ROWS, length + 1), np.int32)
             for row, n in zip(rows, group, strict=False):
                 row[: len(rows_of[n][0])] = rows_of[n][0]

@@ -147,7 +147,7 @@ def dropout(x_BTD: jax.Array, keys_B2: jax.Array, rate: float) -> tuple[jax.Arra
         return jax.random.bernoulli(now, 1 - rate, x_BTD.shape[1:]), jax.random.key_data(later)
 
     kept_BTD, keys_B2 = jax.vmap(kept)(keys_B2)
-    return jnp.where(kept_BTD, x_BTD / (1 - rate), 0).astype(x_BTD.dtype), keys_B2
+    return jnp.where(kept_BTD, x_BTD.astype(jnp.float32) / (1 - rate), 0).astype(x_BTD.dtype), keys_B2
 
 
 def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale: jax.Array | float) -> jax.Array:

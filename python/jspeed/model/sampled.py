@@ -44,8 +44,9 @@ def columns(vocabulary: int, exact: int, one_in: int) -> int:
 
 
 @jax.custom_vjp
-def count(total: jax.Array, counts_V: jax.Array, targets_BT: jax.Array) -> jax.Array:
-    """Return ``total``; the gradient with respect to fp32 ``counts_V`` is how often each id is in ``targets_BT``.
+def count(total: jax.Array, counts_V: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array) -> jax.Array:
+    """Return ``total``; the gradient with respect to fp32 ``counts_V`` is how often each id is in ``targets_BT`` where
+    ``weights_BT`` is above 0.
 
     So a parameter whose gradient is added to it (:func:`optax.identity`) knows how often each token has been a target
     in all steps so far, on all devices. Its numbers are whole, hence exact up to 2^24, and no order of sums matters.
@@ -54,9 +55,14 @@ def count(total: jax.Array, counts_V: jax.Array, targets_BT: jax.Array) -> jax.A
 
 
 count.defvjp(
-    lambda total, counts_V, targets_BT: (total, (counts_V, targets_BT)),
+    lambda total, counts_V, targets_BT, weights_BT: (total, (counts_V, targets_BT, weights_BT > 0)),
     # In int32, because GPUs add single fp32 numbers by compare-and-swap (jax issue 38806).
-    lambda saved, g: (g, jnp.zeros(saved[0].shape, jnp.int32).at[saved[1]].add(1).astype(saved[0].dtype), None),
+    lambda saved, g: (
+        g,
+        jnp.zeros(saved[0].shape, jnp.int32).at[saved[1]].add(saved[2].astype(jnp.int32)).astype(saved[0].dtype),
+        None,
+        None,
+    ),
 )
 
 

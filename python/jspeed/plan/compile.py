@@ -60,14 +60,24 @@ def hardware_for(
     """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin."""
     jax.config.update("jax_platforms", "cpu")  # else JAX would try to start CUDA, and then not know it
     mesh = cluster_mesh(cluster, axes)
-    device = device_of(mesh, memory=int(fraction * cluster.facts.hbm_bytes))
-    if device.attention == "fa4":  # asks the live backend; its kernels carry no shapes to read FLOPs from
-        device = replace(device, attention="cudnn")
-    return Hardware(cluster, mesh, layout, device)
+    return Hardware(cluster, mesh, layout, device_of(mesh, memory=int(fraction * cluster.facts.hbm_bytes)))
 
 
-def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> list[Step]:
+def suited(hardware: Hardware, recipe: Recipe) -> Hardware:
+    """Return ``hardware`` with the attention backend that training takes for ``recipe``."""
+    if hardware.device.platform not in GPUS:
+        return hardware
+    device = device_of(hardware.mesh, memory=hardware.device.memory, recipe=recipe)
+    # fa4 asks the live backend, and its kernels carry no shapes to read FLOPs from.
+    return replace(hardware, device=replace(device, attention=device.attention.replace("fa4", "cudnn")))
+
+
+def compile_stages(
+    recipe: Recipe, hardware: Hardware, micro_batch: int | None = None, at_most: int | None = None
+) -> list[Step]:
     """Compile the steps of every stage, stages that differ in attention windows alone once.
+
+    ``micro_batch`` tokens of a device at once, or the most of each stage that are ``at_most`` so many.
 
     A stage has as many programs as the recipe's period. Whether stages differ in more is seen, not assumed: their
     programs, as JAX hands them to the compiler, must be equal but for the windows that the attention calls name.
@@ -75,7 +85,7 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
     stages, period = by_phase(recipe), recipe.period
     groups: dict[tuple, list[int]] = {}
     for number, stage in enumerate(stages):
-        groups.setdefault((stage.lane_len, stage.max_docs, number % period), []).append(number)
+        groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, number % period), []).append(number)
     found: dict[int, Step] = {}
     jobs: dict[int, Future[jax.stages.Compiled]] = {}
     copies: dict[int, int] = {}
@@ -83,17 +93,19 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
     with pretend(hardware.cluster.target), ThreadPoolExecutor(os.cpu_count()) as pool:
         for members in groups.values():
             last = members[-1]
-            lowered = {last: lower(recipe, stages[last], hardware, micro_batch, last % period)}
+            lowered = {last: lower(recipe, stages[last], hardware, micro_batch, last % period, at_most)}
             jobs[last] = pool.submit(build, lowered[last], hardware.device)
             first = members[0]
             if first != last:
-                lowered[first] = lower(recipe, stages[first], hardware, micro_batch, first % period)
+                lowered[first] = lower(recipe, stages[first], hardware, micro_batch, first % period, at_most)
             alike = all(_windows(stages[last], stages[n]) is not None for n in members)
             if alike and len({WINDOW.sub(r"\1", program_.as_text()) for program_ in lowered.values()}) == 1:
                 copies |= {n: last for n in members[:-1]}
             else:
                 rest = {
-                    n: lower(recipe, stages[n], hardware, micro_batch, n % period) for n in members if n not in lowered
+                    n: lower(recipe, stages[n], hardware, micro_batch, n % period, at_most)
+                    for n in members
+                    if n not in lowered
                 }
                 for n, one in sorted((lowered | rest).items()):
                     if n != last:
@@ -101,7 +113,7 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
         programs = {number: job.result() for number, job in jobs.items()}
     for number, built in programs.items():
         stage = stages[number]
-        found[number] = read(stage, micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch), built)
+        found[number] = read(stage, parts_of(recipe, stage, hardware, micro_batch, at_most), built)
     for number, last in copies.items():
         found[number] = with_stage(found[last], stages[number])
     return [found[number] for number in range(len(stages))]
@@ -124,11 +136,24 @@ def with_stage(step: Step, stage: Stage) -> Step:
 
 
 def lower(
-    recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None, phase: int = -1
+    recipe: Recipe,
+    stage: Stage,
+    hardware: Hardware,
+    micro_batch: int | None,
+    phase: int = -1,
+    at_most: int | None = None,
 ) -> jax.stages.Lowered:
     """Lower one stage's step through the code that training runs."""
-    parts = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
+    parts = parts_of(recipe, stage, hardware, micro_batch, at_most)
     return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase)
+
+
+def parts_of(recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None, at_most: int | None) -> int:
+    """Return into how many micro-batches a device divides its lanes, as :func:`compile_stages` says."""
+    if at_most is None:
+        return micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
+    own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
+    return next(n for n in (*divisions(recipe, stage, hardware.mesh), own) if own // n <= at_most)
 
 
 def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
@@ -152,7 +177,7 @@ def read(stage: Stage, parts: int, built: jax.stages.Compiled) -> Step:
 
 
 def largest_that_fits(
-    recipe: Recipe, hardware: Hardware, stage: Stage, below: int | None = None
+    recipe: Recipe, hardware: Hardware, stage: Stage, below: int | None = None, phase: int = -1
 ) -> tuple[int, int] | None:
     """Compile a stage with fewer lanes at once, then pieces of one, until it fits: (micro-batch, bytes), or None."""
     own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
@@ -160,7 +185,7 @@ def largest_that_fits(
         tokens = own // parts
         if below is None or tokens < below:
             with pretend(hardware.cluster.target):
-                need = program.memory_needed(build(lower(recipe, stage, hardware, tokens), hardware.device))
+                need = program.memory_needed(build(lower(recipe, stage, hardware, tokens, phase), hardware.device))
             if need <= hardware.limit:
                 return tokens, need
     return None

@@ -13,7 +13,7 @@ from jspeed.parallel.layout import LAYOUTS
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.collectives import describe_collectives
-from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind
+from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind, suited
 from jspeed.plan.cost import part_of
 from jspeed.plan.shard_map_checks import manual_mode
 from jspeed.plan.target import pretend
@@ -50,12 +50,13 @@ def make_plan(
     :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
     recipe, cluster = found.recipe, hardware.cluster
+    hardware = suited(hardware, recipe)
     steps = compile_stages(recipe, hardware, micro_batch)
     worst = max(steps, key=lambda step: step.memory["peak"])
     if micro_batch is None and worst.memory["peak"] > hardware.limit:
         below = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts
-        if smaller := largest_that_fits(recipe, hardware, worst.stage, below):
-            steps = compile_stages(recipe, hardware, smaller[0])
+        if smaller := largest_that_fits(recipe, hardware, worst.stage, below, steps.index(worst) % recipe.period):
+            steps = compile_stages(recipe, hardware, at_most=smaller[0])
     ideal = ideal_flops(recipe, hardware, steps[-1].parts)
     stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
@@ -223,7 +224,8 @@ def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool
         return True, f"fits: {need / 1e9:.1f} of {have} a device with a micro-batch of {tokens:,} tokens{pieces}"
     start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
     if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
-        return False, f"{start}; --micro-batch {smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
+        flag = "--micro-batch " if len({stage.lane_len for stage in recipe.stages}) == 1 else "a micro-batch of "
+        return False, f"{start}; {flag}{smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
     if need <= 0.95 * whole:
         return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
     return (
@@ -256,7 +258,7 @@ def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]
     layers are alike, remat is tried.
     """
     rows = []
-    for hardware in candidates:
+    for hardware in (suited(candidate, found.recipe) for candidate in candidates):
         tried = list(_until_it_fits(found.recipe, hardware))
         if not tried[-1]["fits"] and found.recipe.alike:
             tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + "+remat"))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jspeed.plan import hlo, predict
-from jspeed.plan.compile import Hardware, build, lower, read
+from jspeed.plan.compile import Hardware, build, lower, read, suited
 from jspeed.plan.cost import Kernel
 from jspeed.plan.predict import kernel_seconds
 from jspeed.plan.target import Facts, pretend
@@ -14,7 +14,7 @@ from jspeed.run.compute.device import micro_batches
 
 def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> dict[str, Any]:
     """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
-    stage = recipe.stages[-1]
+    stage, hardware = recipe.stages[-1], suited(hardware, recipe)
     with pretend(hardware.cluster.target):
         built = build(lower(recipe, stage, hardware, micro_batch), hardware.device)
     step = read(stage, micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch), built)

@@ -119,7 +119,7 @@ def loss(
     if ctx.training:
         sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, by_frequency(params["counts"]))
         total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=cap, chunk=LOSS_CHUNK)
-        return count(total, params["counts"], targets_BT), loss_BT
+        return count(total, params["counts"], targets_BT, weights_BT), loss_BT
     return cross_entropy(*arguments, cap=cap, chunk=LOSS_CHUNK)
 
 

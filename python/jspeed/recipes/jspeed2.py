@@ -176,7 +176,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
-    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / LANES
+    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / (LANES * ctx.pieces)
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
@@ -233,13 +233,15 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
             x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
         else:
-            if layer <= SHARED_FROM + 1:
+            if layer <= SHARED_FROM:
                 from_BTD, a_BTD = x_BTD, rms_norm(x_BTD)
             y_BTD = attend(a_BTD, layer, value_gate(from_BTD, layer), scale_out=after[0])
             bigram = [(gates["bigram", layer], bigram_BTD)] if layer else []
             x_BTD = blend((before[0], x_BTD), (1, y_BTD), (gates["start", layer], start_BTD), *bigram)
         x_BTD = blend((before[1], x_BTD), (1, feed(x_BTD, layer, after[1])))
         outputs.append(x_BTD)
+        if layer == SHARED_FROM:  # what all later layers attend from
+            from_BTD, a_BTD = x_BTD, rms_norm(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
     c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 0, MUDD_SCALE), -1, 0)
@@ -264,7 +266,7 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane, and
     both are estimates from a sample of tokens, but in the last stage."""
-    next_BT, exact = targets_BT, EXACT_TOKENS[ctx.stage.own]
+    next_BT, counted_BT, exact = targets_BT, weights_BT, EXACT_TOKENS[ctx.stage.own]
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
     chunk = None if ctx.training else EVAL_CHUNK
     if ctx.training:
@@ -279,7 +281,7 @@ def loss(
     if ctx.training and exact < VOCAB:
         sample = draw(ctx.step, VOCAB, exact, SAMPLED_ONE_IN, by_frequency(params["word_counts"]))
         total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=CAP)
-        return count(total, params["word_counts"], next_BT), loss_BT
+        return count(total, params["word_counts"], next_BT, counted_BT), loss_BT
     return cross_entropy(*arguments, cap=CAP, chunk=chunk)
 
 

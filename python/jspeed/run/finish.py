@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -158,7 +159,8 @@ def tell_launcher(setup: Setup, progress: Progress, val_loss: float | None, reac
         return
     said = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
     said |= {"status": progress.status, "reached": reached, "steps": progress.steps, "val_loss": val_loss}
-    write_whole(Path(path), json.dumps(said | {"train_loss": progress.train[-1][1] if progress.train else None}))
+    with suppress(BadInput):  # the launcher's folder is gone or full: the run's own record comes first
+        write_whole(Path(path), json.dumps(said | {"train_loss": progress.train[-1][1] if progress.train else None}))
 
 
 def draw(setup: Setup, progress: Progress, unit: str) -> None:

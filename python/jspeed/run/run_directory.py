@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from jspeed.cluster.distributed import everyones, process_index, share
+from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
 from jspeed.record.runfile import read_run
@@ -17,7 +19,7 @@ from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now
 from jspeed.run.export import FILE
 
-RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg")
+RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg", TOKENIZER_FILE)
 METRICS = "metrics.jsonl"
 
 
@@ -45,6 +47,8 @@ class Claim:
             for name in ("run.json", "loss.svg", FILE, "samples.txt"):
                 (self.run_dir / name).unlink(missing_ok=True)
             self.metrics.clear()
+            if self.step is None:
+                shutil.rmtree(self.run_dir / "best", ignore_errors=True)
 
     def abandon(self) -> None:
         """Take back what this run has put into its directory, and the directory when nothing else is in it."""
@@ -52,6 +56,7 @@ class Claim:
             for name in (*RUN_FILES, METRICS):
                 (self.run_dir / name).unlink(missing_ok=True)
             self.metrics.file.close()
+            shutil.rmtree(self.run_dir / "best", ignore_errors=True)
             with suppress(OSError):  # not empty
                 self.run_dir.rmdir()
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import process_index, same_everywhere
+from jspeed.cluster.distributed import everyones, process_index, same_everywhere
 from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
@@ -129,6 +129,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     device = device_of(mesh, options.attention, recipe=recipe)
+    limits = [memory for memory in everyones("memory", device.memory) if memory]
+    if limits and device.memory != min(limits):  # all processes compile the same program
+        device = device_of(mesh, options.attention, min(limits), recipe)
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
@@ -140,15 +143,16 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         loader = open_loader(recipe, shards, options.seed)
+    same = identity(options, found, shards, val_shards)
+    how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
+    how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
+    how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
+    same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
     checked = Preflight(device)
     if options.preflight:
         with clock.section("preflight"):
             checked = preflight(recipe, mesh, device, found.fields.get("FP8"), console)
     device = checked.device
-    same = identity(options, found, shards, val_shards)
-    how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
-    how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
-    same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"
     claimed = claim(options.run_dir, name, options.resume, options.checkpoint_every > 0, same, console)

@@ -158,6 +158,8 @@ def arguments(options: Options) -> list[str]:
             continue
         if field.name == "sets":
             flags += ["--set", *value]
+        elif value is True:
+            flags.append(flag)
         elif value is False:
             flags.append(f"--no-{flag[2:]}")
         else:

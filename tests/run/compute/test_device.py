@@ -25,7 +25,9 @@ def mesh_of(count):
 def cuda(capability, memory=None):
     """A mesh of one device that claims to be a GPU."""
     stats = {"bytes_limit": memory} if memory else None
-    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability, memory_stats=lambda: stats)
+    gpu = types.SimpleNamespace(
+        platform="gpu", process_index=0, compute_capability=capability, memory_stats=lambda: stats
+    )
     return types.SimpleNamespace(devices=types.SimpleNamespace(flat=[gpu]))
 
 
@@ -151,7 +153,7 @@ def test_kernels_in_words(fp8, asked, names, words):
 
 def other(platform, **attributes):
     """A mesh of one device of another kind, with the attributes that JAX gives it."""
-    found = types.SimpleNamespace(platform=platform, **attributes)
+    found = types.SimpleNamespace(platform=platform, process_index=0, **attributes)
     return types.SimpleNamespace(devices=types.SimpleNamespace(flat=[found]))
 
 

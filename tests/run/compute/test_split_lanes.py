@@ -80,7 +80,7 @@ STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "
     ("name", "sets"),
     [
         ("r29", [*R29, "LAYERS=2"]),
-        *(pytest.param(name, [*TOYS[name], *STAGED], marks=pytest.mark.slow) for name in ("r62", "r89")),
+        *(pytest.param(name, [*TOYS[name], *STAGED], marks=pytest.mark.slow) for name in ("r62", "r89", "jspeed2")),
     ],
 )
 def test_gradients_of_pieces_are_those_of_lanes(name, sets):
@@ -99,6 +99,20 @@ def test_gradients_of_pieces_are_those_of_lanes(name, sets):
     atol = 1e-5 if name == "r29" else 1e-4
     for found, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(found, expected, atol=atol * np.abs(expected).max() + 1e-9)
+
+
+def test_fp8_scales_are_those_of_lanes():
+    """The mean over lanes of the largest entry becomes the mean over their pieces, no larger."""
+    recipe = find("r89", [*TOYS["r89"], *STAGED, "FP8=on"]).recipe
+    [tokens] = packed(recipe, 1, 16)
+    ctx, params = Context(recipe.stages[0], training=True), step.init_state(recipe, jnp.uint32(1))["params"]
+    largest = [
+        np.stack(
+            jax.jit(partial(step.gradients, recipe, ctx, parts, 1e-3))(params, jnp.asarray(tokens[:2]))[0]["largest"]
+        )
+        for parts in (1, 8)
+    ]
+    assert np.all(largest[1] <= 1.02 * largest[0]) and np.all(largest[1] > 0.5 * largest[0])
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
@@ -57,7 +58,9 @@ def device_of(
         )
     if first.platform == "cpu":
         return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=attention is not None)
-    memory = memory or memory_of(first)
+    # Of another process's device nothing is known.
+    own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
+    memory = memory or memory_of(own)
     best, *rest = [attention] if attention else backends(first, recipe is None or packs(recipe))
     return Device(
         platform=first.platform,

@@ -125,7 +125,8 @@ def piecewise_gradients(
 
     def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = weigh(recipe, micro, weight * counts_BT)
-        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, ctx)
+        now = replace(ctx, pieces=pieces)
+        total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
     def accumulate(sums: Any, piece: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:

@@ -47,7 +47,8 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
 
 
 def replicas_agree(state: State) -> Verdict:
-    """Compare the copies that devices hold of parameters and optimizer state; processes share what they find."""
+    """Compare the copies of parameters and optimizer state that the devices of each process hold, not those of several
+    processes; all know what each found."""
     found: dict[str, float] = {}
     for part in everyones("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
         found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
