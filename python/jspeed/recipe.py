@@ -124,7 +124,7 @@ class Context:
     number of steps before this one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``; ``first_row`` is
     the number of the first of the rows at hand in the global batch, an int32 scalar: with the step it names a row's
     random numbers (:func:`jspeed.model.layers.row_keys`), the same on any mesh. Where lanes are cut, a row at hand is
-    one of ``pieces`` of its lane. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, wherever they lie.
+    one of ``pieces`` of its lane. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, on any device.
     """
 
     stage: Stage
