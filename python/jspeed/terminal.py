@@ -1,5 +1,6 @@
 """Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters, Ctrl-C during imports."""
 
+import atexit
 import errno
 import io
 import os
@@ -37,6 +38,8 @@ LOGS = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d
 
 def guard() -> None:
     """Let ``sys.stdout`` and ``sys.stderr`` take any character and outlive whoever reads them; once, in a script."""
+    # While Python itself ends it gives SIGINT back to the system, and a second Ctrl-C then would decide the exit code.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     for name in ("stdout", "stderr"):
         old: io.TextIOWrapper | None = getattr(sys, name)
         if old is None:  # closed by whoever started us
