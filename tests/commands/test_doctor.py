@@ -2,11 +2,16 @@
 
 import json
 import os
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from jspeed.commands import doctor
 from jspeed.corpus import tokenise
+from jspeed.run.compute.device import Device
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -76,9 +81,18 @@ def test_devices_that_cannot_be_started_are_said(cache, capsys, monkeypatch):
     ],
 )
 def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):
-    said = doctor.why(attention, fp8, capability)
+    said = doctor.why(Device("gpu", attention, fp8, 512), capability)
     assert all(word in line for word, line in zip(words, said, strict=True))
     assert "fa4" not in said[0] or capability == "9.0"
+
+
+def test_a_device_without_kernels_of_its_own_gets_its_note():
+    assert doctor.why(Device("tpu", "xla", "missing", 512, note="TPU v9: by XLA"), None) == ("TPU v9: by XLA",) * 2
+
+
+def test_extras_are_the_package_s():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(doctor.EXTRAS) == set(project) - {"dev", "cuda13"}
 
 
 def test_a_launched_process_says_which_it_is():

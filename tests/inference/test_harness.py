@@ -91,6 +91,12 @@ def test_what_lm_eval_asks_for(model, log_probabilities):
         [asked("abc", {"until": [], "max_gen_toks": 6}), asked("abc", {"until": [answer[2]], "max_gen_toks": 6})]
     )
     assert plain == answer and cut == answer.partition(answer[2])[0]
+    # Each as it was asked for, whoever is its neighbour.
+    sampled = asked("abc", {"do_sample": True, "temperature": 5.0, "max_gen_toks": 6})
+    short, wild, long = ours.generate_until(
+        [asked("abc", {"max_gen_toks": 2}), sampled, asked("abc", {"max_gen_toks": 6})]
+    )
+    assert (short, long) == (answer[:2], answer) and wild != answer
 
 
 @pytest.mark.slow  # lm-eval reads all its thousand tasks

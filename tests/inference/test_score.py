@@ -56,10 +56,16 @@ def test_hellaswag_by_hand(tmp_path, monkeypatch):
     assert [item.label for item in items] == [0, 1, 2]
     encoded = [score.encode_item(BYTES, item, 100) for item in items]
     assert encoded[0][0][0] == ([122, 122, 32, 97], 2)
-    assert score.score(encoded, table_losses) == [(0, 0, 0), (0, 1, 1), (0, 1, 2)]
+    assert score.score(encoded, table_losses, 100) == [(0, 0, 0), (0, 1, 1), (0, 1, 2)]
     monkeypatch.setattr(score, "token_losses", lambda _: table_losses)
     *_, (done, right, right_mean) = score.hellaswag(model(), items * 5)
     assert (done, right, right_mean) == (15, 5, 10)
+
+
+def test_rows_are_no_longer_than_the_model_looks_back():
+    rows = score.filled([[5] * 17, [7]], 16)
+    assert rows.shape == (score.ROWS, 17) and rows[0].all() and rows[1:].sum() == 7
+    assert score.filled([[5] * 9], 100).shape == (score.ROWS, score.BUCKET + 1)
 
 
 @pytest.mark.slow
@@ -80,7 +86,7 @@ def test_hellaswag_with_a_model_s_own_losses(tmp_path):
             sums.append(-sum(log_p[n - 1, ids[n]] for n in range(begins, len(ids))))
         expected.append(int(np.argmin(sums)))
     group = [score.encode_item(BYTES, item, 16) for item in items]
-    assert [choice for choice, _, _ in score.score(group, score.token_losses(own))] == expected
+    assert [choice for choice, _, _ in score.score(group, score.token_losses(own), 16)] == expected
 
 
 @pytest.mark.parametrize("length", [16, 40])  # 40: more than the model looks back on, cut into 16 and 16

@@ -1,6 +1,5 @@
 """``jspeed doctor``: what this machine can do, on one screen."""
 
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -10,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jspeed
 from jspeed.cluster.rank import find_rank
@@ -19,7 +18,11 @@ from jspeed.commands.flags import Command
 from jspeed.data.manifest import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
+from jspeed.plan.views.format import size
 from jspeed.terminal import importing
+
+if TYPE_CHECKING:
+    from jspeed.run.compute.device import Device
 
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tiktoken")
 # Of each extra: modules that show that it is there (any of them), and what it gives.
@@ -28,6 +31,8 @@ EXTRAS = {
     "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for GPUs that are not here"),
     "fa4": (("fa4_jax",), "FlashAttention 4 on Hopper"),
     "parquet": (("pyarrow",), "prepare reads .parquet"),
+    "tokenizers": (("tokenizers",), "prepare text --tokenizer FILE.json"),
+    "eval": (("lm_eval",), "evaluate --tasks NAME,..."),
     "log": (("tensorboard", "wandb"), "run --log tensorboard,wandb"),
 }
 LABEL = 12  # columns
@@ -48,15 +53,18 @@ def doctor(json_: bool = False) -> None:
 def look() -> dict[str, Any]:
     """Return everything, as plain data; sizes are in bytes."""
     around = repository()
+    found = accelerators()
+    from jspeed.run.evidence.provenance import cores, installed_version
+
     return {
         "jspeed": jspeed.__version__,
         "package": str(Path(jspeed.__file__).parent),
         "repository": str(around) if around else None,
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "machine": {"cores": cores(), "memory": memory(), "system": f"{platform.system()} {platform.machine()}"},
-        **accelerators(),
+        **found,
         "cache": cache(cache_folder()),
         "data": data_sets(cache_folder() / "data"),
         "extras": {
@@ -83,7 +91,7 @@ def accelerators() -> dict[str, Any]:
     except (RuntimeError, BadInput) as error:
         return {"devices": None, "problem": str(error).splitlines()[0], "attention": None, "fp8": None}
     capability = getattr(first, "compute_capability", None) if device.platform == "gpu" else None
-    attention, fp8 = why(device.attention, device.fp8, capability)
+    attention, fp8 = why(device, capability)
     return {
         "devices": {
             "platform": device.platform,
@@ -98,13 +106,15 @@ def accelerators() -> dict[str, Any]:
     }
 
 
-def why(attention: str, fp8: str, capability: str | None) -> tuple[str, str]:
-    """Say why a device gets this attention backend and these FP8 matmuls; a CPU has no compute capability."""
+def why(device: "Device", capability: str | None) -> tuple[str, str]:
+    """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None off NVIDIA GPUs."""
+    if device.note:
+        return device.note, device.note
     if capability is None:
         reason = "the only backend on a CPU"
-    elif attention == "xla":
+    elif device.attention == "xla":
         reason = f"cuDNN attends within documents from compute capability 9.0 on, this is {capability}"
-    elif attention == "fa4":
+    elif device.attention == "fa4":
         reason = "fa4_jax is installed, and this is Hopper"
     else:
         reason = f"compute capability {capability}"
@@ -114,14 +124,14 @@ def why(attention: str, fp8: str, capability: str | None) -> tuple[str, str]:
         "missing": f"tensor cores multiply FP8 from compute capability 8.9 on, this is {capability}",
         "emulated": "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster",
     }
-    return reason, reasons[fp8]
+    return reason, reasons[device.fp8]
 
 
 def cache(folder: Path) -> dict[str, Any]:
     """Return where prepared data and compiled programs are kept, how large both are, and what room there is."""
     programs = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder / "xla")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    sizes = {"data": size(folder / "data"), "programs": size(programs)}
+    sizes = {"data": folder_size(folder / "data"), "programs": folder_size(programs)}
     return {"folder": str(folder), "programs_folder": str(programs), **sizes, "free": shutil.disk_usage(there).free}
 
 
@@ -158,20 +168,20 @@ def screen(found: Mapping[str, Any]) -> str:
     """Return what was found as lines for a terminal."""
     devices, sizes, machine = found["devices"], found["cache"], found["machine"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
-    memory_of_one = f", {amount(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
+    memory_of_one = f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
     rows = [
         ("jspeed", f"{found['jspeed']} in {found['package']}"),
         ("repository", found["repository"] or "none around; benches, records and tests are in one"),
         ("Python", f"{found['python']} ({found['executable']})"),
         ("packages", packages),
-        ("machine", f"{machine['system']}, {machine['cores']} cores, {amount(machine['memory'])} memory"),
+        ("machine", f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"),
         ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}" if devices else found["problem"]),
     ]
     if devices:
         rows.append(("attention", f"{found['attention']['backend']}: {found['attention']['why']}"))
         rows.append(("FP8", f"{found['fp8']['matmuls']}: {found['fp8']['why']}"))
-    rows.append(("cache", f"{sizes['folder']}: {amount(sizes['data'])} data, {amount(sizes['free'])} free"))
-    rows.append(("", f"{sizes['programs_folder']}: {amount(sizes['programs'])} compiled programs"))
+    rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))
+    rows.append(("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"))
     for number, one in enumerate(found["data"]):
         tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
         text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
@@ -193,14 +203,6 @@ def screen(found: Mapping[str, Any]) -> str:
     )
 
 
-def version(package: str) -> str | None:
-    """Return the version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def installed(module: str) -> bool:
     """Return whether a module is there, without importing it."""
     try:
@@ -209,24 +211,14 @@ def installed(module: str) -> bool:
         return False
 
 
-def cores() -> int:
-    """Return how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def memory() -> int:
     """Return the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def size(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Return the bytes of all files under a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def amount(count: int) -> str:
-    """Return a number of bytes as a person reads it."""
-    return f"{count / 1e9:,.1f} GB" if count >= 1e8 else f"{count / 1e6:,.1f} MB"
 
 
 COMMAND = Command(doctor, ("  # one screen", "--json  # for a program, or a bug report"))

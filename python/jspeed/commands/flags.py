@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -241,6 +242,7 @@ def _read(kind: Any, where: str, word: str) -> Any:
         raise BadInput(f"{where} {shown(word)}: expected {wanted}; see --help") from None
 
 
+@cache
 def _unwrapped(function: Callable[..., Any], name: str) -> tuple[Any, Wants, bool]:
     """Return the type of one value of a parameter, what it wants, and whether it takes many values."""
     hint, wants, many = get_type_hints(function, include_extras=True)[name], None, False

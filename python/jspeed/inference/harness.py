@@ -8,7 +8,7 @@ import numpy as np
 
 from jspeed.errors import BadInput, nearest
 from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length
-from jspeed.inference.score import BUCKET, ROWS, likeliest, token_losses
+from jspeed.inference.score import ROWS, filled, likeliest, token_losses
 from jspeed.inference.trained import Model
 
 TOKENS = 256  # most new tokens of an answer, where a task does not say
@@ -77,17 +77,23 @@ def harness(model: Model) -> Any:
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
             asked = [request.args for request in requests]
-            return [
-                text for start in range(0, len(asked), WRITERS) for text in self.written(asked[start : start + WRITERS])
-            ]
+            alike: dict[tuple[float, int], list[int]] = {}  # numbers of requests by their settings
+            for n, (_, how) in enumerate(asked):
+                alike.setdefault(settings_of(how), []).append(n)
+            answers: dict[int, str] = {}
+            for (temperature, most), numbers in alike.items():
+                for start in range(0, len(numbers), WRITERS):
+                    group = numbers[start : start + WRITERS]
+                    texts = self.written([asked[n] for n in group], temperature, most)
+                    answers |= zip(group, texts, strict=True)
+            return [answers[n] for n in range(len(asked))]
 
-        def written(self, asked: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-            how = asked[0][1]
-            temperature = float(how.get("temperature") or 1.0) if how.get("do_sample") else 0.0
+        def written(
+            self, asked: Sequence[tuple[str, Mapping[str, Any]]], temperature: float, most: int
+        ) -> Iterator[str]:
             stops = [stops_of(given) for _, given in asked]
             prompts = [self.tok_encode(context) for context, _ in asked]
             texts = [b""] * len(asked)
-            most = max(int(given.get("max_gen_toks", TOKENS)) for _, given in asked)
             for new in generator(temperature)(prompts + prompts[:1] * (WRITERS - len(asked)), most):
                 texts = [
                     text + (b"" if token == STOPPED else tokenizer.decode([token]))
@@ -107,6 +113,12 @@ def harness(model: Model) -> Any:
     return Harness()
 
 
+def settings_of(given: Mapping[str, Any]) -> tuple[float, int]:
+    """Return temperature (0: the likeliest token) and most new tokens of an answer."""
+    temperature = float(given.get("temperature", 1.0)) if given.get("do_sample") else 0.0
+    return temperature, int(given.get("max_gen_toks", TOKENS))
+
+
 def stops_of(given: Mapping[str, Any]) -> list[str]:
     """Return the texts before which an answer ends."""
     until = given.get("until") or []
@@ -124,10 +136,7 @@ def scorer(model: Model) -> Callable[[Sequence[Pair]], list[tuple[float, bool]]]
         order = sorted(range(len(pairs)), key=lambda n: len(rows_of[n][0]))
         for start in range(0, len(order), ROWS):
             group = order[start : start + ROWS]
-            length = min(limit, -(-max(len(rows_of[n][0]) for n in group) // BUCKET) * BUCKET)
-            rows = np.zeros((ROWS, length + 1), np.int32)
-            for row, n in zip(rows, group, strict=False):
-                row[: len(rows_of[n][0])] = rows_of[n][0]
+            rows = filled([rows_of[n][0] for n in group], limit)
             per_token, best = losses(rows), choices(rows)
             for place, n in enumerate(group):
                 ids, count = rows_of[n]

@@ -164,7 +164,7 @@ def hellaswag(model: Model, items: Iterable[Item]) -> Iterator[tuple[int, int, i
     done = right = right_mean = 0
     for start in range(0, len(order), ROWS // 4):
         group = [encoded[n] for n in order[start : start + ROWS // 4]]
-        for choice, choice_mean, label in score(group, losses):
+        for choice, choice_mean, label in score(group, losses, context_length(model.recipe)):
             done, right, right_mean = done + 1, right + (choice == label), right_mean + (choice_mean == label)
         yield done, right, right_mean
 
@@ -185,14 +185,22 @@ def encode_item(tokenizer: Tokenizer, item: Item, limit: int) -> Encoded:
     return sequences, item.label
 
 
-def score(group: Sequence[Encoded], losses: Losses) -> list[tuple[int, int, int]]:
-    """Return for each item (choice by total loss, choice by mean loss, label)."""
-    sequences = [sequence for item, _ in group for sequence in item]
-    length = -(-max(len(ids) for ids, _ in sequences) // BUCKET) * BUCKET
+def filled(sequences: Sequence[Sequence[int]], limit: int) -> np.ndarray:
+    """Return int32 ``[ROWS, T + 1]``: at most ROWS sequences of at most ``limit + 1`` ids, and 0 behind them.
+
+    T is the same for sequences of about the same length, and at most ``limit``.
+    """
+    length = min(limit, -(-max(map(len, sequences)) // BUCKET) * BUCKET)
     rows = np.zeros((ROWS, length + 1), np.int32)
-    for row, (ids, _) in zip(rows, sequences, strict=False):
+    for row, ids in zip(rows, sequences, strict=False):
         row[: len(ids)] = ids
-    found = losses(rows)
+    return rows
+
+
+def score(group: Sequence[Encoded], losses: Losses, limit: int) -> list[tuple[int, int, int]]:
+    """Return for each item (choice by total loss, choice by mean loss, label); the model looks back on ``limit``."""
+    sequences = [sequence for item, _ in group for sequence in item]
+    found = losses(filled([ids for ids, _ in sequences], limit))
     sums, means = [], []
     for row, (ids, begins) in zip(found, sequences, strict=False):
         part = row[begins - 1 : len(ids) - 1].astype(np.float64)

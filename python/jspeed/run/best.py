@@ -12,9 +12,8 @@ from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.run import export
 from jspeed.run.output.progress import Progress
+from jspeed.run.run_directory import BEST
 from jspeed.run.setup import Setup
-
-FOLDER = "best"  # of a run directory
 
 
 def keep_best(setup: Setup, progress: Progress, params: Any) -> None:
@@ -28,7 +27,7 @@ def keep_best(setup: Setup, progress: Progress, params: Any) -> None:
     tensors = gathered(params)
     if process_index():
         return
-    folder = setup.run_dir / FOLDER
+    folder = setup.run_dir / BEST
     about = {"recipe": setup.recipe.name, "recipe_hash": setup.found.hash}
     about |= {"step": str(progress.steps), "val_loss": repr(last)}
     try:

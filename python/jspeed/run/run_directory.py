@@ -21,6 +21,7 @@ from jspeed.run.export import FILE
 
 RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg", TOKENIZER_FILE)
 METRICS = "metrics.jsonl"
+BEST = "best"  # the folder of the parameters with the lowest loss
 
 
 class Claim:
@@ -48,7 +49,7 @@ class Claim:
                 (self.run_dir / name).unlink(missing_ok=True)
             self.metrics.clear()
             if self.step is None:
-                shutil.rmtree(self.run_dir / "best", ignore_errors=True)
+                shutil.rmtree(self.run_dir / BEST, ignore_errors=True)
 
     def abandon(self) -> None:
         """Take back what this run has put into its directory, and the directory when nothing else is in it."""
@@ -56,7 +57,7 @@ class Claim:
             for name in (*RUN_FILES, METRICS):
                 (self.run_dir / name).unlink(missing_ok=True)
             self.metrics.file.close()
-            shutil.rmtree(self.run_dir / "best", ignore_errors=True)
+            shutil.rmtree(self.run_dir / BEST, ignore_errors=True)
             with suppress(OSError):  # not empty
                 self.run_dir.rmdir()
 

@@ -1,6 +1,7 @@
 """What devices decide: micro-batches, kernels, what fits; and what is refused."""
 
 import dataclasses
+import math
 import types
 
 import jax
@@ -94,6 +95,16 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 2
     with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
         program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
+
+
+def test_what_an_evaluation_leaves_on_the_device_is_counted():
+    """Two moments of Adam beside each parameter, cut among the devices in their turn."""
+    recipe = find("stdlib").recipe
+    one, two = (program.waiting_bytes(recipe, mesh_of(n), "zero1") for n in (1, 2))
+    params = 4 * sum(
+        math.prod(p.shape) for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
+    )
+    assert 0.99 * params < one <= 2.01 * params and two < 0.6 * one
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,21 @@ def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
     )
 
 
+def test_what_is_remembered_depends_on_our_own_calls_of_kernels(monkeypatch):
+    before = preflight.versions(one_device())
+    assert any("def attention(" in text for text in before) and any("def matmul(" in text for text in before)
+
+
+def test_collectives_are_tried_in_every_run(said, monkeypatch):
+    calls, mesh = [], make_mesh({"data": 2}, devices=jax.devices()[:2])
+    monkeypatch.setattr(preflight, "collectives_error", lambda mesh: calls.append(1))
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of collectives"])
+    for _ in range(2):
+        found = preflight.preflight(RECIPE, mesh, device.Device("gpu", "xla", "missing", 512), None, said)
+        assert found.checks[-1] == "all-reduce and reduce-scatter over 2 devices"
+    assert len(calls) == 2
+
+
 def test_sums_over_devices(said, monkeypatch):
     mesh = make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
     assert preflight.collectives_error(mesh) is None
@@ -158,6 +173,17 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     assert "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla" in (
         said.file.getvalue()
     )
+    # The next one is checked as the first one was, unless nothing is (--no-preflight): no test leaves cuDNN's name.
+    assert not found.checks
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["what did not compile"])
+    before = preflight.Preflight(with_cudnn(), ("attention cudnn, packed, heads of 32", "FP8 matmuls"), ("FP8: x",))
+    _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, before, said)
+    assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
+    assert [reason[:16] for reason in found.refused] == ["FP8: x", "attention cudnn:"]
+    three = dataclasses.replace(before, device=with_cudnn(("fa4", "xla")))
+    monkeypatch.setattr(attention_backends, "fa4", refuses)
+    _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, three, said)
+    assert found.device.attention == "xla" and found.refused[-1].startswith("attention fa4: Refused")
     asked = dataclasses.replace(start, device=with_cudnn((), asked=True))
     with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
         preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)

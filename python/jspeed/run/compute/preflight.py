@@ -6,8 +6,9 @@ and one set of versions; what failed is tried again in every run.
 """
 
 import hashlib
-import importlib.metadata
+import inspect
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ from rich.console import Console
 from jspeed.cluster.distributed import everyones
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
-from jspeed.model import fp8
+from jspeed.model import attention_backends, fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.attention_backends import Refused
 from jspeed.parallel.mesh import put
@@ -31,6 +32,7 @@ from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute.device import Device, packs
 from jspeed.run.compute.program import Program, compile_program
+from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
 
 LENGTH = 1280  # tokens of the example: cuDNN 9.14.0 is wrong for more than 1,024 keys
@@ -72,31 +74,11 @@ def preflight(recipe: Recipe, mesh: Mesh, device: Device, fp8_field: str | None,
     if device.platform == "cpu" and device.attention == "xla" and not wants_fp8:
         return Preflight(device)
     remembered = Remembered(mesh)
-    run = partial(_outcome, remembered=remembered)
-    checks, refused = [], []
-    width = recipe.attention_width // recipe.heads if recipe.heads else 128
-    packed = packs(recipe)
-    backends: Sequence[str] = (device.attention, *device.fallbacks)
-    chosen = None
-    for backend in backends:
-        name = f"attention {backend}, {'packed' if packed else 'causal'}, heads of {width}"
-        reason = run(name, partial(attention_error, backend, width, packed))
-        if reason is None:
-            chosen = backend
-            checks.append(name)
-            break
-        refused.append(f"attention {backend}: {reason}")
-    if chosen is None:
-        what = "--" if device.asked else "no attention backend works on these devices: "
-        raise BadInput(
-            f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention, or give "
-            "--no-preflight to run without this check"
-        )
-    used = backends.index(chosen)
-    device = replace(device, attention=chosen, fallbacks=tuple(backends[used + 1 :]))
+    found = working_attention(recipe, device, remembered)
+    device, checks, refused = found.device, [*found.checks], [*found.refused]
     if wants_fp8:
         name = "FP8 matmuls"
-        reason = run(name, fp8_error)
+        reason = outcome(name, fp8_error, remembered)
         if reason is None:
             checks.append(name)
         elif fp8_field == "on":
@@ -106,28 +88,51 @@ def preflight(recipe: Recipe, mesh: Mesh, device: Device, fp8_field: str | None,
             device = replace(device, fp8="missing")
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
-        if reason := run(name, partial(collectives_error, mesh)):
+        if reason := outcome(name, partial(collectives_error, mesh)):
             raise BadInput(f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)")
         checks.append(name)
     if refused:
         fp8_words = "" if not wants_fp8 or device.fp8 == "native" else "; matmuls in the compute dtype instead of FP8"
         console.print(
-            f"preflight: {'; '.join(refused)}; attention by {chosen}{fp8_words}", markup=False, soft_wrap=True
+            f"preflight: {'; '.join(refused)}; attention by {device.attention}{fp8_words}", markup=False, soft_wrap=True
         )
     remembered.write()
     return Preflight(device, tuple(checks), tuple(refused))
 
 
-def _outcome(name: str, check: Callable[[], str | None], *, remembered: "Remembered") -> str | None:
-    """Why ``check`` failed on any process; None where it passed on all, now or in an earlier run."""
-    if all(everyones(f"remembered: {name}", name in remembered.passed)):
+def working_attention(recipe: Recipe, device: Device, remembered: "Remembered") -> Preflight:
+    """Return ``device`` with the first of its attention backends that computes what it should.
+
+    Raises :class:`BadInput` when none does.
+    """
+    width = recipe.attention_width // recipe.heads if recipe.heads else 128
+    packed = packs(recipe)
+    backends: Sequence[str] = (device.attention, *device.fallbacks)
+    refused: list[str] = []
+    for used, backend in enumerate(backends, start=1):
+        name = f"attention {backend}, {'packed' if packed else 'causal'}, heads of {width}"
+        reason = outcome(name, partial(attention_error, backend, width, packed), remembered)
+        if reason is None:
+            device = replace(device, attention=backend, fallbacks=tuple(backends[used:]))
+            return Preflight(device, (name,), tuple(refused))
+        refused.append(f"attention {backend}: {reason}")
+    what = "--" if device.asked else "no attention backend works on these devices: "
+    raise BadInput(
+        f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention, or give "
+        "--no-preflight to run without this check"
+    )
+
+
+def outcome(name: str, check: Callable[[], str | None], remembered: "Remembered | None" = None) -> str | None:
+    """Return why ``check`` failed on any process; None where it passed on all, now or in an earlier run."""
+    if remembered and all(everyones(f"remembered: {name}", name in remembered.passed)):
         return None
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
         reason = f"{type(error).__name__}: {_first_line(error)}"
     first = next((text for text in everyones(f"checked: {name}", reason) if text), None)
-    if first is None:
+    if first is None and remembered:
         remembered.passed.add(name)
     return first
 
@@ -155,7 +160,7 @@ class Remembered:
 
 
 def versions(mesh: Mesh) -> list[str]:
-    """What the outcome depends on: kind of device, driver, and the packages whose kernels are checked."""
+    """What the outcome depends on: kind of device, driver, packages whose kernels are checked, our calls of them."""
     first = mesh.devices.flat[0]
     driver = Path("/proc/driver/nvidia/version")
     found = [first.device_kind, str(getattr(first.client, "platform_version", ""))]
@@ -166,12 +171,9 @@ def versions(mesh: Mesh) -> list[str]:
         found.append(str(cuda_versions.cudnn_get_version()) if cuda_versions else "")
     except (ImportError, AttributeError, RuntimeError):
         found.append("")
-    for package in ("jspeed", "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"):
-        try:
-            found.append(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            found.append("")
-    return found
+    packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
+    ours = (sys.modules[function.__module__] for function in (attention, attention_backends.cudnn, fp8.matmul))
+    return found + [installed_version(package) or "" for package in packages] + [inspect.getsource(one) for one in ours]
 
 
 def distance(found: Any, expected: np.ndarray) -> float:
@@ -309,11 +311,16 @@ def compile_or_fall_back(
                 f"--attention {device.attention}: the step cannot be compiled with it ({reason}); choose another one, "
                 "or leave the flag out"
             ) from error
-        following = device.fallbacks[0]
         refused = f"attention {device.attention}: the step cannot be compiled with it ({reason})"
-        console.print(f"{refused}; attention by {following}", markup=False, soft_wrap=True)
-        device = replace(device, attention=following, fallbacks=device.fallbacks[1:])
+        device = replace(device, attention=device.fallbacks[0], fallbacks=device.fallbacks[1:])
         checked = replace(checked, device=device, refused=(*checked.refused, refused))
+        if checked.checks:  # not with --no-preflight
+            rest = working_attention(recipe, device, remembered := Remembered(mesh))
+            remembered.write()
+            others = tuple(name for name in checked.checks if not name.startswith("attention "))
+            checked = Preflight(rest.device, rest.checks + others, checked.refused + rest.refused)
+        said = "; ".join(checked.refused[checked.refused.index(refused) :])
+        console.print(f"{said}; attention by {checked.device.attention}", markup=False, soft_wrap=True)
 
 
 def _first_line(error: Exception) -> str:

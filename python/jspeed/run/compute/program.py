@@ -77,7 +77,7 @@ def compile_program(
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
     evaluation = compiled(lowered, device)
-    need = memory_needed(evaluation) if device.memory else 0
+    need = memory_needed(evaluation) + waiting_bytes(recipe, mesh, layout) if device.memory else 0
     if device.memory and need > device.memory:
         raise BadInput(
             f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
@@ -163,6 +163,13 @@ def memory_needed(step: jax.stages.Compiled) -> int:
         return sizes.peak_memory_in_bytes
     arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return arrays + sizes.temp_size_in_bytes
+
+
+def waiting_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
+    """Bytes of the state that one device keeps during an evaluation, which does not read them: all but parameters."""
+    state, _ = state_shardings(recipe, layout, mesh)
+    arrays = jax.tree.leaves([state[name] for name in state if name != "params"])
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
 def lower_step(

@@ -22,11 +22,16 @@ def versions() -> Versions:
     }  # fmt: skip
 
 
-def _version(package: str) -> str:
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return None
+
+
+def _version(package: str) -> str:
+    return installed_version(package) or "unknown"
 
 
 def git(folder: Path) -> Git:
@@ -122,8 +127,12 @@ def devices() -> Devices:
     }
 
 
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _cpu_name() -> str:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     name = platform.machine()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -132,7 +141,7 @@ def _cpu_name() -> str:
                 break
     except OSError:
         pass
-    return f"{name} ({cores} cores)"
+    return f"{name} ({cores()} cores)"
 
 
 def xla_flags() -> str:
