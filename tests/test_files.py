@@ -1,11 +1,12 @@
 """Files without room: a sentence, and neither half a file nor half a line."""
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
-from jspeed.files import Lines, write_whole
+from jspeed.files import Lines, read_json, write_whole
 
 from .several import said
 
@@ -42,3 +43,21 @@ def test_a_line_that_does_not_fit_is_not_begun(tmp_path, no_room):
 def test_a_folder_that_is_not_there(tmp_path: Path):
     for call in (lambda: Lines(tmp_path / "no" / "file"), lambda: write_whole(tmp_path / "no" / "file", "")):
         assert "no/file cannot be written (No such file or directory)" in said(call)
+
+
+def test_a_pipe_is_no_file_of_lines(tmp_path):
+    """Opened to write, one that nobody reads is waited for; to one that somebody reads the lines would be lost."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    assert "metrics.jsonl cannot be written (No such device" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
+    reader = os.open(tmp_path / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    assert "metrics.jsonl cannot be written (not a regular file)" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
+    os.close(reader)
+
+
+def test_json_of_any_depth_is_json_or_not(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError):
+        read_json(tmp_path / "deep.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_json(tmp_path / "pipe.json")

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import stat
 import tempfile
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
@@ -54,8 +56,9 @@ class Lines:
     def __init__(self, path: Path) -> None:
         """Open ``path``, made if it is not there. Raises :class:`BadInput`."""
         self._path = path
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            self.file = open(path, "ab", buffering=0)
+            self.file = os.fdopen(_if_regular(os.open(path, flags, 0o666), path), "ab", buffering=0)
         except OSError as error:
             raise _unwritable(path, error) from None
 
@@ -86,9 +89,12 @@ def _unwritable(path: Path, error: OSError) -> BadInput:
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file to read. Raises OSError for what is no regular file: a pipe is waited for, a device has no end."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(_if_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")
+
+
+def _if_regular(handle: int, path: str | os.PathLike[str]) -> int:
     if stat.S_ISREG(os.fstat(handle).st_mode):
-        return os.fdopen(handle, "rb")
+        return handle
     os.close(handle)
     raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
 
@@ -97,6 +103,14 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a regular file. Raises OSError as :func:`open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return what a regular file says in JSON. Raises OSError as :func:`open_regular`, ValueError for anything else."""
+    try:
+        return json.loads(read_regular(path))
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
 
 
 def sha256_of(path: Path) -> str:

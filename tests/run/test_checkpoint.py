@@ -1,11 +1,14 @@
 """Checkpoints of whole runs: what is resumed is bit for bit what was not interrupted, and damage is noticed."""
 
 import json
+import os
 import signal
 import time
 
 import numpy as np
 import pytest
+
+from jspeed.run import checkpoint
 
 from ..several import ended, environment, metrics, shards, start, toy
 from ..toys import TOYS
@@ -44,6 +47,19 @@ def damage(folder, step):
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
+
+
+def test_hashes_that_say_nothing_are_damage(tmp_path):
+    path = tmp_path / "5" / checkpoint.HASHES
+    path.parent.mkdir()
+    for text in ("{}", "[]", "3", "[" * 100_000, '{"record/metadata": 3}'):
+        path.write_text(text)
+        assert checkpoint.damage(tmp_path, 5), text
+    path.unlink()
+    os.mkfifo(path)
+    assert "not a regular file" in str(checkpoint.damage(tmp_path, 5))
+    (tmp_path / "²").mkdir()
+    assert checkpoint.steps_in(tmp_path) == [5]
 
 
 def test_25_steps_and_25_resumed_are_50_bit_for_bit(runs, tmp_path):

@@ -4,10 +4,14 @@ import errno
 import json
 import os
 import tempfile
+from contextlib import contextmanager
 
 import pytest
 
+from jspeed.errors import BadInput
+from jspeed.files import Lines
 from jspeed.record.runfile import read_run
+from jspeed.run.output import sinks
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 
@@ -30,6 +34,49 @@ def full_for(monkeypatch: pytest.MonkeyPatch):
         return asked
 
     return fix
+
+
+@pytest.fixture
+def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a sink of --log that takes two lines and can then be neither written to nor closed."""
+
+    @contextmanager
+    def breaks(*_):
+        left = iter(range(2))
+
+        def sink(line):
+            if next(left, None) is None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        yield sink
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setitem(sinks.SINKS, "breaks", breaks)
+    return "breaks"
+
+
+def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_not(
+    tmp_path, full_for, a_log_that_breaks, monkeypatch, capsys
+):
+    """All that is written before run.json: of a run that has made its steps nothing else is worth losing them."""
+    full_for("sha256.json")
+    real = Lines.write
+
+    def write(self, line):
+        if json.loads(line).keys() >= {"val_loss"} and json.loads(line)["step"] == 3:
+            raise BadInput("metrics.jsonl cannot be written (No space left on device)")
+        real(self, line)
+
+    monkeypatch.setattr(Lines, "write", write)
+    data, run_dir = shards(tmp_path / "shards"), tmp_path / "run"
+    more = {"checkpoint_every": 2, "log": (a_log_that_breaks,), "target_loss": 9.0, "progress": False}
+    sentence = said(lambda: train(Options("stdlib", data=data, run_dir=run_dir, sets=(*TOY, "STEPS=3"), **more)))
+    for words in ("--log got nothing from step", "a checkpoint could not be written to", "metrics.jsonl cannot be"):
+        assert words in sentence, sentence
+    assert f"warning: --log {a_log_that_breaks} could not be closed (No space left" in capsys.readouterr().err
+    run = read_run(run_dir)
+    assert run["status"] == "finished" and run["reached"] and run["curve"][-1]["step"] == 3
+    assert not list((run_dir / "checkpoints").iterdir()) and (run_dir / "model.safetensors").exists()
 
 
 def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_for, capsys):

@@ -21,7 +21,7 @@ from jax.errors import JaxRuntimeError
 from jspeed.cluster import distributed
 from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
-from jspeed.files import sha256_of, write_whole
+from jspeed.files import read_json, sha256_of, write_whole
 from jspeed.run.compute.step import State
 
 KEEP = 2  # unless another number is asked for: the newest, and one before it should the newest be damaged
@@ -43,10 +43,11 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
         if self._manager is None:
             return
         if kind is None:
-            self._guarded(self._manager.wait_until_finished)
             self._manager.close()
             return
         with suppress(Exception):  # the one that is being written may be the last; what went wrong is known already
@@ -72,14 +73,21 @@ class Checkpoints:
             self._step = step
             self._guarded(lambda: self._manager.save(step, args=args, force=True))
 
+    def wait(self) -> None:
+        """Wait until the last checkpoint is whole. Raises :class:`BadInput` as :meth:`save`."""
+        if self._manager is not None:
+            self._guarded(self._manager.wait_until_finished)
+
     def _guarded(self, call: Callable[[], object]) -> None:
+        """Call; what fails is said, and nothing more is asked of Orbax then."""
         try:
             call()
-        except (OSError, ValueError, RuntimeError) as error:
+        except (BadInput, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, JaxRuntimeError):
                 raise
             if isinstance(error.__cause__, JaxRuntimeError):  # Orbax calls what another process's end did a time-out
                 raise error.__cause__ from None
+            self._manager = None
             remove_unfinished(self._folder)
             raise BadInput(
                 f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room or choose another "
@@ -109,7 +117,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the checkpoints in ``folder`` that Orbax calls whole, ascending."""
-    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit() and path.is_dir())
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal() and path.is_dir())
 
 
 def _files(folder: Path) -> dict[str, Path]:
@@ -121,7 +129,9 @@ def _files(folder: Path) -> dict[str, Path]:
 def damage(folder: Path, step: int) -> str | None:
     """Return what is wrong with the checkpoint of ``step``, or None."""
     try:
-        hashes = json.loads((folder / str(step) / HASHES).read_text())
+        hashes = read_json(folder / str(step) / HASHES)
+        if not hashes:
+            return f"{HASHES} names no files"
         found = _files(folder / str(step))
         for name, digest in hashes.items():
             if name not in found:
@@ -176,7 +186,7 @@ def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: P
 
 def read_record(folder: Path, step: int) -> dict[str, Any]:
     """Read only the record of the checkpoint of ``step``."""
-    return json.loads((folder / str(step) / "record" / "metadata").read_text())
+    return read_json(folder / str(step) / "record" / "metadata")
 
 
 def _named(tree: Any) -> dict[str, Any]:

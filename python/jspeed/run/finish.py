@@ -44,7 +44,10 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             with clock.section("final evaluation"), say.waiting(console, "final evaluation"):
                 loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
             if not progress.at_validation:  # a run that stopped at its target has this loss already
-                progress.validated(loss)
+                try:
+                    progress.validated(loss)
+                except BadInput as error:
+                    progress.failed.append(str(error))
                 if setup.options.keep_best and progress.at_validation:
                     with clock.section("checkpoint"):
                         keep_best(setup, progress, state["params"])

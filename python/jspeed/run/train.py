@@ -152,8 +152,12 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     profile.close(state)
     clock.stop(state)
     wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
-    if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
-        save()
+    try:
+        if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
+            save()
+        checkpoints.wait()
+    except BadInput as error:  # all steps are made: their record needs no checkpoint
+        progress.failed.append(str(error))
     return state
 
 

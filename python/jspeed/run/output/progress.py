@@ -9,7 +9,7 @@ from jspeed.files import Lines
 from jspeed.record.schema import Validation
 from jspeed.run.clock import Clock
 from jspeed.run.output.console import Display
-from jspeed.run.output.sinks import Sink
+from jspeed.run.output.sinks import Sink, first_line
 
 
 @dataclass
@@ -67,16 +67,20 @@ class Progress:
         if not math.isfinite(loss):
             self.status = "diverged"
             return
-        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss})
         self.curve.append({"step": self.steps, "timed_seconds": seconds, "val_loss": loss})
+        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss})
         self.display.validation(self.steps, loss, seconds)
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         if self.metrics:
             self.metrics.write(json.dumps(line))
-        for sink in self.sinks:
-            sink(line)
+        for sink in [*self.sinks]:
+            try:
+                sink(line)
+            except Exception as error:  # whatever a library raises: the run does not need it
+                self.sinks.remove(sink)
+                self.failed.append(f"--log got nothing from step {line['step']} on ({first_line(error)})")
 
     def record(self) -> dict[str, Any]:
         """All of this that a checkpoint keeps; :meth:`resume` takes it."""

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,32 @@ def check_sinks(names: Sequence[str]) -> None:
 
 @contextmanager
 def sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[list[Sink]]:
-    """Open the sinks called ``names``; one whose package is not installed is left out, with a warning."""
+    """Open the sinks called ``names``; one that cannot be opened, or closed in the end, is a warning."""
     with ExitStack() as stack:
         opened = []
         for name in names:
             try:
-                opened.append(stack.enter_context(SINKS[name](run_dir, config, started)))
+                sink = SINKS[name](run_dir, config, started)
+                opened.append(sink.__enter__())
+                stack.callback(_close, name, sink)
             except ImportError as error:
                 print(f"warning: --log {name} does nothing ({error}); pip install '.[log]'", file=sys.stderr)
+            except Exception as error:  # no room, no network, no key
+                print(f"warning: --log {name} does nothing ({first_line(error)})", file=sys.stderr)
         yield opened
+
+
+def _close(name: str, sink: AbstractContextManager[Sink]) -> None:
+    try:
+        sink.__exit__(None, None, None)
+    except Exception as error:
+        print(f"warning: --log {name} could not be closed ({first_line(error)}); look at its files", file=sys.stderr)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an exception says, or its type where it says nothing."""
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return (reason or type(error).__name__).splitlines()[0]
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
