@@ -69,6 +69,14 @@ def test_long_names_are_cut_without_an_end_they_do_not_have(tmp_path):
     assert (bos, *range(6), pad) in rows and len(rows) == 8
 
 
+@pytest.mark.parametrize("row", [2, 4097, 10**9])
+def test_a_row_is_bounded_before_any_is_made(tmp_path, row):
+    (tmp_path / "names.txt").write_text("ada\nbob\n")
+    with pytest.raises(BadInput, match=f"--row {row}: .* give 3 to 4,096 tokens"):
+        named.prepare_names(tmp_path / "out", tmp_path / "names.txt", row=row)
+    assert [path.name for path in tmp_path.iterdir()] == ["names.txt"]
+
+
 @needs_classics
 @pytest.mark.parametrize("characters", [True, False])
 def test_shakespeare(tmp_path, characters):

@@ -87,6 +87,12 @@ def test_bad_fraction(tmp_path, fraction):
         prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out", val_fraction=fraction)
 
 
+@pytest.mark.parametrize("rows", [False, True])
+def test_bad_seed(tmp_path, rows):
+    with pytest.raises(BadInput, match="--seed -1: must be 0 or more"):
+        prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out", val_fraction=0.5, seed=-1, rows=rows)
+
+
 def test_bad_output(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", "ab")
     with pytest.raises(BadInput, match="is a file"):

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -132,6 +133,9 @@ def test_a_long_beginning_is_cut_from_the_left():
         ("{}\n", "line 1 of .* is no HellaSwag item"),
         (json.dumps(ITEMS[0]) + '\n{"ctx": "a", "endings": ["b"], "label": 0}\n', "line 2 of .* four endings"),
         ("nonsense", "line 1 of"),
+        *((json.dumps(ITEMS[0] | wrong) + "\n", "line 1 of") for wrong in ({"ctx": 3}, {"endings": [1, 2, 3, 4]})),
+        *((json.dumps(ITEMS[0] | {"label": label}) + "\n", "line 1 of") for label in (float("inf"), 1.9, 4, -1, None)),
+        ("[" * 100_000, "line 1 of"),
     ],
 )
 def test_bad_items(tmp_path, text, words):
@@ -140,6 +144,10 @@ def test_bad_items(tmp_path, text, words):
         score.read_hellaswag(tmp_path / "h.jsonl")
     with pytest.raises(BadInput, match="cannot be read as UTF-8"):
         score.read_hellaswag(tmp_path / "none.jsonl")
+    with pytest.raises(BadInput, match="not a regular file"):
+        score.read_hellaswag(Path("/dev/zero"))
+    (tmp_path / "h.jsonl").write_text(json.dumps(ITEMS[0] | {"label": "2"}))
+    assert score.read_hellaswag(tmp_path / "h.jsonl")[0].label == 2
 
 
 def test_git_blob(tmp_path):

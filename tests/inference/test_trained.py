@@ -1,6 +1,7 @@
 """From a run to what others do with it: its parameters kept, taken up, evaluated, exported, and a text at the end."""
 
 import json
+import os
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jspeed.corpus import named
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
-from jspeed.inference.trained import load_model, parameters_of
+from jspeed.inference.trained import load_model, parameters_of, read_config
 from jspeed.run.export import load
 from jspeed.run.setup import Options
 from jspeed.run.train import train
@@ -174,3 +175,44 @@ def test_exported_gpt2_loads_again(tmp_path):
     back = load_model(tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, parameters_of(back), parameters_of(model))
     assert "h.1.attn.c_attn.weight" in load(tmp_path / "out")[0]
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 9, "n_positions": 4}
+OWN = {"recipe": "stdlib", "overrides": {}, "tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (OWN | {"overrides": []}, "field 'overrides': expected an object, found \\[\\]"),
+        (OWN | {"tokenizer": 3}, "field 'tokenizer': expected an object or null, found 3"),
+        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected text, found 3"),
+        (OWN | {"tokenizer": {"tokenizer": "bytes"}}, "field 'tokenizer.vocab_size': .* found no such field"),
+        (OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}}, "'tokenizer.symbols': expected a list of diff"),
+        (GPT2 | {"n_layer": float("inf")}, "field 'n_layer': expected a whole number from 1 to 1000, found inf"),
+        (GPT2 | {"n_layer": 10**9}, "field 'n_layer': .* from 1 to 1000"),
+        (GPT2 | {"vocab_size": "9"}, "field 'vocab_size': .* found '9'"),
+        ([], "describes neither"),
+    ],
+)
+def test_a_config_is_checked_when_it_is_read(tmp_path, config, words):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match=f"^{tmp_path}/config.json.*{words}") as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_cannot_be_read_is_a_sentence(tmp_path):
+    assert read_config_of(tmp_path, OWN) == OWN and read_config_of(tmp_path, GPT2) == GPT2
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(BadInput, match="config.json cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BadInput, match="not a regular file"):
+        read_config(tmp_path)
+
+
+def read_config_of(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_config(folder)

@@ -1,6 +1,7 @@
 """GPT-2 in and out, against an independent forward pass in NumPy on Hugging Face's names and layout."""
 
 import json
+import os
 import resource
 import struct
 
@@ -202,6 +203,14 @@ def test_refuses_what_is_no_model(tmp_path):
     ):
         with pytest.raises(BadInput, match=words):
             call()
+    for index in ([], None, {"weight_map": 3}, {"weight_map": {"wte.weight": 3}}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(BadInput, match="index.json cannot be read"):
+            export.load(tmp_path)
+    os.mkfifo(tmp_path / "1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "1.safetensors"}}')
+    with pytest.raises(BadInput, match="1.safetensors cannot be read as safetensors .*not a regular file"):
+        export.load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no such thing" * 9)
     with pytest.raises(BadInput, match="cannot be read as safetensors"):
         export.load(tmp_path)

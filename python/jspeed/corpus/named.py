@@ -30,6 +30,7 @@ OPENWEBTEXT = "Skylion007/openwebtext"
 OPENWEBTEXT_SPLIT = {"val_fraction": 0.0005, "seed": 2357, "rows": True}  # nanoGPT's
 SHAKESPEARE_TRAIN = 0.9  # of the characters, nanoGPT's
 NAMES_ROW = 32  # tokens: the block of microgpt
+MOST_ROW = 4096  # all rows are made in memory
 
 
 def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, progress: Progress | None = None) -> Path:
@@ -39,8 +40,8 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
     ``row - 1`` characters still ends where it should; of a longer one the first ``row - 2`` characters are kept, and
     the manifest counts these as ``truncated``. Splits by contents, as :func:`jspeed.corpus.split.by_contents` says.
     """
-    if row < 3:
-        raise BadInput(f"--row {row}: a row holds BOS, a character and BOS; give at least 3 tokens")
+    if not 3 <= row <= MOST_ROW:
+        raise BadInput(f"--row {row}: a row holds BOS, a character and BOS; give 3 to {MOST_ROW:,} tokens")
     path = given or _fetched(NAMES, "names.txt", progress)
     names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     symbols = sorted(set("".join(names)))

@@ -11,8 +11,10 @@ DEFAULT = f"{VAL_FRACTION:.0%}, but not fewer than {VAL_DOCUMENTS}, or a tenth w
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step between SplitMix64's streams
 
 
-def check_fraction(fraction: float | None) -> None:
-    """Raise BadInput for a fraction that leaves one split empty."""
+def check_choice(fraction: float | None, seed: int) -> None:
+    """Raise BadInput for a fraction that leaves one split empty, or a negative seed."""
+    if seed < 0:
+        raise BadInput(f"--seed {seed}: must be 0 or more")
     if fraction is not None and not 0 < fraction < 1:
         raise BadInput(f"--val-fraction is {fraction}; expected a number between 0 and 1")
 

@@ -82,7 +82,7 @@ def prepare_text(
     an interrupted process has done is taken up by the next for the same inputs and ``out``. Raises BadInput for
     whatever cannot work, and then leaves nothing behind, except when there is no room.
     """
-    split.check_fraction(val_fraction)
+    split.check_choice(val_fraction, seed)
     if processes is not None and not 1 <= processes <= MOST_PROCESSES:
         raise BadInput(f"--processes {processes}: must be from 1 to {MOST_PROCESSES:,}")
     files = [sources.text_files(inputs), sources.text_files(val_inputs) if val_inputs else []]

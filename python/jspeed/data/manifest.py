@@ -31,7 +31,8 @@ def _text(pattern: str, expected: str) -> Rule:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, expected
 
 
-def _characters(value: Any) -> bool:
+def characters(value: Any) -> bool:
+    """Whether ``value`` is a list of different characters, as the symbols of a tokenizer are."""
     if not isinstance(value, list) or not all(isinstance(each, str) and len(each) == 1 for each in value):
         return False
     return 0 < len(value) == len(set(value))
@@ -49,7 +50,7 @@ FIELDS: dict[str, Rule] = {
 }
 MORE_FIELDS: dict[str, Rule] = {  # that not every manifest has
     "pad_id": _optional(_whole(0)),
-    "symbols": (_characters, "a list of different characters"),
+    "symbols": (characters, "a list of different characters"),
     "mark": _text("before|after|both|none", "before, after, both or none"),
     "truncated": _whole(0),
 }

@@ -18,7 +18,7 @@ from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder
+from jspeed.files import cache_folder, read_regular
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel import DEFAULT_LAYOUT
@@ -109,6 +109,9 @@ def in_bytes(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, loss: float
     return Validation(loss, int(np.sum(weights)), count, bits)
 
 
+LABELS = ("0", "1", "2", "3")  # a number in HellaSwag's own file, text in Hugging Face's
+
+
 @dataclass(frozen=True)
 class Item:
     """A beginning, four ways to go on, and which of them is right (0 to 3)."""
@@ -122,16 +125,16 @@ def read_hellaswag(path: Path) -> list[Item]:
     """Read HellaSwag's own .jsonl. Raises BadInput with the line that is not of it."""
     items = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{path} cannot be read as UTF-8 ({error}); give hellaswag_val.jsonl") from None
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            item = Item(record["ctx"], tuple(record["endings"]), int(record["label"]))
-            if len(item.endings) != 4 or not 0 <= item.label < 4 or not item.context:
-                raise ValueError("it wants four endings and a label from 0 to 3")
-        except (ValueError, KeyError, TypeError) as error:
+            item = Item(record["ctx"], tuple(record["endings"]), LABELS.index(str(record["label"])))
+            if len(item.endings) != 4 or not item.context or {*map(type, (item.context, *item.endings))} != {str}:
+                raise ValueError("it wants a beginning, four endings and a label from 0 to 3")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput(f"line {number} of {path} is no HellaSwag item ({type(error).__name__}: {error})") from None
         items.append(item)
     if not items:

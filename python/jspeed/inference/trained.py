@@ -1,16 +1,18 @@
 """A trained model from wherever it lies: a run directory, a checkpoint, an exported folder, GPT-2's own."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
+from jspeed.data.manifest import characters
 from jspeed.errors import BadInput
+from jspeed.fields import Count, CountOrZero, Rule, check_json, whole
+from jspeed.files import read_json
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
@@ -20,6 +22,35 @@ from jspeed.run.export import FILE, named, read_parameters
 from jspeed.run.find_recipe import Found, find
 
 GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
+
+
+class Facts(TypedDict):
+    """What config.json says of the tokenizer, as a manifest does."""
+
+    tokenizer: str
+    vocab_size: Count
+    bos_id: CountOrZero | None
+    symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
+
+
+class OwnConfig(TypedDict):
+    """What is read of the config.json of a run or an export."""
+
+    recipe: str
+    overrides: NotRequired[dict[str, Any]]
+    tokenizer: NotRequired[Facts | None]
+
+
+class GPT2Config(TypedDict):
+    """What is read of the config.json of a GPT-2; without ``n_positions`` there is ``n_ctx``."""
+
+    n_layer: Annotated[int, whole(1, 1000)]  # traced one by one
+    n_head: Count
+    n_embd: Count
+    vocab_size: Count
+    n_positions: NotRequired[Count | None]
+    n_ctx: NotRequired[Count | None]
+    tokenizer: NotRequired[Facts | None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +89,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")
     step = None
     run_dir = path
-    if path.name.isdigit() and path.parent.name == "checkpoints":
+    if path.name.isdecimal() and path.parent.name == "checkpoints":
         step, run_dir = int(path.name), path.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
@@ -78,7 +109,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a folder. Raises BadInput when there is none, or it is not one of ours or GPT-2's."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = read_json(path)
     except FileNotFoundError:
         raise BadInput(
             f"{folder} has no config.json; give a run directory, an exported folder or a folder with GPT-2"
@@ -87,6 +118,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise BadInput(f"{path} cannot be read ({type(error).__name__}: {error}); copy it again") from None
     if not isinstance(config, dict) or not (config.get("model_type") == "gpt2" or "recipe" in config):
         raise BadInput(f"{path} describes neither a run of jspeed nor a GPT-2 (model_type gpt2); give another folder")
+    try:
+        check_json(config, GPT2Config if config.get("model_type") == "gpt2" else OwnConfig)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}; copy or download it again") from None
     return config
 
 
@@ -111,12 +146,10 @@ def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, A
 
 def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
     """Return the recipe gpt2 at the size of Hugging Face's ``config``."""
-    try:
-        shape = tuple(int(config[name]) for name in ("n_layer", "n_head", "n_embd"))
-        block = int(config.get("n_positions") or config["n_ctx"])
-        vocabulary = int(config["vocab_size"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{folder}/config.json lacks {error}; download it again") from None
+    shape = tuple(config[name] for name in ("n_layer", "n_head", "n_embd"))
+    block, vocabulary = config.get("n_positions") or config.get("n_ctx"), config["vocab_size"]
+    if block is None:
+        raise BadInput(f"{folder}/config.json lacks n_positions; download it again")
     activation = config.get("activation_function", "gelu_new")
     if activation != "gelu_new" or config.get("layer_norm_epsilon", 1e-5) != 1e-5:
         raise BadInput(f"{folder}/config.json asks for another activation or epsilon than GPT-2's; it cannot be loaded")

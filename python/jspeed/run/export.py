@@ -1,7 +1,6 @@
 """Parameters in safetensors files: under a recipe's own names, or as Hugging Face has GPT-2."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import safetensors
 import safetensors.numpy
 
 from jspeed.errors import BadInput, nearest
-from jspeed.files import sha256_of, whole
+from jspeed.files import open_regular, read_json, sha256_of, whole
 from jspeed.recipe import Recipe, leaves
 
 FILE = "model.safetensors"
@@ -115,6 +114,7 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     metadata: dict[str, str] = {}
     for file in _files(path):
         try:
+            open_regular(file).close()
             with safetensors.safe_open(file, "np") as opened:
                 about = opened.metadata() or {}
                 if about.get("format") == OWN["format"] and SEAL in about:
@@ -141,8 +141,8 @@ def _files(path: Path) -> list[Path]:
         return [path / FILE]
     if index.is_file():
         try:
-            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, KeyError, AttributeError) as error:
+            return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{index} cannot be read ({type(error).__name__}: {error}); download it again") from None
     found = "is not a folder" if path.exists() else "does not exist"
     found = f"holds no {FILE}" if path.is_dir() else found

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from jspeed.cluster.distributed import everyones
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, write_whole
+from jspeed.files import cache_folder, read_json, write_whole
 from jspeed.model import attention_backends, fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.attention_backends import Refused
@@ -144,7 +144,7 @@ class Remembered:
         key = hashlib.sha256(json.dumps(versions(mesh)).encode()).hexdigest()[:16]
         self._path = cache_folder() / "preflight" / f"{key}.json"
         try:
-            self._before = set(json.loads(self._path.read_text()))
+            self._before = set(read_json(self._path))
         except (OSError, ValueError, TypeError):
             self._before = set()
         self.passed = set(self._before)
