@@ -53,6 +53,40 @@ def test_evaluate_refuses_to_measure_nothing(tmp_path, flag, count):
     assert done.code == 2 and done.err == f"error: {flag} {count}: must be at least 1\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("--data, --tokens, --accuracy would", "--hellaswag h.jsonl --data d --tokens 5 --accuracy"),
+        ("--tokens, --hellaswag would", "--tasks arc_easy --tokens 5 --hellaswag h.jsonl"),
+        ("--items would have no effect", "--items 5"),
+        ("--json no/f.json: there is no folder no", "--json no/f.json"),
+    ],
+)
+def test_evaluate_refuses_what_would_have_no_effect(tmp_path, words, arguments):
+    done = call(tmp_path, "evaluate.py", "here", *arguments.split())
+    assert done.code == 2 and words in done.err and done.err.count("\n") == 1, done
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("--number 1000000000: must be at least 1 and at most 10,000", "--number 1000000000"),
+        ("--number 0:", "--number 0"),
+        ("--tokens 0:", "--tokens 0"),
+        ("holds more than 10,000,000 bytes", "--prompt-file /dev/zero"),
+    ],
+)
+def test_sample_refuses_before_it_loads(tmp_path, words, arguments):
+    done = call(tmp_path, "sample.py", "here", *arguments.split())
+    assert done.code == 2 and words in done.err and done.err.count("\n") == 1, done
+
+
+def test_plan_asks_for_the_folder_of_its_files_first(tmp_path):
+    for flag in ("--json", "--svg", "--html"):
+        done = call(tmp_path, "plan.py", "stdlib", flag, "no/file")
+        assert done.code == 2 and done.err == f"error: {flag} no/file: there is no folder no; make it first\n"
+
+
 def test_plan_refuses_what_a_recipe_says(tmp_path):
     done = call(tmp_path, "plan.py", "stdlib", "--no-compile", "--set", "EVAL_EVERY=0")
     assert done.code == 2 and "eval_every is 0" in done.err

@@ -59,6 +59,7 @@ def test_flags_come_before_variables():
         ("'one'", TORCHRUN | {"RANK": "one"}, ()),
         ("--process-id", {}, ("b:9", 8)),
         ("HOST:PORT", {}, ("b", 8, 1)),
+        *(("HOST:PORT", {}, (f"b:{port}", 8, 1)) for port in ("²", "0", "65536", "9" * 5000)),
         ("JAX_COORDINATOR_ADDRESS", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ()),
     ],
 )

@@ -80,7 +80,11 @@ def test_without_libtpu_what_brings_it_is_said(monkeypatch):
         target.target_mesh(target.load_target("v5e"))
 
 
-@pytest.mark.parametrize("text", ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"])
+@pytest.mark.parametrize(
+    "text",
+    ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"]
+    + ["h100x²", "h100x" + "9" * 5000, "h100x8x9999999", "h100x80000000"],
+)
 def test_bad_clusters_are_sentences(text: str):
     with pytest.raises(BadInput, match="h100x8|known targets"):
         target.parse_target(text)

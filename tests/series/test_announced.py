@@ -115,7 +115,7 @@ def test_a_run_that_fails_stops_the_series(trainer):
 
 
 def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
-    assert announced.race("stdlib-adamw", "stdlib", 2, trainer / "r", None, "--data 'a folder'") == 0
+    assert announced.race("stdlib-adamw", "stdlib", 2, trainer / "r", None, ["--data", "a folder"]) == 0
     order = [(line.split()[0], int(line.split("--seed ")[1].split()[0])) for line in calls(trainer)]
     a, b = "stdlib-adamw", "stdlib"
     assert order == [(a, 1), (b, 1), (b, 2), (a, 2), (a, 3), (b, 3), (b, 4), (a, 4)]
@@ -124,15 +124,17 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     logs = [(20.1 * 20.2 / (30.1 * 30.2)) ** 0.5, (20.3 * 20.4 / (30.3 * 30.4)) ** 0.5]
     assert f"stdlib takes {(logs[0] * logs[1]) ** 0.5:.3f} (" in out and "2 rounds of A B B A" in out
     for bad, says in [
-        (dict(flags="--seed 3"), "holds --seed"),
-        (dict(flags="--set=A=1"), "holds --set"),
-        (dict(rounds=0), "1"),
+        (dict(flags=["--seed", "3"]), "holds --seed"),
+        (dict(flags=["--set=A=1"]), "holds --set"),
+        (dict(rounds=0), "--rounds 0"),
+        (dict(rounds=10**9), "1 to 250 rounds"),
+        (dict(steps=0), "--steps 0"),
     ]:
-        values = {"a": a, "b": b, "rounds": 1, "folder": trainer / "x", "steps": None, "flags": ""} | bad
+        values = {"a": a, "b": b, "rounds": 1, "folder": trainer / "x", "steps": None, "flags": []} | bad
         with pytest.raises(BadInput, match=says):
             announced.race(**values)
     with pytest.raises(BadInput, match="the same recipe"):
-        announced.race("stdlib", "stdlib", 1, trainer / "x", None, "")
+        announced.race("stdlib", "stdlib", 1, trainer / "x", None, [])
     assert not (trainer / "x").exists()
 
 

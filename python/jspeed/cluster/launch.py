@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -28,6 +29,8 @@ from jspeed.files import write_whole
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
 RESULT = "JSPEED_RESULT"  # the file where a process leaves its result, for --results
+MOST_PROCESSES = 65_536  # of all nodes
+MOST_SECONDS = 86_400
 ENDED = {0, 1, 2, 130, 143}  # exit codes that a restart would not change: done, target missed, bad input, stopped
 
 
@@ -54,12 +57,17 @@ def check(launch: Launch, dry: bool = False) -> None:
         raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
     if launch.standalone and launch.nnodes > 1:
         raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
+    if launch.nnodes * launch.nproc_per_node > MOST_PROCESSES:
+        asked = f"--nnodes {launch.nnodes} --nproc-per-node {launch.nproc_per_node}"
+        raise BadInput(f"{asked}: at most {MOST_PROCESSES:,} processes can make a run; give fewer")
+    if not 0 < launch.master_port < 65_536:
+        raise BadInput(f"--master-port {launch.master_port}: expected a port, a whole number from 1 to 65535")
     if launch.nnodes > 1 and launch.master_addr in ("127.0.0.1", "localhost") and not dry:
         say("launch: --master-addr is this machine itself; other machines cannot reach it")
-    if launch.max_restarts < 0 or launch.grace < 0:
-        raise BadInput("--max-restarts and --grace must be 0 or more")
-    if launch.results and not launch.results.parent.is_dir():
-        raise BadInput(f"--results {launch.results}: there is no folder {launch.results.parent}; make it first")
+    if launch.max_restarts < 0:
+        raise BadInput(f"--max-restarts {launch.max_restarts}: must be 0 or more")
+    if not 0 <= launch.grace <= MOST_SECONDS:
+        raise BadInput(f"--grace {launch.grace}: expected seconds from 0 to {MOST_SECONDS}")
 
 
 def processes_of(text: str) -> int:
@@ -69,7 +77,7 @@ def processes_of(text: str) -> int:
         if not count and text == "gpu":
             raise BadInput("--nproc-per-node gpu: this machine shows no GPU; give a number")
         return count or 1
-    if not text.isdigit() or text == "0":
+    if not re.fullmatch("[1-9][0-9]{0,4}", text):
         raise BadInput(f"--nproc-per-node {text}: give a number from 1 on, or gpu")
     return int(text)
 

@@ -1,5 +1,6 @@
 """The rank of this process, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
 
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Rank | None:
     """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``; the first number suffices to divide the GPUs evenly."""
     count, index, local = (_whole(environment, name) for name in _SLURM[2:])
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
-    tasks_here = max(int(tasks) if tasks.isdigit() else 1, local + 1)
+    tasks_here = max(int(tasks) if re.fullmatch("[0-9]{1,9}", tasks) else 1, local + 1)
     return _checked(
         Rank(index, count, environment.get("JAX_COORDINATOR_ADDRESS"), local, tasks_here),
         "SLURM_PROCID",
@@ -117,7 +118,7 @@ def _checked(rank: Rank, index: str, count: str) -> Rank | None:
     if not 0 <= rank.index < rank.count:
         raise BadInput(f"{index} is {rank.index} and {count} is {rank.count}; expected 0 <= {index} < {count}")
     host, _, port = (rank.coordinator or "host:1").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
         raise BadInput(f"the coordinator {rank.coordinator!r} is not HOST:PORT; write for example 10.0.0.1:29500")
     return rank if rank.count > 1 else None
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from jspeed.commands.flags import Axes, Command, File, Folder, Wants
+from jspeed.commands.flags import Axes, Command, File, Folder, Wants, check_folders, refuse
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
 from jspeed.terminal import importing
@@ -39,6 +39,15 @@ def evaluate(
     for flag, given in (("tokens", tokens), ("items", items)):
         if given is not None and given < 1:
             raise BadInput(f"--{flag} {given}: must be at least 1")
+    check_folders({"--json": json_})
+    on_shards = {"--data": data, "--tokens": tokens, "--accuracy": accuracy or None}
+    if tasks is not None:
+        why, idle = "--tasks asks lm-eval", on_shards | {"--hellaswag": hellaswag_}
+    elif hellaswag_ is not None:
+        why, idle = "--hellaswag scores its own items", on_shards
+    else:
+        why, idle = "without --hellaswag or --tasks there are no items", {"--items": items}
+    refuse([flag for flag, given in idle.items() if given is not None], why)
     with importing():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -6,6 +6,7 @@ tyro parses and prints. A parameter is a flag, its trailing underscore left out;
 import contextlib
 import inspect
 import io
+import os
 import re
 import shutil
 import sys
@@ -191,6 +192,21 @@ def listing(group: Group, prog: str) -> str:
     return "\n".join([*parts, "", f"{prog} COMMAND --help says more of one."])
 
 
+def refuse(flags: Sequence[str], why: str) -> None:
+    """Raise :class:`BadInput` when ``flags`` were given that would have no effect."""
+    if flags:
+        raise BadInput(
+            f"{why}, so {', '.join(flags)} would have no effect; leave {'it' if len(flags) == 1 else 'them'} out"
+        )
+
+
+def check_folders(files: Mapping[str, Path | None]) -> None:
+    """Raise :class:`BadInput` for a file, given by a flag, that is to be written where there is no folder."""
+    for name, path in files.items():
+        if path is not None and not path.parent.is_dir():
+            raise BadInput(f"{name} {path}: there is no folder {path.parent}; make it first")
+
+
 def summary(of: Any) -> str:
     """Return the first sentence of a docstring."""
     return re.split(r"(?<=\.)\s", " ".join((inspect.getdoc(of) or "").split("\n\n")[0].split()))[0].rstrip(".")
@@ -235,6 +251,13 @@ def _read(kind: Any, where: str, word: str) -> Any:
         return word
     if kind is Path and not word:  # as of an unset shell variable; Path("") is the current folder
         raise BadInput(f"{where}: found an empty path; give a folder or file, or leave the flag out")
+    if kind is Path:
+        try:
+            os.stat(word)
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:  # a folder that may not be searched, a name too long: Path.exists raises it
+            raise BadInput(f"{where} {shown(word)} cannot be looked at ({error.strerror}); give another path") from None
     try:
         return kind(word)
     except ValueError:

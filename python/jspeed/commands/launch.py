@@ -1,11 +1,11 @@
 """``jspeed launch``: start this node's processes of one run and watch them, with torchrun's flags."""
 
+import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from jspeed.cluster.launch import Launch, check, processes_of, run, shown
-from jspeed.commands.flags import Command, File, Wants
+from jspeed.commands.flags import Command, File, Wants, check_folders
 from jspeed.errors import BadInput, nearest
 
 TRAIN = "run"  # the command of jspeed that several processes can make together
@@ -47,6 +47,7 @@ def launch(
     count = processes_of(nproc_per_node)
     where = (nnodes, node_rank, count, master_addr, master_port, max_restarts, standalone, prefix, grace, results)
     asked = Launch(program(command), *where)
+    check_folders({"--results": results})
     check(asked, dry_run)
     if dry_run:
         print("\n".join(shown(asked)))
@@ -57,7 +58,7 @@ def launch(
 def program(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words as a command of this Python. Raises BadInput where there is no such script."""
     script, *arguments = words
-    if Path(script).is_file():
+    if os.path.isfile(script):
         return (sys.executable, "-u", script, *arguments)
     if script != TRAIN:
         raise BadInput(

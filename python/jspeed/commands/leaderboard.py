@@ -11,6 +11,7 @@ import jspeed
 from jspeed.commands import repository
 from jspeed.commands.flags import Command, Folder, Wants, group_of
 from jspeed.errors import BadInput
+from jspeed.fields import shown
 from jspeed.record import store, verify
 from jspeed.record.remarks import remarks
 from jspeed.terminal import importing
@@ -167,7 +168,7 @@ def race_(
     with importing():
         from jspeed.series.announced import race
 
-    return race(a, b, rounds, run_dir, steps, flags)
+    return race(a, b, rounds, run_dir, steps, split_words("--flags", flags))
 
 
 def reproduce_(
@@ -190,6 +191,7 @@ def reproduce_(
         from jspeed.leaderboard import compare, judge
         from jspeed.series.reproduce import reproduce
 
+    words = split_words("--flags", flags)
     folder, _ = places(records)
     found, around = store.load(folder), repository()
     side = compare.find_side(recipe, judge.board(found), found.sources, RECIPES)
@@ -197,7 +199,15 @@ def reproduce_(
         raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that does")
     if around is None:
         raise BadInput(f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again there")
-    return reproduce(around, side.entry, side.source, side.track["sigma"], n, run_dir, shlex.split(flags))
+    return reproduce(around, side.entry, side.source, side.track["sigma"], n, run_dir, words)
+
+
+def split_words(flag: str, text: str) -> list[str]:
+    """Return the words of ``text`` as a shell splits them. Raises :class:`BadInput` for a quotation without its end."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise BadInput(f"{flag} {shown(text)}: {str(error).lower()}; quote as in a shell") from None
 
 
 def places(records: Path | None) -> tuple[Path, Path | None]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from jspeed.commands.flags import Axes, Command, Fields, File, Wants
+from jspeed.commands.flags import Axes, Command, Fields, File, Wants, check_folders, refuse
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
@@ -87,6 +86,7 @@ def plan(
         refuse(["a recipe"] if recipe or gpt3 else [], "--flops asks which size is best")
         print("\n".join(chinchilla.best_sizes(flops)))
         return 0
+    check_folders({"--json": json_, "--svg": svg, "--html": html})
     cluster = parse_target(target)
     if memory_fraction is None:
         memory_fraction = TPU_MEMORY_FRACTION if cluster.target.tpu else MEMORY_FRACTION
@@ -154,14 +154,6 @@ def check_numbers(memory_fraction: float, dollars_per_hour: float | None) -> Non
         raise BadInput(f"--memory-fraction {memory_fraction}: expected a number above 0 and at most 1, such as 0.9")
     if dollars_per_hour is not None and not 0 <= dollars_per_hour < float("inf"):
         raise BadInput(f"--dollars-per-hour {dollars_per_hour}: expected a price of 0 or more, such as 2.5")
-
-
-def refuse(flags: Sequence[str], why: str) -> None:
-    """Raise :class:`BadInput` when ``flags`` were given that would have no effect."""
-    if flags:
-        raise BadInput(
-            f"{why}, so {', '.join(flags)} would have no effect; leave {'it' if len(flags) == 1 else 'them'} out"
-        )
 
 
 def without_compiler(

@@ -7,7 +7,11 @@ from typing import Annotated
 
 from jspeed.commands.flags import Axes, Command, File, Wants
 from jspeed.errors import BadInput
+from jspeed.fields import MOST
 from jspeed.terminal import escaped, has_reader, importing
+
+MOST_TEXTS = 10_000  # all are written at the same time
+MOST_BYTES = 10_000_000  # of a prompt
 
 
 def sample(
@@ -48,17 +52,20 @@ def sample(
         from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
         from jspeed.run.compute.compile_cache import use_compile_cache
 
+    text = read_prompt(prompt, prompt_file)
+    for flag, given, most in (("number", number, MOST_TEXTS), ("tokens", tokens, MOST)):
+        if given is not None and not 1 <= given <= most:
+            raise BadInput(f"--{flag} {given}: must be at least 1 and at most {most:,}")
     use_compile_cache()
     axes = parse_mesh(mesh) if mesh is not None else None
     if axes:
         request_cpu_devices(axes)
     loaded = load_model(model, make_mesh(axes) if axes else None)
     asked = loaded.recipe.sample
-    text = read_prompt(prompt, prompt_file)
     count = number if number is not None else asked.number if text is None else 1
     length = tokens if tokens is not None else asked.tokens
-    if count < 1 or length < 1:
-        raise BadInput(f"found --number {count} and --tokens {length}; both must be at least 1")
+    if not count:
+        raise BadInput(f"recipe {loaded.recipe.name} samples nothing by itself; give --prompt or --number")
     chosen = asked.temperature if temperature is None else temperature
     sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed)
     prompts = [asked.prompt if text is None else text] * count
@@ -82,9 +89,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     if file is None:
         return as_given("--prompt", prompt)
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as opened:  # a pipe is welcome here
+            content = opened.read(MOST_BYTES + 1)
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
+    if len(content) > MOST_BYTES:
+        raise BadInput(f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model looks back on far fewer")
+    return text
 
 
 def as_given(flag: str, text: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def find_side(
     """
     if text.endswith(".py"):
         path = Path(text)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise BadInput(f"recipe file {path} does not exist; give a recipe file or the name of a recipe")
         try:
             source = path.read_text(encoding="utf-8")
@@ -59,7 +60,7 @@ def find_side(
         track, entry = found[0]
         source = sources[entry["recipe_sha256"]][1] if entry["recipe_sha256"] in sources else ""
         return Side(text, track, entry, source or (file.read_text(encoding="utf-8") if file.is_file() else ""))
-    if not digest and file.is_file():
+    if not digest and os.path.isfile(file):
         return Side(text, None, None, file.read_text(encoding="utf-8"))
     known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
     raise BadInput(

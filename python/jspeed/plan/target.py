@@ -15,7 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.mesh import make_mesh
+from jspeed.parallel.mesh import MOST_DEVICES, make_mesh
 from jspeed.terminal import without_logs
 
 TARGETS = Path(__file__).with_name("targets")
@@ -111,11 +111,13 @@ def parse_target(text: str) -> Cluster:
     counts = text.removeprefix(kind).split("x")[1:]
     target = load_target(kind)
     facts = load_facts(kind)
-    if not 1 <= len(counts) <= 2 or not all(count.isdecimal() and int(count) for count in counts):
+    if not 1 <= len(counts) <= 2 or not all(re.fullmatch("[1-9][0-9]{0,6}", count) for count in counts):
         raise BadInput(
             f"--target {text} says no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
         )
     devices, nodes = int(counts[0]), int(counts[1]) if len(counts) == 2 else 1
+    if devices * nodes > MOST_DEVICES:
+        raise BadInput(f"--target {text}: asks for {devices * nodes:,} devices; give at most {MOST_DEVICES:,}")
     if target.tpu and (nodes > 1 or str(devices) not in target.tpu["topologies"]):
         sizes = ", ".join(f"{kind}x{chips}" for chips in target.tpu["topologies"])
         raise BadInput(f"--target {text}: slices of {kind} chips that can be planned for are {sizes}")

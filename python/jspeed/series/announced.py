@@ -57,26 +57,28 @@ def run_series(options: Options, text: str) -> int:
     return 0 if asked_for_less or (losses and valid and fmean(losses) <= made[0]["target_loss"]) else 1
 
 
-def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: str) -> int:
+def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: Sequence[str]) -> int:
     """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; print the ratio of their times.
 
     Raises BadInput as :func:`run_series` does, and for ``flags`` that a race sets itself.
     """
-    words_given = shlex.split(flags)
     for flag in ("--set", "--seed", "--run-dir", "--steps", "--plan", "--resume"):
-        if any(word.split("=")[0] == flag for word in words_given):
+        if any(word.split("=")[0] == flag for word in flags):
             raise BadInput(
-                f"--flags {flags!r} holds {flag}, which a race decides itself; put changed fields into a recipe file"
+                f"--flags {shlex.join(flags)!r} holds {flag}, which a race decides itself; put changed fields into a "
+                "recipe file"
             )
-    if rounds < 1:
-        raise BadInput(f"--rounds {rounds}: must be at least 1")
+    if not 1 <= rounds <= planned.MOST_RUNS // 4:
+        raise BadInput(f"--rounds {rounds}: expected 1 to {planned.MOST_RUNS // 4} rounds of four runs")
+    if steps is not None and steps < 1:
+        raise BadInput(f"--steps {steps}: must be at least 1")
     found = {each: find(each) for each in (a, b)}
     if found[a].hash == found[b].hash:
         raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
     seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
     runs = [(each, found[each].recipe.name, found[each].hash, seed) for each, seed in seeds]
     folder = folder or default_folder(f"{found[a].recipe.name}-{found[b].recipe.name}")
-    code = make_runs(folder, "race", steps, runs, words_given)
+    code = make_runs(folder, "race", steps, runs, flags)
     if code is not None:
         return code
     made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]

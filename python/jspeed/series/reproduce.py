@@ -38,8 +38,8 @@ def reproduce(
     They agree when their mean loss differs from the entry's by no more than chance lets it; ``sigma`` is a run's
     standard deviation. Raises BadInput when the commit is not there, or its extension cannot be built.
     """
-    if n < 1:
-        raise BadInput(f"--n {n}: must be at least 1")
+    if not 1 <= n <= planned.MOST_RUNS:
+        raise BadInput(f"--n {n}: expected 1 to {planned.MOST_RUNS} runs")
     recorded = by_seed(entry)
     if not recorded:
         raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
