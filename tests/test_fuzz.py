@@ -2,11 +2,13 @@
 traceback, no file outside the run directory.
 
 Everything goes in by ``scripts/`` and ``python -m jspeed.data`` as a user's does, in this process. Most examples stop
-before anything is compiled, by ``--show-layout``; some train a toy for a step. Examples are the same in every run.
+before anything is compiled, by ``--show-layout`` or because there is no model; some train a toy for a step. Examples
+are the same in every run.
 """
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from .called import Done, call
 from .several import shards
 from .toys import TOYS
 
-CODES = {0, 1, 2, 75, 130, 143}
+CODES = {0, 1, 2, 130, 143}
 QUICK = settings(
     max_examples=15,
     deadline=None,
@@ -142,6 +144,68 @@ def test_fields(place):
 @pytest.mark.slow
 def test_many_fields(place):
     try_fields(THOROUGH, place)
+
+
+# The other commands, as far as they come without a model, a network or another process: words, flags, last words.
+OTHERS: list[tuple[str, list[str], list[str], list[str]]] = [
+    (
+        "launch.py",
+        ["--dry-run"],
+        ["--nnodes", "--node-rank", "--nproc-per-node", "--master-port", "--max-restarts", "--grace", "--results"],
+        ["run"],
+    ),
+    ("launch.py", ["--dry-run"], ["--master-addr"], []),
+    (
+        "sample.py",
+        ["nowhere"],
+        ["--number", "--tokens", "--temperature", "--top-k", "--top-p", "--seed", "--prompt-file", "--stop", "--mesh"],
+        [],
+    ),
+    ("evaluate.py", ["nowhere"], ["--tokens", "--items", "--hellaswag", "--tasks", "--mesh", "--json", "--data"], []),
+    ("export.py", ["nowhere"], ["--out"], []),
+    (
+        "plan.py",
+        ["gpt2"],
+        ["--target", "--flops", "--micro-batch", "--memory-fraction", "--dollars-per-hour", "--layout", "--json"],
+        [],
+    ),
+    ("prepare.py", ["names", "--input", "../names.txt", "--out", "out"], ["--row"], []),
+    (
+        "prepare.py",
+        ["text", "../names.txt", "--out", "out", "--tokenizer", "bytes", "--processes", "1"],
+        ["--val-fraction", "--seed", "--end-of-text", "--val-input"],
+        [],
+    ),
+    ("leaderboard.py", ["race", "stdlib", "stdlib"], ["--rounds", "--steps", "--flags", "--run-dir"], []),
+    ("leaderboard.py", ["show"], ["--track", "--records"], []),
+    ("leaderboard.py", ["verify", "--records", "../records"], [], []),
+    ("leaderboard.py", ["compare", "--records", "../records", "stdlib"], [], []),
+]
+
+
+def try_others(how: settings, place: Path) -> None:
+    (place / "names.txt").write_text("ada\nbob\ncy\n")
+    (place / "records").mkdir()
+
+    @how
+    @given(st.data(), st.sampled_from(OTHERS), numbers | texts)
+    def each(data, other, last):
+        script, words, flags, ends = other
+        chosen = data.draw(st.lists(st.sampled_from(flags), max_size=2)) if flags else []
+        given = [word for flag in chosen for word in (flag, data.draw(numbers | texts))]
+        behaves(place, script, *words, *given, *(ends or ([] if flags else [last])), writes=("out",))
+        shutil.rmtree(place / HOME / "out", ignore_errors=True)
+
+    each()
+
+
+def test_other_commands(place):
+    try_others(QUICK, place)
+
+
+@pytest.mark.slow
+def test_many_other_commands(place):
+    try_others(THOROUGH, place)
 
 
 LINES = [line for line in (FOLDER / "stdlib.py").read_text().splitlines() if line[:4] == "    " and "=" in line][-21:]
