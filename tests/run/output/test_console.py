@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from jspeed.corpus.tokenizers import unit_of
+from jspeed.record.consistent import PROBES
 from jspeed.run.output.console import Display, closing, opening, waiting
 
 RUN = {
@@ -70,7 +71,8 @@ def test_last_line_of_other_endings():
 
 def test_a_failed_probe_is_said_and_markup_in_names_is_text():
     lines = printed(closing(RUN | {"probes": {"causality": {"passed": False, "leak": 0.5}}}, Path("runs/[bold]x")))
-    assert any("probe causality failed" in line and "0.5" in line for line in lines)
+    said = f"validity check causality ({PROBES['causality']}) failed: "
+    assert any(said in line and "0.5" in line and line.endswith("does not count") for line in lines)
     assert any("runs/[bold]x" in line for line in lines)
 
 

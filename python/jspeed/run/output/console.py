@@ -17,6 +17,7 @@ from rich.text import Text
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.layout import describe_layout, partition, tiles
 from jspeed.recipe import Recipe, leaves
+from jspeed.record.consistent import PROBES
 from jspeed.record.remarks import remarks
 from jspeed.record.schema import Unsealed
 from jspeed.run.clock import now
@@ -161,7 +162,9 @@ def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
     lines.append(f"[dim]{loader_line(run['loader'])}[/]")
     for name, verdict in run["probes"].items():
         if not verdict["passed"]:
-            lines.append(f"[bold red]probe {name} failed: {escape(str(verdict))}; this run does not count[/]")
+            meant = f" ({PROBES[name]})" if name in PROBES else ""
+            found = escape(f"{name}{meant} failed: {verdict}")
+            lines.append(f"[bold red]validity check {found}; this run does not count[/]")
     written = [name for name in FILES if (run_dir / name).exists()]
     lines.append(f"[dim]{escape(str(run_dir))}: {', '.join(written)}[/]")
     ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"
