@@ -91,6 +91,12 @@ def test_sizing_notebook_says_the_published_numbers(tmp_path):
         assert words in done.stdout
 
 
+def test_notebooks_say_what_opens_them():
+    for path in sorted(EXAMPLES.glob("*.ipynb")):
+        first = "".join(json.loads(path.read_text())["cells"][0]["source"])
+        assert "pip install notebook" in first, path
+
+
 @pytest.mark.slow
 def test_notebook_from_top_to_bottom(tmp_path):
     as_script("names.ipynb", tmp_path / "notebook.py")

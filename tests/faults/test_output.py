@@ -109,6 +109,15 @@ def test_a_disk_without_room_for_the_model(tmp_path, variables, folder, small):
     assert not any(path.name.startswith(".") for path in small.iterdir())
 
 
+def test_a_disk_without_room_for_the_last_checkpoint(tmp_path, variables, folder, small):
+    """All steps are made: their record comes, and a sentence."""
+    done = run(tmp_path, variables, folder, "--target-loss", "9", "--checkpoint-every", 1000)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    assert done.stderr.startswith("error: the run has ended but a checkpoint could not be written to")
+    assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1
+    assert read_run(small)["reached"] and not list((small / "checkpoints").iterdir())
+
+
 def test_a_disk_without_room_for_a_trace(tmp_path, variables, folder, small):
     done = run(tmp_path, variables, folder, "--target-loss", "9", "--profile", 20)
     assert done.returncode == 2, (done.stdout, done.stderr)

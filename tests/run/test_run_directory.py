@@ -5,7 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from jspeed.run.run_directory import claim, claim_here
+from jspeed.run.checkpoint import MUST_AGREE
+from jspeed.run.run_directory import claim, claim_here, find_checkpoint
 
 from ..several import said
 
@@ -60,6 +61,14 @@ def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_pa
         else:
             claim_here(tmp_path, resume=True).file.close()
     assert "--resume needs --run-dir" in said(lambda: start(None, resume=True))
+
+
+def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):
+    same = dict.fromkeys(MUST_AGREE)
+    for name, found in (("newest", (7, [])), ("read_record", {"identity": same})):
+        monkeypatch.setattr(f"jspeed.run.run_directory.{name}", lambda *_, found=found: found)
+    assert find_checkpoint(tmp_path, same, SAY, None) == find_checkpoint(tmp_path, same, SAY, 7) == 7
+    assert "--steps 6: the run in" in said(lambda: find_checkpoint(tmp_path, same, SAY, 6))
 
 
 def test_the_name_holds_the_time(tmp_path, monkeypatch):

@@ -62,10 +62,19 @@ class Claim:
                 self.run_dir.rmdir()
 
 
-def claim(given: Path | None, name: str, resume: bool, checkpoints: bool, same: dict[str, Any], say: Console) -> Claim:
+def claim(
+    given: Path | None,
+    name: str,
+    resume: bool,
+    checkpoints: bool,
+    same: dict[str, Any],
+    say: Console,
+    steps: int | None = None,
+) -> Claim:
     """Claim the run directory ``given``, or one called ``name`` with the time in its braces; the same on all processes.
 
-    With ``resume`` the newest whole checkpoint in it is looked for; it must be of a run with this identity, ``same``.
+    With ``resume`` the newest whole checkpoint in it is looked for; it must be of a run with this identity, ``same``,
+    and of no more than ``steps``.
 
     Raises :class:`BadInput` if the directory cannot be written, already holds a run, is being written by one, or if
     ``checkpoints`` will be written and not all processes see it.
@@ -77,7 +86,7 @@ def claim(given: Path | None, name: str, resume: bool, checkpoints: bool, same: 
     if process_index() == 0:
         metrics = claim_here(run_dir, resume)
         if resume:
-            step = find_checkpoint(run_dir, same, say)
+            step = find_checkpoint(run_dir, same, say, steps)
     path, started, step = json.loads(share("run", json.dumps([str(run_dir.absolute()), started, step])))
     if process_index():
         run_dir = Path(path)
@@ -128,12 +137,17 @@ def held(run_dir: Path) -> list[str]:
     return names + [METRICS] * (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def find_checkpoint(run_dir: Path, same: dict[str, Any], say: Console) -> int | None:
-    """Return the step of the newest whole checkpoint in ``run_dir``, or None; says which it is."""
+def find_checkpoint(run_dir: Path, same: dict[str, Any], say: Console, steps: int | None) -> int | None:
+    """Return the step of the newest whole checkpoint in ``run_dir``, or None; says which it is.
+
+    Raises :class:`BadInput` for one of another run, or of more than ``steps``.
+    """
     folder = run_dir / "checkpoints"
     step, said = newest(folder)
     if step is not None:
         check_same(read_record(folder, step), same, run_dir)
+        if steps is not None and step > steps:
+            raise BadInput(f"--steps {steps}: the run in {run_dir} has made {step} already; give more, or no --steps")
         said.append(f"resuming {run_dir} after step {step}")
     else:
         said.append(f"{run_dir} has no checkpoint to resume from; starting at step 0")

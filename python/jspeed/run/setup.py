@@ -155,14 +155,11 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     device = checked.device
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"
-    claimed = claim(options.run_dir, name, options.resume, options.checkpoint_every > 0, same, console)
+    saving = options.checkpoint_every > 0
+    claimed = claim(options.run_dir, name, options.resume, saving, same, console, options.steps)
     run_dir, step = claimed.run_dir, claimed.step
     forget = at_failure(claimed.abandon)
     try:
-        if step is not None and options.steps is not None and step > options.steps:
-            raise BadInput(
-                f"--steps {options.steps}: the run in {run_dir} has made {step} already; give more, or no --steps"
-            )
         config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
         config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}
         config |= {"options": dataclasses.asdict(options)}
