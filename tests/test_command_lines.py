@@ -70,6 +70,25 @@ def test_evaluate_refuses_what_would_have_no_effect(tmp_path, words, arguments):
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
+        ("cannot be looked at (File name too long)", ["sample.py", "x" * 5000]),
+        ("cannot be looked at (File name too long)", ["leaderboard.py", "verify", "x" * 5000]),
+        ("cannot be looked at (Too many levels of symbolic links)", ["leaderboard.py", "verify", "loop"]),
+        ("does not exist", ["launch.py", "x" * 5000]),
+        ("does not exist", ["leaderboard.py", "compare", "x" * 5000 + ".py", "stdlib"]),
+        ("no recipe '", ["leaderboard.py", "compare", "x" * 5000, "stdlib"]),
+        ('--flags "\'": no closing quotation', ["leaderboard.py", "race", "stdlib", "stdlib", "--flags", "'"]),
+    ],
+)
+def test_words_that_the_system_refuses_are_a_sentence(tmp_path, words, arguments):
+    """Path.exists() raises for a name that is too long, and below a folder that may not be searched."""
+    (tmp_path / "loop").symlink_to("loop")
+    done = call(tmp_path, *arguments)
+    assert done.code == 2 and words in done.err and done.err.count("\n") == 1, done
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
         ("--number 1000000000: must be at least 1 and at most 10,000", "--number 1000000000"),
         ("--number 0:", "--number 0"),
         ("--tokens 0:", "--tokens 0"),

@@ -119,3 +119,9 @@ def test_an_extension_of_other_sources_that_cannot_be_built_is_a_sentence(tmp_pa
     with pytest.raises(BadInput, match="the extension of commit .* cannot be built"):
         reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
     assert git(repository, "worktree", "list").count("\n") == 0
+
+
+@pytest.mark.parametrize("n", [0, 1001, 10**9])
+def test_how_many_runs_is_bounded_before_any_is_planned(n):
+    with pytest.raises(BadInput, match=f"--n {n}: expected 1 to 1000 runs"):
+        reproduce.reproduce(Path(), {}, "", None, n, None, [])

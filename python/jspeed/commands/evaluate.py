@@ -40,7 +40,7 @@ def evaluate(
         if given is not None and given < 1:
             raise BadInput(f"--{flag} {given}: must be at least 1")
     check_folders({"--json": json_})
-    on_shards = {"--data": data, "--tokens": tokens, "--accuracy": accuracy or None}
+    on_shards: dict[str, object] = {"--data": data, "--tokens": tokens, "--accuracy": accuracy or None}
     if tasks is not None:
         why, idle = "--tasks asks lm-eval", on_shards | {"--hellaswag": hellaswag_}
     elif hellaswag_ is not None:
