@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 from jspeed.model import fused_mlp
-from jspeed.model.fp8 import E4M3, E5M2, Scales, forward_matmul, matmul, quantise, watch
+from jspeed.model.fp8 import (
+    E4M3,
+    E5M2,
+    GRADIENT_MARGIN,
+    Scales,
+    forward_matmul,
+    matmul,
+    measured_matmul,
+    quantise,
+    watch,
+)
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
 
@@ -109,6 +119,25 @@ def test_forward_product_in_fp8_has_the_gradients_of_the_plain_one(case, given):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("before", [0.0, 0.3, 0.001])
+def test_gradients_in_fp8_by_what_the_step_before_measured(case, before):
+    """Nothing measured yet; as much as now; a gradient that has grown past the margin and is clipped."""
+    x, w, g = case
+    most = np.abs(g).max()
+    _, pull = jax.vjp(lambda *arrays: measured_matmul(*arrays, 0.5), x, w, jnp.float32(before))
+    dx, dw, found = pull(g)
+    scale = GRADIENT_MARGIN * before / 57_344 or 1.0
+    clipped = scale * 57_344 < most
+    assert clipped == (before == 0.001)
+    gq = rounded(g, scale, ml_dtypes.float8_e5m2) * scale
+    assert float(found) == pytest.approx(0.5 * np.abs(gq).max())
+    xq, wq = (
+        rounded(a, s, ml_dtypes.float8_e4m3fn) * s for a, s in ((x, np.abs(x).max() / 448), (w, np.abs(w).max() / 448))
+    )
+    np.testing.assert_allclose(dx, gq @ wq, atol=1e-4)
+    np.testing.assert_allclose(dw, np.einsum("btv,btd->vd", gq, xq), atol=1e-4)
+
+
 def test_nothing_but_zeros_is_no_nan():
     y = forward_matmul(jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((16, 8), jnp.bfloat16))
     assert y.dtype == jnp.bfloat16 and not np.any(np.asarray(y, np.float32))
@@ -145,8 +174,16 @@ def test_mlp_in_fp8_is_near_the_plain_one_and_remembers_its_largest_activation()
     *narrow, largest = jax.grad(total, argnums=(0, 1, 2, 3))(x, up, down, jnp.float32(h.max()))
     wide = jax.grad(total, argnums=(0, 1, 2))(x, up, down, None)
     assert float(largest) == pytest.approx(0.5 * h.max(), rel=0.1)
-    for one, two in zip(narrow, wide, strict=True):
-        assert float(jnp.vdot(one, two) / jnp.linalg.norm(one) / jnp.linalg.norm(two)) > 0.99
+    # The gradients are too large for a scale of 1: the first step measures them, clipped on the way.
+    before = jnp.float32([h.max(), 0, 0])
+    for _ in range(2):
+        *narrower, watched = jax.grad(total, argnums=(0, 1, 2, 3))(x, up, down, before)
+        before = jnp.concatenate([before[:1], 2 * watched[1:]])
+    for one, two, wanted in zip(narrow, narrower, wide, strict=True):
+        for found in (one, two):
+            assert float(jnp.vdot(found, wanted) / jnp.linalg.norm(found) / jnp.linalg.norm(wanted)) > 0.99
+        assert np.abs(one - two).max() > 0
+    assert float(watched[0]) == float(largest) and (watched[1:] > 0).all()
 
 
 def test_mlp_in_own_kernels_is_the_other_one_to_rounding(monkeypatch):

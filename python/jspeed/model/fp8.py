@@ -10,6 +10,8 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+GRADIENT_MARGIN = 16.0
+"""Room that a gradient has to grow in a step before it is clipped: 4 of the 31 powers of two that e5m2 has."""
 
 
 class Scales(NamedTuple):
@@ -88,6 +90,49 @@ def _backward_wide(saved: tuple[jax.Array, ...], g_NV: jax.Array):
 
 
 _forward_matmul.defvjp(_forward_only, _backward_wide)
+
+
+def measured_matmul(
+    x: jax.Array, w_VD: jax.Array, largest: jax.Array, share: float, x_scale: float | jax.Array | None = None
+) -> jax.Array:
+    """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2 times what is kept of
+    the forward pass, both operands in e4m3.
+
+    Before it is rounded the gradient is divided by GRADIENT_MARGIN x ``largest`` / 57,344. ``largest`` is a scalar
+    parameter, whose own gradient is ``share`` x the largest |gradient| of this step after rounding, as :func:`watch`
+    has it; while it is 0, nothing has been measured and nothing is divided.
+    """
+    x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
+    scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
+    y_NV = _measured_matmul(x.reshape(-1, x.shape[-1]), w_VD, largest, share, *scales)
+    return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
+
+
+@jax.custom_vjp
+def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale):
+    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale)[0]
+
+
+def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale):
+    q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
+    y_NV = dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT)
+    return y_NV, (q_ND, q_VD, largest, share, x_scale, w_scale, w_VD[:0])
+
+
+def _measured_backward(saved, g_NV):
+    q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
+    limit = float(jnp.finfo(E5M2).max)
+    scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / limit, 1.0)
+    scale = jnp.maximum(scale, 1e-12).astype(x_scale.dtype)
+    q_NV = quantise(g_NV, scale.astype(jnp.float32), E5M2)
+    dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
+    dw_VD = dot(q_NV, q_ND, (0, 0), (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
+    # Of the rounded gradient, which a margin of 16 can bear: so the gradient itself need not go through memory.
+    most = jnp.max(jnp.abs(q_NV.astype(jnp.float32))) * scale.astype(jnp.float32) * share
+    return dx_ND, dw_VD, most.astype(largest.dtype), None, None, None
+
+
+_measured_matmul.defvjp(_measured_forward, _measured_backward)
 
 
 @jax.custom_vjp

@@ -1,4 +1,4 @@
-"""The MLP of a block: squared ReLU between two matmuls, whose forward pass may be in FP8; or SwiGLU."""
+"""The MLP of a block: squared ReLU between two matmuls, which may be in FP8; or SwiGLU."""
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ def mlp(
     *,
     largest: jax.Array | None = None,
     share: float = 1.0,
+    x_largest: float | None = None,
     own_kernels: bool = False,
 ) -> jax.Array:
     """Return ``relu(x up)^2 down.T``: ``[B, T, D]``; ``down_DF`` is stored as ``up_DF`` is.
@@ -25,7 +26,11 @@ def mlp(
     With ``largest`` both matmuls take e4m3 operands, and their gradients are in ``x``'s dtype. Scales are measured,
     but for the activation's, whose maximum is not known before it has been written: that is ``MARGIN`` x ``largest``,
     the scalar parameter in which :func:`jspeed.model.fp8.watch` keeps the maximum of the step before, of ``share`` of
-    the batch (modded-nanogpt, records 84 and 89).
+    the batch (modded-nanogpt, records 84 and 89). ``x_largest``, if given, is what no entry of ``x`` exceeds; then that
+    is not measured.
+
+    With ``largest`` ``[3]`` gradients come of FP8 matmuls too (:func:`jspeed.model.fp8.measured_matmul`): the second
+    and the third of it are of the gradients that enter the first matmul and the second.
 
     With ``own_kernels`` squared ReLU and its gradient are computed where the matmuls before them end, by
     :mod:`jspeed.model.fused_mlp`: the same to rounding, on Hopper in bf16 alone, where B x T is a multiple of 128, D of
@@ -33,13 +38,19 @@ def mlp(
     """
     if largest is None:
         return relu_squared(x_BTD @ up_DF) @ down_DF.T
+    x_scale = None if x_largest is None else jnp.float32(x_largest / 448)
+    if largest.ndim:
+        of_h, of_up, of_down = largest
+        pre_BTF = fp8.measured_matmul(x_BTD, up_DF.T, of_up, share, x_scale)
+        h_BTF = fp8.watch(relu_squared(pre_BTF), of_h, share)
+        return fp8.measured_matmul(h_BTF, down_DF, of_down, share, MARGIN * of_h / 448)
     h_scale = MARGIN * largest / 448
     if own_kernels:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-        scales = [fp8.scale_of(a, x_ND.dtype) for a in (x_ND, up_DF, down_DF)]
+        scales = [fp8.scale_of(x_ND, x_ND.dtype, x_scale), *(fp8.scale_of(a, x_ND.dtype) for a in (up_DF, down_DF))]
         scales.append(fp8.scale_of(x_ND, x_ND.dtype, h_scale))
         return _in_own_kernels(x_ND, up_DF, down_DF, largest, share, *scales).reshape(x_BTD.shape)
-    h_BTF = fp8.watch(relu_squared(fp8.forward_matmul(x_BTD, up_DF.T)), largest, share)
+    h_BTF = fp8.watch(relu_squared(fp8.forward_matmul(x_BTD, up_DF.T, x_scale)), largest, share)
     return fp8.forward_matmul(h_BTF, down_DF, h_scale)
 
 

@@ -58,7 +58,9 @@ MUDD_SCALE = 0.1
 DC_WINDOW = 112  # tokens
 ATTENTION_SCALE = 0.1  # in the first stage
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
-FP8 = "auto"  # head and MLP in training: auto (where it is native), on, off
+FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
+FP8_GRADIENTS = "off"  # of the MLP, but not with OWN_KERNELS: on, off
+FP8_PROJECTIONS = "off"  # to queries, keys and values, and of what attention gives; their gradients too: on, off
 OWN_KERNELS = "off"  # of the MLP where FP8 is native, on Hopper; no GPU has timed them: on, off
 
 # Stages
@@ -121,6 +123,8 @@ GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS))
 GAIN = 1.1**0.5
 MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5, 0.0, 0.0, 0.0])
 HEAD_SCALES = fp8.Scales(x=100 / 448, w=1.6 / 448, grad=0.75 / 448)
+LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
+LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 448 / MARGIN, 0.0, 0.0, 0.0])
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 
@@ -161,8 +165,9 @@ PARAMETERS = {
     "gates_down": slow(zeros, "gates", 2, MUDD_WIDTH, GATE_STARTS.shape[1]),
     "gates_bias": slow(GATE_STARTS / MUDD_SCALE, "gates_bias", *GATE_STARTS.shape),
     "gates_scale": slow(MUDD_SCALE, "gates_bias"),
-    # No parameter: the largest activation in each MLP in the step before, for FP8. Every scale starts at 1.
-    "largest": ParamSpec((LAYERS,), ("layer",), initializers.constant(448 / MARGIN), "largest"),
+    # No parameter: largest numbers in the step before, for FP8. In each layer activation in the MLP and gradients that
+    # enter its matmuls; output of attention and gradients that enter its projections. Every scale starts at 1.
+    "largest": ParamSpec((LAYERS, 7), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
     # No parameter: how often each token has been a target. Last by name: the others are drawn as r89 draws them.
     "word_counts": ParamSpec((VOCAB,), ("count",), zeros, "counts"),
 }
@@ -175,14 +180,22 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs), ctx.stage.windows
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
-    largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS
+    largest = params["largest"] if ctx.use_fp8(FP8) else None
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / (LANES * ctx.pieces)
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
         kernels = OWN_KERNELS == "on" and ctx.fp8 == "native"
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
-        return mlp(a_BTD, up, down, largest=largest[layer], share=share, own_kernels=kernels)
+        narrow = slice(3) if FP8_GRADIENTS == "on" and not kernels else 0
+        watched = None if largest is None else largest[layer, narrow]
+        return mlp(a_BTD, up, down, largest=watched, share=share, x_largest=WIDTH**0.5, own_kernels=kernels)
+
+    def project(x_BTD: jax.Array, weights_DE: jax.Array, layer: int, number: int, x_scale: Any) -> jax.Array:
+        """By ``weights_DE``; ``number`` is the gradient's among the layer's projections."""
+        if largest is None or FP8_PROJECTIONS == "off":
+            return x_BTD @ weights_DE
+        return fp8.measured_matmul(x_BTD, weights_DE.T, largest[layer, 4 + number], share, x_scale)
 
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
@@ -192,9 +205,10 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         value, out = params["values_outs"][2 * number : 2 * number + 2]
         own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
         positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
-        q, k = jnp.split(jnp.einsum("btd,gdk->btgk", a_BTD, own_scale * queries_keys), 2, axis=2)
+        in_order = jnp.moveaxis(own_scale * queries_keys, 0, 1).reshape(WIDTH, -1)
+        q, k = jnp.split(project(a_BTD, in_order, layer, 0, LARGEST_NORMED), 2, axis=-1)
         q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(heads)), angles, positions_TP) for x in (q, k))
-        v_BTHK = (a_BTD @ (own_scale * value)).reshape(heads) + more
+        v_BTHK = project(a_BTD, own_scale * value, layer, 1, LARGEST_NORMED).reshape(heads) + more
         if layer in LONG_LAYERS:
             k_BTHK = offset_keys(k_BTHK)
         if gate_BTH is not None:
@@ -209,7 +223,10 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             y_BTHK += composed(q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW)
         if layer in LONG_LAYERS:
             y_BTHK *= gates["heads", layer][..., None]
-        return y_BTHK.reshape(a_BTD.shape) @ scaled(out_scale * out, scale_out)
+        y_BTD, scale_y = y_BTHK.reshape(a_BTD.shape), None
+        if largest is not None and FP8_PROJECTIONS == "on":
+            y_BTD, scale_y = fp8.watch(y_BTD, largest[layer, 3], share), MARGIN * largest[layer, 3] / 448
+        return project(y_BTD, scaled(out_scale * out, scale_out), layer, 2, scale_y)
 
     def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
         # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
