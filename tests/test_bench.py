@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
@@ -171,7 +172,8 @@ def test_texts_become_a_folder_that_trains(monkeypatch, tmp_path, gpt2_vocabular
 
     for name, text in (("a.txt", "One document.\n\nAnother one.\n"), ("b.txt", "To validate.\n" * 50)):
         (tmp_path / name).write_text(text)
-    write_tokens(tmp_path / "tokens", [tmp_path / "a.txt", tmp_path / "b.txt"])
+    lengths = write_tokens(tmp_path / "tokens", [tmp_path / "a.txt", tmp_path / "b.txt"], 100)
+    assert lengths and sum(lengths) == find_split(tmp_path / "tokens", "train").num_tokens
     manifest = read_manifest(tmp_path / "tokens")
     assert manifest and manifest["bos_id"] == VOCAB - 1 and manifest["source"]["texts"] == ["a.txt", "b.txt"]
 
@@ -187,12 +189,14 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
         return {"curve": [{"step": 0, "val_loss": 8.0}, {"step": 1, "val_loss": 5.0 - seed / 10}]}
 
     monkeypatch.setattr(quality, "our_run", our_run)
-    monkeypatch.setattr(quality, "write_tokens", lambda out, texts: None)
+    monkeypatch.setattr(quality, "write_tokens", lambda out, texts, most: [256] * 2000)
     kept = tmp_path / "kept.json"
     quality.quality((), ("r29",), seeds=2, json_=kept)
     quality.quality((), ("r29", "r62"), seeds=2, json_=kept)
     assert made == [("r29", 1), ("r29", 2), ("r62", 1), ("r62", 2)]
     assert json.loads(kept.read_text())["compared"]["r29"]["losses"] == [4.9, 4.8]
+    with pytest.raises(BadInput, match="r29 trains on 1,9.* and the 2,000 documents have 512,000 .* more text"):
+        quality.quality((), ("r29",), shorter=1.0)
     with pytest.raises(BadInput, match="is of --shorter 4.0, not 2.0"):
         quality.quality((), ("r29",), shorter=2.0, json_=kept)
 

@@ -21,11 +21,12 @@ from jspeed.data.folder import Batch, write_folder
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
+from jspeed.recipe import Recipe
 from jspeed.record import loss_plot
 from jspeed.run.find_recipe import find
 
 VOCAB = 4096  # GPT-2's first byte pairs: with all 50,257 the head would be most of the work at this width
-TOKENS, VAL_TOKENS = 10_000_000, 27_648
+VAL_TOKENS = 27_648
 WIDTH = ["WIDTH=128", "MLP_WIDTH=512", "HEADS=2", f"VOCAB={VOCAB}", "COMPUTE=float32", f"EVAL_TOKENS={VAL_TOKENS}"]
 ROWS = [*WIDTH, "LAYERS=11", "LANES=2", "LANE_LEN=576", "EVAL_LEN=576", "EVAL_CHUNK=576"]
 # Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. A run is short by its batches more
@@ -53,16 +54,19 @@ def quality(
     recipes: Annotated[tuple[str, ...], Wants("NAME ...")] = ("r29", "r62", "r89"),
     shorter: float = 4.0,
     seeds: int = 3,
+    tokens: int = 10_000_000,
     json_: File | None = None,
     svg: File | None = None,
 ) -> None:
     """Train recipes at width 128 on the same tokens in the same order, and compare them with the first of them.
 
     Args:
-        texts: Text files, as prepare.py text takes them: the first 10 M tokens train; the last file validates.
+        texts: Text files, as prepare.py text takes them: all but the last train, and the last validates.
         recipes: Names, each with changes of its fields after colons if any: r89:FINAL_RATE=0.3.
         shorter: Every recipe has its own number of steps divided by this, and every step it names.
         seeds: Runs of each recipe, with seeds 1, 2, ...
+        tokens: The first so many train. No document is trained on twice: of long ones recipes read the beginning alone,
+            so that a run may need several times its tokens.
         json_: Write curves and tokens needed here, after every run. Runs that it has already are not made again: an
             interrupted comparison goes on, and more seeds or recipes join it.
         svg: Draw the validation curves of seed 1 against tokens here.
@@ -74,7 +78,9 @@ def quality(
     curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | earlier(json_, shorter)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_tokens(folder / "tokens", texts)
+        lengths = write_tokens(folder / "tokens", texts, tokens)
+        for label in recipes:
+            check_enough(label, find(parts(label)[0], sets[label], trace=False).recipe, lengths)
         for seed in range(1, seeds + 1):
             for number, label in enumerate(recipes):
                 if len(curves[label]) >= seed:
@@ -150,14 +156,28 @@ def fewer(steps: Any, shorter: float) -> Any:
     return max(1, round(steps / shorter))
 
 
-def write_tokens(out: Path, texts: Sequence[Path]) -> None:
-    """Write the first documents to train and the last to validate, in GPT-2's first VOCAB - 1 byte pairs and a mark."""
+def check_enough(label: str, recipe: Recipe, lengths: Sequence[int]) -> None:
+    """Raise :class:`BadInput` where ``recipe`` would read documents of these ``lengths`` a second time."""
+    needs = sum(stage.steps * recipe.tokens_per_step(stage) for stage in recipe.stages)
+    cuts = [stage.max_doc_len for stage in recipe.stages if stage.max_doc_len]
+    has = sum(min(length, *cuts) if cuts else length for length in lengths)
+    if needs > has:
+        raise BadInput(
+            f"{label} trains on {needs:,} tokens and the {len(lengths):,} documents have {has:,} that it would read "
+            "once; give more text, more --tokens, or a larger --shorter"
+        )
+
+
+def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
+    """Write the first ``most`` tokens to train and those of the last file to validate, in GPT-2's first VOCAB - 1 byte
+    pairs and a mark; return the lengths of the documents that train."""
     import tiktoken
 
     gpt2 = tiktoken.get_encoding("gpt2")
     ranks = {piece: rank for piece, rank in gpt2._mergeable_ranks.items() if rank < VOCAB - 1}
     encoding = tiktoken.Encoding("gpt2-short", pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens={})
     *train, last = [path for _, path in text_files(texts)]
+    lengths: list[int] = []
 
     def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[Batch]:
         total = 0
@@ -165,18 +185,21 @@ def write_tokens(out: Path, texts: Sequence[Path]) -> None:
             for segment in chunks.segments(path):
                 for document in chunks.documents(segment):
                     ids = np.array([VOCAB - 1, *encoding.encode_ordinary(document.decode())], np.uint16)
+                    if split == "train":
+                        lengths.append(len(ids))
                     yield Batch(split, ids, np.array([len(ids)]))
                     if (total := total + len(ids)) > limit:
                         return
 
     def both() -> Iterable[Batch]:
-        yield from documents(train or [last], "train", TOKENS)
+        yield from documents(train or [last], "train", most)
         yield from documents([last], "val", 2 * VAL_TOKENS)
 
     # Ids are GPT-2's own, as ranks are; only the mark is another.
     source = {"texts": [path.name for path in texts]}
     head = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
     write_folder(out, both(), head, "small")
+    return lengths
 
 
 def compare(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> dict[str, dict[str, Any]]:
