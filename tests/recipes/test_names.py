@@ -87,6 +87,29 @@ def test_size_and_first_loss():
     assert abs(first - np.mean(draws)) < 3 * np.std(draws)
 
 
+def test_the_optimizer_is_adam_and_its_rate_falls_to_zero():
+    """Kingma and Ba's formulas in float64, betas 0.85 and 0.99, and 3e-4 falling linearly over 2,000 steps."""
+    optimizer, rng = names.optimizer(), np.random.default_rng(0)
+    params, expected = jnp.zeros((5, 3)), np.zeros((5, 3))
+    state, m, v = optimizer.init(params), 0, 0
+    update = jax.jit(optimizer.update)
+    for step_ in range(10):
+        g = rng.normal(size=(5, 3))
+        m, v = 0.85 * m + 0.15 * g, 0.99 * v + 0.01 * g**2
+        corrected = m / (1 - 0.85 ** (step_ + 1)) / (np.sqrt(v / (1 - 0.99 ** (step_ + 1))) + 1e-8)
+        expected -= 3e-4 * (1 - step_ / 2000) * corrected
+        updates, state = update(jnp.asarray(g, jnp.float32), state)
+        params += updates
+        np.testing.assert_allclose(params, expected, atol=1e-6)
+    counts = [leaf for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.int32]
+    assert [int(count) for count in counts] == [10, 10]
+    for at, rate in ((0, 3e-4), (1000, 1.5e-4), (2000, 0.0)):
+        moments, schedule = optimizer.init(params)
+        schedule = jax.tree.map(lambda x, at=at: jnp.full_like(x, at), schedule)
+        moved = update(jnp.ones((5, 3)), (moments, schedule))[0]
+        np.testing.assert_allclose(moved, np.full((5, 3), -rate), rtol=1e-4, atol=1e-9)
+
+
 @pytest.mark.slow
 def test_two_thousand_steps_on_names(tmp_path):
     """seeds.md: the mean of the last 50 training losses is below 2.2 (seen: 2.104), of the original 2.06 to 2.11."""
