@@ -7,9 +7,12 @@ import sys
 import textwrap
 import tomllib
 import types
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from jspeed.run.recipe_names import known_recipes
 
@@ -114,6 +117,20 @@ def test_a_list_without_a_package_is_not_enough(tmp_path):
     command = [bare(tmp_path / "venv", short), "-c", "import numpy; import safetensors.numpy"]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'safetensors'\n")
+
+
+def test_every_package_that_is_imported_is_declared():
+    """By name, not only by another that requires it: tqdm, which huggingface_hub brings, once was not."""
+    rows = [*PROJECT["dependencies"], *(row for rows in PROJECT["optional-dependencies"].values() for row in rows)]
+    declared = {canonicalize_name(Requirement(row).name) for row in rows}
+    declared |= {"markupsafe"}  # jinja2's own type of text that is safe
+    names = {name for file in PACKAGE.rglob("*.py") for name in imports(file)}
+    tops = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"jspeed", "benches"}
+    whose = packages_distributions()
+    for top in tops:  # of what is not installed the module's name must do
+        names = {canonicalize_name(name) for name in whose.get(top, [top])}
+        assert names & declared, f"{top}, of {', '.join(names)}"
+    assert {"tqdm", "numpy", "jax", "safetensors"} <= tops
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

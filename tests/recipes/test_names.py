@@ -11,6 +11,8 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.corpus import named
+from jspeed.inference.generate import Sampling, sample
+from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipes import microgpt_names as names
 from jspeed.run.compute import program, step
@@ -123,6 +125,8 @@ def test_two_thousand_steps_on_names(tmp_path):
     losses = [line["train_loss"] for line in lines if "train_loss" in line]
     assert len(losses) == 2000
     assert 2.0 < sum(losses[-50:]) / 50 < 2.2
+    invented = sample(load_model(tmp_path / "run"), [""] * 20, 31, Sampling(0.5, seed=1))
+    assert sum(0 < len(name) < 31 for name in invented) >= 15  # the others came to no end
 
 
 def one_step(tokens, devices, parts):
