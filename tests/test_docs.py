@@ -1,9 +1,12 @@
-"""Every relative link of the Markdown files leads somewhere, and the index of docs/ lists every page."""
+"""Links of the Markdown files lead somewhere, the index lists every page, and what pages name in the code is there."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
+
+from jspeed.commands.bench import BENCHES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
@@ -33,3 +36,49 @@ def test_the_index_lists_every_page():
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"index.md"} <= linked
     menu = (ROOT / "mkdocs.yml").read_text()
     assert all(str(page.relative_to(ROOT)) in menu for page in PAGES)
+
+
+def defined(path: Path) -> set[str]:
+    """The names that a module defines or imports at its top level."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {name.asname or name.name for name in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    return found
+
+
+def exists(dotted: str) -> bool:
+    """Whether ``jspeed.room.module.name`` is a package, a module, or a name in one."""
+    folder = ROOT / "python"
+    first, *rest = dotted.split(".")
+    for number, part in enumerate([first, *rest]):
+        if (folder / part).is_dir():
+            folder /= part
+            continue
+        left = [first, *rest][number:]
+        if any((folder / f"{part}{ending}").is_file() for ending in (".py", ".pyi")):
+            return len(left) == 1 or left[1] in defined(folder / f"{part}.py")
+        return len(left) == 1 and part in defined(folder / "__init__.py")
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_pages_name_in_the_code_is_there(page):
+    text = page.read_text()
+    for dotted in re.findall(r"(?<![\w/.])jspeed(?:\.\w+)+", text):
+        assert dotted == "jspeed.yaml" or exists(dotted), dotted
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+    for benches in re.findall(r"bench\.py ([a-z|]+)", text):
+        assert set(benches.split("|")) <= BENCHES.keys(), benches
+
+
+def test_names_that_are_not_there_are_noticed():
+    """The first is what benchmarks/gpu.md once named: its formula had moved to another module."""
+    assert not exists("jspeed.recipe.flops_per_token") and exists("jspeed.sizes.flops_per_token")
+    assert exists("jspeed.model") and exists("jspeed.data.shard") and not exists("jspeed.models")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,17 +75,16 @@ def test_placement_by_path_and_size(tmp_path):
     assert f"{64 * 256 / 2 * 4 / 1e3:.2f} kB" in up
 
 
-def as_script(name, path):
+def code_of(name):
+    """The code cells of a notebook."""
     notebook = json.loads((EXAMPLES / name).read_text())
     assert notebook["nbformat"] == 4 and not any(cell.get("outputs") for cell in notebook["cells"])
-    assert "pip install notebook" in "".join(notebook["cells"][0]["source"])  # nothing else installs it
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    path.write_text("\n".join(cells))
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def test_sizing_notebook_says_the_published_numbers(tmp_path):
     """124,439,808 and 174,604,259,328 parameters, 6 N D over 312e12 x 8 x 0.3 a second, nanoGPT's C."""
-    as_script("sizing.ipynb", tmp_path / "notebook.py")
+    (tmp_path / "notebook.py").write_text("\n".join(code_of("sizing.ipynb")))
     done = run(tmp_path, "notebook.py")
     assert done.returncode == 0, done.stderr
     for words in ("124,439,808 parameters", "174,604,259,328 parameters", "3.46 days", "2.21e+19 FLOPs: 326.1 M"):
@@ -97,14 +97,68 @@ def test_notebooks_say_what_opens_them():
         assert "pip install notebook" in first, path
 
 
+WHEEL = "/x/jspeed-0.1.0-cp311-abi3-linux_x86_64.whl"
+
+
+@pytest.mark.parametrize(
+    ("found", "cargo", "source", "wanted"),
+    [
+        ("CPU", True, "", [f"jspeed @ {EXAMPLES.parent.as_uri()}"]),
+        ("GPU", False, "git+https://host/jspeed", ["rustup.rs", "jspeed[cuda12] @ git+https://host/jspeed"]),
+        ("TPU", False, WHEEL, [f"jspeed[tpu] @ file://{WHEEL}"]),
+        ("GPU", True, "git+https://host/jspeed", ["jspeed[cuda12] @ git+https://host/jspeed"]),
+    ],
+)
+def test_notebook_installs_what_the_machine_needs(found, cargo, source, wanted, monkeypatch, tmp_path):
+    """The cell as it is, on machines that it is told about: Colab's and Kaggle's with a GPU, a TPU, or neither."""
+    commands = []
+
+    def run(command, **_):
+        if command == ["nvidia-smi", "-L"]:
+            return subprocess.CompletedProcess(command, 0, b"GPU 0: Tesla T4\n")
+        commands.append(command)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(shutil, "which", lambda name: {"nvidia-smi": found == "GPU", "cargo": cargo}[name] or None)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(Path, "glob", lambda place, _: [place / "accel0"] * (found == "TPU"))
+    monkeypatch.setenv("JSPEED_SOURCE", source)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    cell = code_of("names.ipynb")[0]
+    monkeypatch.chdir(EXAMPLES if not source else tmp_path)
+    exec(compile(cell, "cell", "exec"), {})
+    *before, pip = commands
+    assert len(commands) == len(wanted) and all(words in line for words, line in zip(wanted, before, strict=False))
+    assert pip == [sys.executable, "-m", "pip", "install", "-q", wanted[-1]]
+    assert (".cargo/bin" in os.environ["PATH"].split(os.pathsep)[0]) >= bool(before)
+    monkeypatch.setenv("JSPEED_SOURCE", "")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="set SOURCE to git"):
+        exec(compile(cell, "cell", "exec"), {})
+
+
 @pytest.mark.slow
 def test_notebook_from_top_to_bottom(tmp_path):
-    as_script("names.ipynb", tmp_path / "notebook.py")
+    """As on a CPU; and once more the last cell, which there says why it is left out, as if JAX had said "a T4"."""
+    *cells, last = code_of("names.ipynb")
+    again = last.replace(
+        '("STEPS=1000", "COOLDOWN=1000")',
+        '("WIDTH=32", "LAYERS=1", "HEADS=2", "LANES=8", "LANE_LEN=16", "EVAL_LEN=16", "EVAL_TOKENS=160", "STEPS=3")',
+    )
+    assert again != last
+    told = 'platform, found["devices"]["compute_capability"] = "gpu", "7.5"'
+    shown = 'print(json.loads((work / "large" / "config.json").read_text())["fields"]["COMPUTE"])'
+    (tmp_path / "notebook.py").write_text("\n".join([*cells, last, told, again, shown]))
     middles = ("n", "l", "r", "st", "nd", "v", "th")
     names = [a + b + c for a in ("ma", "bri", "car", "do", "e", "jo") for b in middles for c in ("a", "e", "o", "y")]
     (tmp_path / "names.txt").write_text("\n".join(names))
-    done = run(tmp_path, "notebook.py", NAMES=str(tmp_path / "names.txt"), STEPS="60")
+    (tmp_path / "play.txt").write_text("What is a name?\nAnother name.\n" * 100)
+    files = {"NAMES": str(tmp_path / "names.txt"), "SHAKESPEARE": str(tmp_path / "play.txt")}
+    done = run(tmp_path, "notebook.py", STEPS="60", **files)
     assert done.returncode == 0, done.stderr
-    last = done.stdout.partition("loss over the last 50 steps: ")[2]
-    assert float(last.split()[0]) < 2.5
+    loss = done.stdout.partition("loss over the last 50 steps: ")[2]
+    assert float(loss.split()[0]) < 2.5
     assert done.stdout.count("temperature ") == 3 and "#" in done.stdout
+    assert "jspeed is installed; this machine has a " in done.stdout and "attention: xla (the only" in done.stdout
+    assert "skipped: it is for a GPU or a TPU, and this is a cpu. It has been run on neither." in done.stdout
+    assert done.stdout.endswith("float32\n")

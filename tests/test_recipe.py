@@ -63,6 +63,18 @@ def test_same_seed_same_arrays_and_layers_differ():
     assert float(jnp.std(one["up"])) == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
+def test_gpt2_weights_have_the_spread_that_gpt2_s_have():
+    """Radford et al.: 0.02, and what adds to the residual stream 1 / sqrt(2 layers) of it; no two layers are equal."""
+    parameters = find("llmc", [*TOYS["llmc"], "LAYERS=8"], trace=False).recipe.parameters
+    drawn = jax.jit(lambda: r.init_parameters(parameters, jax.random.key(0)))()
+    spread = {"embed": 0.02, "qkv": 0.02, "up": 0.02, "out": 0.005, "down": 0.005}
+    for name, std in spread.items():
+        assert float(jnp.std(drawn[name])) == pytest.approx(std, rel=0.05), name
+        layers = np.asarray(drawn[name]).reshape(8, -1)
+        assert np.abs(np.corrcoef(layers) - np.eye(8)).max() < 0.15
+    assert {float(jnp.std(drawn[name])) for name in drawn.keys() - spread.keys() - {"positions"}} == {0.0}
+
+
 @pytest.mark.parametrize("name", known_recipes())
 def test_fields_come_back_from_json(name):
     """Records and model folders hold fields as JSON; a run is reproduced, and a model read, with them as --set."""
@@ -148,6 +160,18 @@ def test_no_position_sees_the_future_by_changing_it(recipe):
     before, after = forward(tokens), forward(changed)
     np.testing.assert_array_equal(before[:, :9], after[:, :9])
     assert np.any(np.asarray(before[:, 9:] != after[:, 9:]))
+
+
+def test_scaled_queries_and_keys_change_no_logit():
+    """They are normed head by head before they meet."""
+    recipe = find("stdlib", TOYS["stdlib"]).recipe
+    params, ctx = noisy(recipe), context(recipe, 16)
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257)
+    forward = jax.jit(lambda params: recipe.forward(params, tokens, ctx))
+    plain = forward(params)
+    for name, most in (("query", 1e-5), ("key", 1e-5), ("value", None)):
+        moved = float(jnp.max(jnp.abs(forward(params | {name: 10 * params[name]}) - plain)))
+        assert moved <= most if most else moved > 1e-2, (name, moved)
 
 
 @pytest.mark.parametrize("name", ["fineweb-cpu", "r21", "r29"])

@@ -6,6 +6,8 @@ import socket
 import numpy as np
 import pytest
 
+from jspeed.cluster import distributed
+from jspeed.cluster.rank import Rank
 from jspeed.corpus.tokenise import prepare_text
 
 from ..several import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
@@ -34,6 +36,14 @@ def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     run = json.loads((tmp_path / "two" / "run.json").read_text())
     assert run["devices"]["processes"] == 2 and run["devices"]["count"] == 8
     assert all(probe["passed"] for probe in run["probes"].values())
+
+
+def test_joining_again_does_nothing(monkeypatch):
+    """Neither by other flags nor by half of a launcher's variables, which would be bad input the first time."""
+    monkeypatch.setattr(distributed, "_rank", Rank(1, 2, "here:1"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    distributed.initialise("there:2", 4, 3)
+    assert distributed._rank == Rank(1, 2, "here:1") and not distributed.connections
 
 
 @pytest.mark.slow

@@ -10,7 +10,9 @@ import time
 import numpy as np
 import pytest
 
+from ..bare import bare
 from ..several import REPOSITORY, free_port, metrics
+from ..test_package_lists import of_skyward
 from .conftest import SMALL, needs
 from .slurm import slurm
 
@@ -174,18 +176,19 @@ def test_skypilot_run_lines(place, expected):
     same(place, expected)
 
 
-def test_skyward_function(place, expected):
-    """The file's own function on two nodes, with what Skyward would tell it."""
+def test_skyward_function(place, expected, monkeypatch):
+    """The file's own function on two nodes, with what Skyward would tell it and no packages but those of its list."""
     (place.folder / "cloud.py").write_text(place.line("Skyward"))
     (place.folder / "skyward.py").write_text(
         "import sys, types\n"
         "function = lambda **_: lambda train: train\n"
-        "def Image(pip, **_):\n    assert {'safetensors>=0.8', 'jax[cuda12]>=0.10,<0.12'} <= set(pip)\n"
+        "Image = lambda **_: None\n"
         "instance_info = lambda: types.SimpleNamespace(rank=int(sys.argv[1]), peers=['127.0.0.1', '127.0.0.1'])\n"
     )
     words = f"--run-dir {place.folder / 'run'} {SMALL}".split()
     (place.folder / "node.py").write_text(
         f"import sys\nimport cloud\nsys.path.append({str(REPOSITORY)!r})\nsys.exit(cloud.train(*{words!r}))\n"
     )
-    place.run("python node.py 0", beside="python node.py 1")
+    node = bare(place.folder / "venv", of_skyward(monkeypatch))
+    place.run(f"{node} node.py 0", beside=f"{node} node.py 1")
     same(place, expected)

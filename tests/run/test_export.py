@@ -106,6 +106,26 @@ def test_logits_are_those_of_gpt2(tmp_path):
     np.testing.assert_allclose(logits_of(model.recipe, model.params, TOKENS), found, atol=1e-6)
 
 
+def test_gradient_of_the_tied_table_is_that_of_both_of_its_uses(tmp_path):
+    """Finite differences in float64 along random directions of the whole table, whose rows are looked up and scored."""
+    tensors, recipe, rng = random_gpt2(), recipe_of(), np.random.default_rng(2)
+    inputs, targets = TOKENS[None, :-1], TOKENS[None, 1:]
+    params = jax.tree.map(jnp.asarray, export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe))
+    ctx = r.Context(recipe.stages[0], training=True)
+    weights = jnp.full(targets.shape, 1 / targets.size)
+    gradient = jax.jit(jax.grad(lambda p: recipe.loss(p, inputs, targets, weights, ctx)[0]))(params)["embed"]
+
+    def loss(table):
+        logits = gpt2_forward(tensors | {"wte.weight": table}, inputs[0])
+        return np.mean(np.log(np.exp(logits).sum(-1)) - logits[np.arange(targets.size), targets[0]])
+
+    table = tensors["wte.weight"].astype(np.float64)
+    for _ in range(3):
+        direction = rng.normal(size=table.shape)
+        slope = (loss(table + 1e-5 * direction) - loss(table - 1e-5 * direction)) / 2e-5
+        assert float(np.sum(gradient * direction)) == pytest.approx(slope, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("size", "count"),
     # seeds.md, and the parameter counts that transformers reports for gpt2, -medium, -large, -xl.

@@ -28,6 +28,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tiktoken")
 # Of each extra: modules that show that it is there (any of them), and what it gives.
 EXTRAS = {
     "cuda12": (("nvidia.cudnn",), "runs on NVIDIA GPUs (cuda13 with CUDA 13)"),
+    "tpu": (("libtpu",), "runs on TPUs, plan compiles for them"),
     "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for GPUs that are not here"),
     "fa4": (("fa4_jax",), "FlashAttention 4 on Hopper"),
     "parquet": (("pyarrow",), "prepare reads .parquet"),

@@ -33,6 +33,9 @@ WAYS = {  # layout, mesh, lanes a device takes at once
     "tp 4": ("tp", {"data": 1, "model": 4}, 16),
     "tp, accumulated": ("tp", {"data": 2, "model": 4}, 2),
     "fsdp+tp 4x2": ("fsdp+tp", {"data": 4, "model": 2}, 4),
+    "fsdp+tp 8x1": ("fsdp+tp", {"data": 8, "model": 1}, 2),
+    "fsdp+tp 2x4": ("fsdp+tp", {"data": 2, "model": 4}, 8),
+    "fsdp+tp 1x8": ("fsdp+tp", {"data": 1, "model": 8}, 16),
     "pp, 1 micro-batch": ("pp", {"data": 2, "pipe": 4}, 8),
     "pp, 4 micro-batches": ("pp", {"data": 2, "pipe": 4}, 2),
     "pp, 8 micro-batches": ("pp", {"data": 2, "pipe": 4}, 1),
@@ -61,23 +64,28 @@ def toy(name, *sets):
 
 
 @functools.cache
-def on_one_device(name):
-    recipe = toy(name)
+def on_one_device(name, *sets):
+    recipe = toy(name, *sets)
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_every_layout_gives_the_losses_of_one_device(name, way):
     layout, axes, lanes_at_once = WAYS[way]
-    recipe = toy(name)
-    expected = on_one_device(name)
+    sets = ["HEADS=8"] * (axes.get("model") == 8)  # a head at least for every device
+    recipe = toy(name, *sets)
+    expected = on_one_device(name, *sets)
     _, found = run(recipe, mesh_of(**axes), lanes_at_once, batches(recipe, 10), layout)
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "way", ["fsdp+tp 4x2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp 4", "pp, 4 micro-batches"))]
+    "way",
+    [
+        "fsdp+tp 4x2",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("tp 4", "pp, 4 micro-batches", "fsdp+remat")),
+    ],
 )
 def test_gradients_are_those_of_one_device(way):
     """Read from an optimizer that keeps the gradient and changes nothing; weights are drawn so that none of it is 0."""
