@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.record.loss_plot import _averaged, _loss_limits, curves_svg, loss_svg
+from jspeed.record.loss_plot import _averaged, loss_limits, curves_svg, loss_svg
 
 TRAIN = [(0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)]
 VAL = [(5.0 * i, 1.38 + 4.1 * math.exp(-5.0 * i / 3)) for i in range(15)]
@@ -73,9 +73,9 @@ def test_the_first_steps_do_not_squash_the_rest(tmp_path: Path) -> None:
     import numpy as np
 
     seconds, losses = np.array(VAL).T
-    low, high = _loss_limits([(seconds, losses)], 1.4)
+    low, high = loss_limits([(seconds, losses)], 1.4)
     assert low < losses.min() and losses[2] < high < 3.0 < losses[0]
-    assert _loss_limits([(np.array([0.0, 1.0]), np.array([2.0, 3.0]))], None) == pytest.approx((1.94, 3.06))
+    assert loss_limits([(np.array([0.0, 1.0]), np.array([2.0, 3.0]))], None) == pytest.approx((1.94, 3.06))
     loss_svg(tmp_path / "loss.svg", train=[], val=VAL, target=1.4, title="run")
     assert "not shown: losses up to 5.48" in words(tmp_path / "loss.svg")
 

@@ -95,7 +95,7 @@ def run(
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set: Replace fields of the recipe file.
-        progress: Show a progress bar on a terminal; otherwise plain lines.
+        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
         log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
             WANDB_MODE says otherwise.
         profile: Trace this many steps with JAX's profiler into profile/ of the run directory.

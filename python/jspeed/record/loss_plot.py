@@ -29,7 +29,7 @@ def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, ti
 
     ``train`` and ``val`` are (timed seconds, nats per ``unit``) in order of time and may be empty; None or NaN,
     as a diverged run leaves them, breaks the line. Long training curves are averaged over neighbouring steps,
-    and the legend says over how many. The first steps may leave through the top: see :func:`_loss_limits`.
+    and the legend says over how many. The first steps may leave through the top: see :func:`loss_limits`.
 
     Raises BadInput when ``path`` cannot be written.
     """
@@ -126,13 +126,13 @@ def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | 
     """Set what the axes show; return a sentence about what they do not show, if anything."""
     right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
     axes.set_xlim(-0.01 * right, 1.02 * right)  # room for half a marker at either end
-    low, high = _loss_limits([(times, losses) for _, times, losses, _ in lines], target)
+    low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)
     axes.set_ylim(low, high)
     highest = max((float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low)
     return f"not shown: losses up to {highest:.4g}" if highest > high else None
 
 
-def _loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
+def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
     """Return the lowest and the highest loss to show.
 
     The first seconds fall from the loss of a guess and would squash everything that matters. What a curve
