@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.record.loss_plot import _averaged, loss_limits, curves_svg, loss_svg
+from jspeed.record.loss_plot import _averaged, curves_svg, loss_limits, loss_svg
 
 TRAIN = [(0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)]
 VAL = [(5.0 * i, 1.38 + 4.1 * math.exp(-5.0 * i / 3)) for i in range(15)]

@@ -71,7 +71,8 @@ def said(width: int, height: int, encoding: str, bar: bool = True) -> str:
 
 @pytest.mark.parametrize(
     ("width", "height", "encoding", "full"),
-    [(100, 30, "utf-8", "█"), (40, 24, "utf-8", "█"), (40, 24, "ascii", "|"), (40, 12, "utf-8", None), (18, 24, "utf-8", None)],
+    [(100, 30, "utf-8", "█"), (40, 24, "utf-8", "█"), (40, 24, "ascii", "|"), (40, 12, "utf-8", None),
+     (18, 24, "utf-8", None)],
 )  # fmt: skip
 def test_a_run_leaves_no_garbage_on_a_terminal(monkeypatch, width, height, encoding, full):
     monkeypatch.setenv("TERM", "xterm-256color")
