@@ -58,6 +58,25 @@ def test_short_and_diverged_runs_are_drawn(tmp_path: Path, train: list, val: lis
     assert ("validation, diverged" in texts) == any(loss is None for _, loss in val)
 
 
+def test_stages_and_the_parents_curve(tmp_path: Path) -> None:
+    parent = [(2 * seconds, loss + 0.1) for seconds, loss in VAL]  # twice as long: 140 s beside 70
+    loss_svg(
+        tmp_path / "loss.svg",
+        train=TRAIN,
+        val=VAL,
+        target=1.4,
+        title="run",
+        stages=[20.0, 45.0],
+        parent=("p <1>", parent),
+    )
+    texts = words(tmp_path / "loss.svg")
+    assert texts.count("stage 2") == texts.count("stage 3") == 1 and "stage 1" not in texts and "p <1>" in texts
+    assert "100" in texts and "120" not in texts  # seconds: the parent leaves after one and a half times the run
+    loss_svg(tmp_path / "plain.svg", train=TRAIN, val=VAL, target=1.4, title="run")
+    assert "60" in (plain := words(tmp_path / "plain.svg")) and "80" not in plain and "stage 2" not in plain
+    loss_svg(tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent))
+
+
 def test_several_runs_share_a_picture(tmp_path: Path) -> None:
     runs = {f"run {i}": [(t * (1 + i / 10), loss) for t, loss in VAL] for i in range(9)} | {
         "_x $a$ <&>": VAL,
