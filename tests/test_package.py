@@ -80,3 +80,34 @@ def test_an_installed_jspeed_plans_and_shows(jspeed):
     assert "No records yet in records/" in jspeed("leaderboard", "show").stdout
     assert "launch" in jspeed("--help").stdout
     assert json.loads(jspeed("doctor", "--json").stdout)["jspeed"]
+
+
+def test_the_scenes_of_the_readme(jspeed):
+    """In order, outside the repository, at toy size; what needs a network, GPUs or their compiler is left out."""
+    here = Path(jspeed("--version").args[0]).parents[2] / "here"
+    (here / "text.txt").write_text("to be or not to be, that is the question\n" * 500)
+    jspeed("prepare", "text", "text.txt", "--tokenizer", "bytes", "--out", "shards")
+    toy = ["--set", "WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=4"]
+    toy += ["EVAL_LEN=16", "EVAL_TOKENS=160"]
+    trained = ("--data", "shards", "--target-loss", 9, *toy)
+    done = jspeed("run", "stdlib", *trained[:2], "--run-dir", "mine", *trained[2:])
+    assert " <= 9.0 in " in done.stdout and done.stderr == ""
+    assert len(jspeed("sample", "mine", "--prompt", "to be", "--tokens", 20).stdout) > len("to be")
+
+    source = jspeed("run", "stdlib", "--show-recipe").stdout
+    (here / "mine.py").write_text(
+        source.replace('parent="stdlib-adamw"', 'parent="stdlib"').replace('name="stdlib"', 'name="mine"')
+    )
+    flags = " ".join(map(str, ("--data", "shards", "--no-sample", "--target-loss", 9, *toy)))
+    done = jspeed("leaderboard", "race", "stdlib", "mine.py", "--rounds", 1, "--run-dir", "race", f"--flags={flags}")
+    assert "x the time of stdlib" in done.stdout
+
+    launched = ("launch", "--standalone", "--nproc-per-node", 2, "run", "stdlib", "--no-sample", *trained)
+    assert " <= 9.0 in " in jspeed(*launched, "--run-dir", "launched").stdout
+
+    planned = ("run", "mine.py", "--plan", "n=2,seeds=1..2", "--no-sample", *trained, "--run-dir", "planned")
+    jspeed(*planned)
+    jspeed("leaderboard", "add", "planned")
+    shown = jspeed("leaderboard", "show").stdout
+    assert "mine" in shown and "stdlib/cpu" in shown
+    jspeed("leaderboard", "verify")

@@ -49,6 +49,7 @@ def run(
     run_dir: Folder | None = None,
     layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT,
     mesh: Axes | None = None,
+    show_recipe: bool = False,
     show_layout: bool = False,
     show_tiles: Annotated[str | None, Wants("NAME")] = None,
     micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
@@ -87,6 +88,7 @@ def run(
             pipeline); with +remat at the end activations are computed twice instead of kept, with +scan the layers are
             one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
+        show_recipe: Print the recipe's file, to copy and to change, and stop.
         show_layout: Print where every parameter would lie, and stop.
         show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
@@ -117,6 +119,7 @@ def run(
     with importing():
         from rich.console import Console
 
+        from jspeed.run.find_recipe import find
         from jspeed.run.output.console import layout_table, tile_table
         from jspeed.run.setup import Options, find_and_place
         from jspeed.run.train import train
@@ -150,6 +153,9 @@ def run(
         processes=processes,
         process_id=process_id,
     )
+    if show_recipe:
+        print(find(options.recipe, set, trace=False).source, end="")
+        return 0
     if show_layout or show_tiles is not None:
         found, placed = find_and_place(options)
         if show_layout:
@@ -168,12 +174,13 @@ COMMAND = Command(
         "  # the best recipe that can run here: stdlib, or r29 with a GPU and FineWeb",
         "--steps 20  # a short look; every schedule stays as it is",
         "stdlib --set MUON_LR=0.03 --seed 2  # fields of the recipe file changed",
+        "stdlib --show-recipe > mine.py  # a copy of a recipe, to change",
         "mine.py --mesh data=8  # your own recipe, on eight devices (of a CPU: virtual ones)",
         "--plan n=5,seeds=1..5  # five runs, announced before the first, for the leaderboard",
         "--run-dir runs/long --checkpoint-every 500 --resume  # goes on where it was stopped",
     ),
     {
-        "training": ("data", "seed", "set", "target_loss", "init_from"),
+        "training": ("data", "seed", "set", "target_loss", "init_from", "show_recipe"),
         "placement": (
             *("mesh", "layout", "show_layout", "show_tiles", "micro_batch", "attention"),
             *("coordinator", "processes", "process_id"),
