@@ -79,14 +79,14 @@ def run(
     143 SIGTERM.
 
     Args:
-        data: Folder of token shards; default: prepared or found in the cache folder.
+        data: Folder of token shards, as jspeed prepare writes; default: the recipe's own data in the cache folder.
         seed: Seed of the initial weights and of the data order.
         steps: Stop after this many steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
-        layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state), dp
-            (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp (layers in a
-            pipeline); with +remat at the end activations are computed twice instead of kept, with +scan the layers are
-            one loop, which compiles as fast for many as for one.
+        layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
+            state), dp (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp
+            (layers in a pipeline); with +remat at the end activations are computed twice instead of kept, with
+            +scan the layers are one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
         show_recipe: Print the recipe's file, to copy and to change, and stop.
         show_layout: Print where every parameter would lie, and stop.
@@ -96,7 +96,7 @@ def run(
         preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
-        set: Replace fields of the recipe file.
+        set: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
         progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
         log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
             WANDB_MODE says otherwise.
