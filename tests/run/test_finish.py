@@ -5,6 +5,8 @@ import json
 import os
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +14,10 @@ from jspeed.errors import BadInput
 from jspeed.files import Lines
 from jspeed.run.output import sinks
 from jspeed.record.runfile import read_run, write_run
-from jspeed.run.finish import parent_curve
+from jspeed.run.finish import draw, parent_curve
 from jspeed.run.setup import Options
 from jspeed.run.train import train
+from jspeed.stage import Stage
 
 from ..record.runs import as_run
 from ..several import TOY, said, shards
@@ -100,6 +103,17 @@ def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_pat
     for sha in ("0" * 64, None):
         assert parent_curve(run | {"data": run["data"] | {"val_sha256": sha}}, tmp_path) is None
     assert parent_curve(run | {"track": "other/cpu"}, tmp_path) is None
+
+
+@pytest.mark.parametrize(("steps", "borders"), [(9, [0.2, 0.5]), (6, [0.2, 0.5]), (5, [0.2]), (2, []), (0, [])])
+def test_the_picture_marks_where_stages_began(monkeypatch, steps, borders):
+    asked = {}
+    monkeypatch.setattr("jspeed.record.loss_plot.loss_svg", lambda path, **words: asked.update(words))
+    recipe = SimpleNamespace(name="a", target_loss=1.4, stages=[Stage(2, 8), Stage(3, 8), Stage(4, 8)])
+    setup = SimpleNamespace(run_dir=Path("run"), recipe=recipe, options=SimpleNamespace(seed=1))
+    progress = SimpleNamespace(train=[(step / 10, 2.0) for step in range(1, steps + 1)], curve=[])
+    draw(setup, progress, "byte", as_run())
+    assert asked["stages"] == borders and asked["parent"] is None
 
 
 def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_for, capsys):
