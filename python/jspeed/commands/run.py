@@ -174,7 +174,7 @@ COMMAND = Command(
         "  # the best recipe that can run here: stdlib, or r29 with a GPU and FineWeb",
         "--steps 20  # a short look; every schedule stays as it is",
         "stdlib --set MUON_LR=0.03 --seed 2  # fields of the recipe file changed",
-        "stdlib --show-recipe > mine.py  # a copy of a recipe, to change",
+        "stdlib --show-recipe  # its file, to copy (> mine.py) and to change",
         "mine.py --mesh data=8  # your own recipe, on eight devices (of a CPU: virtual ones)",
         "--plan n=5,seeds=1..5  # five runs, announced before the first, for the leaderboard",
         "--run-dir runs/long --checkpoint-every 500 --resume  # goes on where it was stopped",
