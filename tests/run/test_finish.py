@@ -12,9 +12,9 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.files import Lines
-from jspeed.run.output import sinks
 from jspeed.record.runfile import read_run, write_run
 from jspeed.run.finish import draw, parent_curve
+from jspeed.run.output import sinks
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 from jspeed.stage import Stage
