@@ -120,6 +120,15 @@ def test_help(tmp_path):
     assert launch.code == 0 and "--standalone, --no-standalone" in launch.out and "--node-rank R " in launch.out
 
 
+def test_a_recipe_is_printed_to_be_copied(tmp_path):
+    done = call(tmp_path, "speedrun.py", "shakespeare-char", "--show-recipe")
+    assert done.code == 0 and done.out == find("shakespeare-char", trace=False).path.read_text()
+    (tmp_path / "mine.py").write_text(done.out)
+    assert call(tmp_path, "speedrun.py", "mine.py", "--show-recipe").out == done.out
+    wrong = call(tmp_path, "speedrun.py", "shakespear-char", "--show-recipe")
+    assert wrong.code == 2 and "shakespeare-char" in wrong.err and not wrong.out
+
+
 def test_the_meshes_of_the_quick_start_fit_its_recipe():
     """What the layout of tp needs besides what find_and_place checks: heads that the model axis divides."""
     page = (SCRIPTS.parent / "docs" / "quickstart.md").read_text()

@@ -5,6 +5,8 @@ It compiles the extension and installs all dependencies: minutes, so other runs 
 
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import venv
@@ -80,3 +82,38 @@ def test_an_installed_jspeed_plans_and_shows(jspeed):
     assert "No records yet in records/" in jspeed("leaderboard", "show").stdout
     assert "launch" in jspeed("--help").stdout
     assert json.loads(jspeed("doctor", "--json").stdout)["jspeed"]
+
+
+def test_the_scenes_of_the_readme(jspeed):
+    """In order, outside the repository, at toy size; what needs a network, GPUs or their compiler is left out."""
+    here = Path(jspeed("--version").args[0]).parents[2] / "here"
+    letters = random.Random(1).choices("etaoinshrdlu \n", k=20_000)  # a text that repeats itself fails a probe
+    (here / "text.txt").write_text("".join(letters))
+    jspeed("prepare", "text", "text.txt", "--tokenizer", "bytes", "--out", "shards")
+    toy = ["--set", "WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=4"]
+    toy += ["EVAL_LEN=16", "EVAL_TOKENS=160"]
+    trained = ("--data", "shards", "--target-loss", 9, *toy)
+    done = jspeed("run", "stdlib", *trained[:2], "--run-dir", "mine", *trained[2:])
+    assert " <= 9.0 in " in done.stdout and done.stderr == ""
+    assert len(jspeed("sample", "mine", "--prompt", "to be", "--tokens", 20).stdout) > len("to be")
+
+    source = jspeed("run", "stdlib", "--show-recipe").stdout
+    for field in toy[1:]:  # a race takes no --set: it is between files
+        source = re.sub(rf"^{field.partition('=')[0]} = .*$", field.replace("=", " = "), source, flags=re.M)
+    (here / "small.py").write_text(source.replace('name="stdlib"', 'name="small"'))
+    (here / "mine.py").write_text(
+        source.replace('parent="stdlib-adamw"', 'parent="small"').replace('name="stdlib"', 'name="mine"')
+    )
+    flags = "--data shards --no-sample --target-loss 9"
+    done = jspeed("leaderboard", "race", "small.py", "mine.py", "--rounds", 1, "--run-dir", "race", f"--flags={flags}")
+    assert "x the time of small" in done.stdout
+
+    launched = ("launch", "--standalone", "--nproc-per-node", 2, "run", "stdlib", "--no-sample", *trained)
+    assert " <= 9.0 in " in jspeed(*launched, "--run-dir", "launched").stdout
+
+    planned = ("run", "mine.py", "--plan", "n=2,seeds=1..2", "--no-sample", *trained[:4], "--run-dir", "planned")
+    jspeed(*planned)
+    jspeed("leaderboard", "add", "planned")
+    shown = jspeed("leaderboard", "show").stdout
+    assert "mine" in shown and "stdlib/cpu" in shown
+    jspeed("leaderboard", "verify")

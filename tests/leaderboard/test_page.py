@@ -111,6 +111,23 @@ def test_every_figure_is_xml_and_says_what_it_shows(records):
     assert "others &amp; co: 80.0 s" in figures[0]
 
 
+def test_tracks_without_runs_come_last_in_every_view(records):
+    names = {track["track"]: bool(track["entries"]) for track in judge.board(records)}
+    assert list(names) == ["fineweb/8xH100", "stdlib/cpu", "fineweb/1xGPU", "fineweb/steps"]  # their order: 1 4 2 3
+    html, _ = made(records)
+    assert [html.index(f'<section id="track-{name.replace("/", "-")}"') for name in names] == sorted(
+        html.index(f'<section id="track-{name.replace("/", "-")}"') for name in names
+    )
+    assert html.count("no runs yet</small>") == 2
+
+
+def test_one_record_is_no_course_over_time(records):
+    headline = next(track for track in judge.board(records) if track["track"] == "fineweb/8xH100")
+    best = headline | {"entries": headline["entries"][:1]}
+    assert best["entries"][0]["valid"] and charts.staircase(best, [], "") == ""
+    assert charts.staircase(headline, [], "") and charts.staircase(best, [{"date": "2026-01-01", "seconds": 9.0}], "x")
+
+
 def test_figures_of_nothing_are_nothing(records):
     empty = next(track for track in judge.board(records) if not track["entries"])
     assert not charts.curves(empty) and not charts.dots(empty) and not charts.waterfall(empty)

@@ -12,6 +12,8 @@ from jspeed.commands import plan as planned
 from jspeed.errors import BadInput
 from jspeed.plan.target import missing
 
+from .test_report import PLAN
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
 
 
@@ -95,6 +97,22 @@ def test_memory_fraction_and_strict_hold_without_a_compiler(fraction, fits, code
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fits")][:1]
     assert f" {fits} " in line
     assert planned.plan(**given) == 0
+
+
+@pytest.mark.parametrize("name", [None, "a report.html"])
+def test_the_last_line_leads_to_the_page(name, tmp_path, monkeypatch, capsys):
+    """Where compiling is left out: the plan is that of another test."""
+    made = PLAN | {"nodes": 1, "fitted_seconds": 140.0, "bottlenecks": []}
+    monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
+    monkeypatch.setattr("jspeed.plan.compile.hardware_for", lambda *_: None)
+    monkeypatch.setattr("jspeed.plan.plan.require_devices", lambda *_: None)
+    monkeypatch.setattr("jspeed.plan.plan.make_plan", lambda *_: made)
+    monkeypatch.setattr("jspeed.plan.views.report.drawing", lambda plan, **_: "<svg></svg>")
+    monkeypatch.chdir(tmp_path)
+    assert planned.plan(recipe="stdlib", html=Path(name) if name else None) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("--html FILE" if name is None else f"{tmp_path.as_uri()}/a%20report.html")
+    assert name is None or (tmp_path / name).read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.skipif(missing() is None, reason="a CUDA plugin is installed here")

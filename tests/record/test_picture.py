@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.record.loss_plot import _averaged, _loss_limits, curves_svg, loss_svg
+from jspeed.record.loss_plot import _averaged, curves_svg, loss_limits, loss_svg
 
 TRAIN = [(0.05 * i, 1.4 + 4.0 * math.exp(-0.05 * i / 3) + 0.03 * math.sin(40 * i)) for i in range(1400)]
 VAL = [(5.0 * i, 1.38 + 4.1 * math.exp(-5.0 * i / 3)) for i in range(15)]
@@ -58,6 +58,25 @@ def test_short_and_diverged_runs_are_drawn(tmp_path: Path, train: list, val: lis
     assert ("validation, diverged" in texts) == any(loss is None for _, loss in val)
 
 
+def test_stages_and_the_parents_curve(tmp_path: Path) -> None:
+    parent = [(2 * seconds, loss + 0.1) for seconds, loss in VAL]  # twice as long: 140 s beside 70
+    loss_svg(
+        tmp_path / "loss.svg",
+        train=TRAIN,
+        val=VAL,
+        target=1.4,
+        title="run",
+        stages=[20.0, 45.0],
+        parent=("p <1>", parent),
+    )
+    texts = words(tmp_path / "loss.svg")
+    assert texts.count("stage 2") == texts.count("stage 3") == 1 and "stage 1" not in texts and "p <1>" in texts
+    assert "100" in texts and "120" not in texts  # seconds: the parent leaves after one and a half times the run
+    loss_svg(tmp_path / "plain.svg", train=TRAIN, val=VAL, target=1.4, title="run")
+    assert "60" in (plain := words(tmp_path / "plain.svg")) and "80" not in plain and "stage 2" not in plain
+    loss_svg(tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent))
+
+
 def test_several_runs_share_a_picture(tmp_path: Path) -> None:
     runs = {f"run {i}": [(t * (1 + i / 10), loss) for t, loss in VAL] for i in range(9)} | {
         "_x $a$ <&>": VAL,
@@ -73,9 +92,9 @@ def test_the_first_steps_do_not_squash_the_rest(tmp_path: Path) -> None:
     import numpy as np
 
     seconds, losses = np.array(VAL).T
-    low, high = _loss_limits([(seconds, losses)], 1.4)
+    low, high = loss_limits([(seconds, losses)], 1.4)
     assert low < losses.min() and losses[2] < high < 3.0 < losses[0]
-    assert _loss_limits([(np.array([0.0, 1.0]), np.array([2.0, 3.0]))], None) == pytest.approx((1.94, 3.06))
+    assert loss_limits([(np.array([0.0, 1.0]), np.array([2.0, 3.0]))], None) == pytest.approx((1.94, 3.06))
     loss_svg(tmp_path / "loss.svg", train=[], val=VAL, target=1.4, title="run")
     assert "not shown: losses up to 5.48" in words(tmp_path / "loss.svg")
 

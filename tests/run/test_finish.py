@@ -5,16 +5,21 @@ import json
 import os
 import tempfile
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jspeed.errors import BadInput
 from jspeed.files import Lines
-from jspeed.record.runfile import read_run
+from jspeed.record.runfile import read_run, write_run
+from jspeed.run.finish import draw, parent_curve
 from jspeed.run.output import sinks
 from jspeed.run.setup import Options
 from jspeed.run.train import train
+from jspeed.stage import Stage
 
+from ..record.runs import as_run
 from ..several import TOY, said, shards
 
 
@@ -77,6 +82,38 @@ def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_n
     run = read_run(run_dir)
     assert run["status"] == "finished" and run["reached"] and run["curve"][-1]["step"] == 3
     assert not list((run_dir / "checkpoints").iterdir()) and (run_dir / "model.safetensors").exists()
+
+
+def test_the_parent_is_its_newest_finished_record_of_the_same_validation(tmp_path):
+    home = tmp_path / "stdlib" / "cpu" / "parent"
+    home.mkdir(parents=True)
+    run = as_run(recipe="child", parent="parent")
+    assert parent_curve(run, tmp_path) is None and parent_curve(run | {"parent": None}, tmp_path) is None
+    for day, seconds, changes in ((1, 90.0, {}), (2, 80.0, {}), (3, 70.0, {"status": "stopped"}), (4, 60.0, {})):
+        here = tmp_path / str(day)
+        write_run(here, as_run(seconds, recipe="parent", **changes))
+        content = (here / "run.json").read_bytes()
+        (home / f"2026010{day}T000000Z-s1-00000000.json").write_bytes(
+            content if day < 4 else b"{"
+        )  # the last is broken
+    label, points = parent_curve(run, tmp_path)
+    assert label == "parent parent, 1.390 in 80 s" and points[-1] == (80.0, 1.39)
+    other = run | {"devices": run["devices"] | {"kind": "GPU"}}
+    assert parent_curve(other, tmp_path)[0].endswith("80 s, another machine")
+    for sha in ("0" * 64, None):
+        assert parent_curve(run | {"data": run["data"] | {"val_sha256": sha}}, tmp_path) is None
+    assert parent_curve(run | {"track": "other/cpu"}, tmp_path) is None
+
+
+@pytest.mark.parametrize(("steps", "borders"), [(9, [0.2, 0.5]), (6, [0.2, 0.5]), (5, [0.2]), (2, []), (0, [])])
+def test_the_picture_marks_where_stages_began(monkeypatch, steps, borders):
+    asked = {}
+    monkeypatch.setattr("jspeed.record.loss_plot.loss_svg", lambda path, **words: asked.update(words))
+    recipe = SimpleNamespace(name="a", target_loss=1.4, stages=[Stage(2, 8), Stage(3, 8), Stage(4, 8)])
+    setup = SimpleNamespace(run_dir=Path("run"), recipe=recipe, options=SimpleNamespace(seed=1))
+    progress = SimpleNamespace(train=[(step / 10, 2.0) for step in range(1, steps + 1)], curve=[])
+    draw(setup, progress, "byte", as_run())
+    assert asked["stages"] == borders and asked["parent"] is None
 
 
 def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_for, capsys):

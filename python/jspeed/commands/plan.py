@@ -144,6 +144,7 @@ def plan(
         plan_svg(svg, made)
     if html:
         plan_html(html, made)
+    terminal.last_line(html)
     errors = [finding for finding in made["doctor"] if finding["level"] == "error"]
     return 1 if strict and (errors or not made["fits"]) else 0
 

@@ -49,6 +49,7 @@ def run(
     run_dir: Folder | None = None,
     layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT,
     mesh: Axes | None = None,
+    show_recipe: bool = False,
     show_layout: bool = False,
     show_tiles: Annotated[str | None, Wants("NAME")] = None,
     micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
@@ -78,15 +79,16 @@ def run(
     143 SIGTERM.
 
     Args:
-        data: Folder of token shards; default: prepared or found in the cache folder.
+        data: Folder of token shards, as jspeed prepare writes; default: the recipe's own data in the cache folder.
         seed: Seed of the initial weights and of the data order.
         steps: Stop after this many steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
-        layout: How parameters lie on the mesh: zero1 (each device owns a part of parameters and optimizer state), dp
-            (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp (layers in a
-            pipeline); with +remat at the end activations are computed twice instead of kept, with +scan the layers are
-            one loop, which compiles as fast for many as for one.
+        layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
+            state), dp (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp
+            (layers in a pipeline); with +remat at the end activations are computed twice instead of kept, with
+            +scan the layers are one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
+        show_recipe: Print the recipe's file, to copy and to change, and stop.
         show_layout: Print where every parameter would lie, and stop.
         show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
@@ -94,8 +96,8 @@ def run(
         preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
-        set: Replace fields of the recipe file.
-        progress: Show a progress bar on a terminal; otherwise plain lines.
+        set: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
+        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
         log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
             WANDB_MODE says otherwise.
         profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
@@ -117,6 +119,7 @@ def run(
     with importing():
         from rich.console import Console
 
+        from jspeed.run.find_recipe import find
         from jspeed.run.output.console import layout_table, tile_table
         from jspeed.run.setup import Options, find_and_place
         from jspeed.run.train import train
@@ -150,6 +153,9 @@ def run(
         processes=processes,
         process_id=process_id,
     )
+    if show_recipe:
+        print(find(options.recipe, set, trace=False).source, end="")
+        return 0
     if show_layout or show_tiles is not None:
         found, placed = find_and_place(options)
         if show_layout:
@@ -168,12 +174,13 @@ COMMAND = Command(
         "  # the best recipe that can run here: stdlib, or r29 with a GPU and FineWeb",
         "--steps 20  # a short look; every schedule stays as it is",
         "stdlib --set MUON_LR=0.03 --seed 2  # fields of the recipe file changed",
+        "stdlib --show-recipe  # its file, to copy (> mine.py) and to change",
         "mine.py --mesh data=8  # your own recipe, on eight devices (of a CPU: virtual ones)",
         "--plan n=5,seeds=1..5  # five runs, announced before the first, for the leaderboard",
         "--run-dir runs/long --checkpoint-every 500 --resume  # goes on where it was stopped",
     ),
     {
-        "training": ("data", "seed", "set", "target_loss", "init_from"),
+        "training": ("data", "seed", "set", "target_loss", "init_from", "show_recipe"),
         "placement": (
             *("mesh", "layout", "show_layout", "show_tiles", "micro_batch", "attention"),
             *("coordinator", "processes", "process_id"),

@@ -42,7 +42,7 @@ def sample(
         temperature: 0 takes the likeliest token, 1 draws from the model's probabilities; default: the recipe's.
         top_k: Draw from the k likeliest tokens only.
         top_p: Draw from the fewest tokens that together have this probability.
-        seed: Another one writes other texts.
+        seed: Seed of the draws; another one gives other texts.
         stop: End a text before these words.
         mesh: Spread the parameters over these devices, for example data=8.
     """
@@ -113,5 +113,5 @@ COMMAND = Command(
         "runs/mine  # what the recipe samples",
         'runs/mine --prompt "The sea" --number 3 --temperature 0.8  # three texts that begin so',
     ),
-    {"drawing": ("number", "tokens", "temperature", "top_k", "top_p", "seed", "stop")},
+    {"sampling": ("number", "tokens", "temperature", "top_k", "top_p", "seed", "stop")},
 )

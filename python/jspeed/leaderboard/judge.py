@@ -37,12 +37,13 @@ class Rows(NamedTuple):
 
 
 def board(records: Records) -> list[dict[str, Any]]:
-    """Return the tracks in their order, each with its rules and its ``entries``: valid ones first, by rank."""
+    """Return the tracks in their order, those without runs last, each with its rules and its ``entries``: valid ones
+    first, by rank."""
     there = by_folder(records)
     tracks = tracks_of(records, there)
     raced = counted_rounds(records, there, tracks)
     judged = [judged_track(records, track, rows, there, raced) for track, rows in tracks.values()]
-    return sorted(judged, key=lambda track: (track.get("order", math.inf), track["track"]))
+    return sorted(judged, key=lambda track: (not track["entries"], track.get("order", math.inf), track["track"]))
 
 
 def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]]:

@@ -21,15 +21,28 @@ Line = tuple[str, Any, Any, dict[str, Any]]  # label, seconds, losses, matplotli
 
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "#000000")  # yellow would be too pale on white
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+LONGEST_PARENT = 1.5  # times the run's own seconds, which would be squashed otherwise
 TRAIN_POINTS = 400  # more than this many cannot be told apart at the width of the picture
 
 
-def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, title: str, unit: str = "token") -> None:
+def loss_svg(
+    path: Path,
+    *,
+    train: Points,
+    val: Points,
+    target: float | None,
+    title: str,
+    unit: str = "token",
+    stages: Sequence[float] = (),
+    parent: tuple[str, Points] | None = None,
+) -> None:
     """Draw one run to ``path``: training loss (thin), validation loss (points) and the target (dashed).
 
     ``train`` and ``val`` are (timed seconds, nats per ``unit``) in order of time and may be empty; None or NaN,
     as a diverged run leaves them, breaks the line. Long training curves are averaged over neighbouring steps,
-    and the legend says over how many. The first steps may leave through the top: see :func:`_loss_limits`.
+    and the legend says over how many. The first steps may leave through the top: see :func:`loss_limits`.
+    ``stages`` are the seconds at which the second stage began, the third and so on: dotted lines. ``parent`` is a label
+    and the validation losses of another run, which leave through the right where they are much longer than this one.
 
     Raises BadInput when ``path`` cannot be written.
     """
@@ -42,7 +55,12 @@ def loss_svg(path: Path, *, train: Points, val: Points, target: float | None, ti
         seconds, losses = _arrays(val)
         style = {"color": COLOURS[0], "linewidth": 1.6, "marker": "o", "markersize": 4.0}
         lines.append((f"validation, {_last(losses)}", seconds, losses, style))
-    _draw(path, lines, target, title, unit=unit)
+    if parent and len(val):
+        end = LONGEST_PARENT * max(float(seconds) for seconds, _ in val)
+        seconds, losses = _arrays([point for point in parent[1] if point[0] <= end])
+        style = {"color": COLOURS[1], "linewidth": 1.0, "marker": "o", "markersize": 2.5}
+        lines.append((parent[0], seconds, losses, style))
+    _draw(path, lines, target, title, unit=unit, stages=stages)
 
 
 def curves_svg(
@@ -68,11 +86,28 @@ def curves_svg(
 
 
 def _draw(
-    path: Path, lines: list[Line], target: float | None, title: str, across: str = "timed seconds", unit: str = "token"
+    path: Path,
+    lines: list[Line],
+    target: float | None,
+    title: str,
+    across: str = "timed seconds",
+    unit: str = "token",
+    stages: Sequence[float] = (),
 ) -> None:
     def draw(figure: "Figure") -> None:
         axes = figure.add_subplot()
         _fill(axes, lines, target)
+        for number, seconds in enumerate(stages, 2):
+            axes.axvline(seconds, color=EDGE, linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
+            axes.annotate(
+                f"stage {number}",
+                (seconds, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 3),
+                textcoords="offset points",
+                color=EDGE,
+                fontsize=8,
+            )
         axes.set_title(printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
         axes.set_xlabel(across, color=INK)
         axes.set_ylabel(f"loss (nats per {unit})", color=INK)
@@ -126,13 +161,13 @@ def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | 
     """Set what the axes show; return a sentence about what they do not show, if anything."""
     right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
     axes.set_xlim(-0.01 * right, 1.02 * right)  # room for half a marker at either end
-    low, high = _loss_limits([(times, losses) for _, times, losses, _ in lines], target)
+    low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)
     axes.set_ylim(low, high)
     highest = max((float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low)
     return f"not shown: losses up to {highest:.4g}" if highest > high else None
 
 
-def _loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
+def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
     """Return the lowest and the highest loss to show.
 
     The first seconds fall from the loss of a guess and would squash everything that matters. What a curve

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -23,7 +24,7 @@ from jspeed.fields import FOLDER
 from jspeed.files import read_regular, write_whole
 from jspeed.record import planned
 from jspeed.record.consistent import PROBES
-from jspeed.record.runfile import parse_run, read_content
+from jspeed.record.runfile import parse_run, read_content, read_run
 from jspeed.record.schema import SCHEMA, PlaceInPlan, Run
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
@@ -139,6 +140,19 @@ def _in_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
             f"{path} was changed, moved or renamed after it was added: its content belongs at {folder / wanted}; "
             "restore it, or remove it and add the run again"
         )
+
+
+def newest(folder: Path, track: str, recipe: str) -> Run | None:
+    """Return the newest finished run of ``recipe`` on ``track`` in the records ``folder``, or None where there is none.
+
+    It reads no other file, and passes over one that is broken: that is for :func:`read` to say.
+    """
+    for path in sorted(Path(folder, track, recipe).glob("*.json"), reverse=True):
+        if RUN.fullmatch(path.name):
+            with suppress(BadInput):
+                if (run := read_run(path))["status"] == "finished":
+                    return run
+    return None
 
 
 def run_place(run: Run, content: bytes, track: str) -> Path:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +17,8 @@ from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.recipe import as_json
-from jspeed.record import loss_plot
+from jspeed.record import loss_plot, store
+from jspeed.record.remarks import RECORDS
 from jspeed.record.runfile import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
@@ -140,7 +142,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         about = export.OWN | {"recipe": recipe.name, "recipe_hash": setup.found.hash}
         parts.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about))
     unit = unit_of(setup.manifest)
-    parts.append(lambda: draw(setup, progress, unit))
+    parts.append(lambda: draw(setup, progress, unit, run))
     failed = list(progress.failed)
     if data["val_sha256"] is None and progress.status != "interrupted":
         failed.append("its shards cannot be read any more, so that run.json has no hashes of its data")
@@ -166,16 +168,34 @@ def tell_launcher(setup: Setup, progress: Progress, val_loss: float | None, reac
         write_whole(Path(path), json.dumps(said | {"train_loss": progress.train[-1][1] if progress.train else None}))
 
 
-def draw(setup: Setup, progress: Progress, unit: str) -> None:
-    """Draw the losses of the run."""
+def draw(setup: Setup, progress: Progress, unit: str, run: Unsealed) -> None:
+    """Draw the losses of the run beside those of its parent's newest record, where that has the same validation."""
+    kind, last_steps = provenance.devices()["kind"], accumulate(stage.steps for stage in setup.recipe.stages[:-1])
     loss_plot.loss_svg(
         setup.run_dir / "loss.svg",
         train=progress.train,
         val=[(point["timed_seconds"], point["val_loss"]) for point in progress.curve],
         target=setup.recipe.target_loss,
-        title=f"{setup.recipe.name}, seed {setup.options.seed}, {provenance.devices()['kind']}",
+        title=f"{setup.recipe.name}, seed {setup.options.seed}, {kind}",
         unit=unit,
+        stages=[progress.train[step - 1][0] for step in last_steps if step < len(progress.train)],
+        parent=parent_curve(run),
     )
+
+
+def parent_curve(run: Unsealed, records: Path = RECORDS) -> tuple[str, list[tuple[float, float | None]]] | None:
+    """Return a label and the validation losses by timed seconds of the newest record of the parent of ``run``.
+
+    None where there is no record on the same track of the same validation tokens, as in an installed package.
+    """
+    found = store.newest(records, run["track"], run["parent"]) if run["parent"] else None
+    tokens = run["data"]["val_sha256"]
+    if found is None or tokens is None or found["data"].get("val_sha256") != tokens:
+        return None
+    last = "" if found["val_loss"] is None else f", {found['val_loss']:.3f} in {found['timed_seconds']:.0f} s"
+    elsewhere = "" if found["devices"]["kind"] == run["devices"]["kind"] else ", another machine"
+    points = [(point["timed_seconds"], point["val_loss"]) for point in found["curve"]]
+    return f"parent {found['recipe']}{last}{elsewhere}", points
 
 
 def exit_code(setup: Setup, progress: Progress, reached: bool) -> int:

@@ -59,7 +59,7 @@ def run(options: Options) -> tuple[int, Path]:
     stop = GracefulStop()
     logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
     with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
-        with Display(console, asked, options.progress) as display:
+        with Display(console, asked, options.progress, setup.recipe.target_loss) as display:
             progress = Progress(clock, setup.claim.metrics, display, sinks=opened)
             try:
                 setup.claim.begin()

@@ -76,13 +76,14 @@ def test_a_failed_probe_is_said_and_markup_in_names_is_text():
     assert any("runs/[bold]x" in line for line in lines)
 
 
-def test_plain_lines_when_not_a_terminal_and_a_bar_when_it_is():
+def test_plain_lines_when_not_a_terminal_and_a_bar_when_it_is(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     for terminal, bar in [(False, True), (True, False), (True, True)]:
         console = Console(file=io.StringIO(), force_terminal=terminal, width=100)
         with Display(console, steps=100, bar=bar) as display:
             for step in range(1, 101):
                 display.step(step, 3.0, step * 10)
-            display.validation(100, 2.5, 7.0)
+            display.validation([{"step": 100, "timed_seconds": 7.0, "val_loss": 2.5}])
         text = console.file.getvalue()  # type: ignore[attr-defined]
         assert "validation 2.5000" in text.replace("\x1b[1m", "").replace("\x1b[0m", "")
         plain = [line for line in text.splitlines() if line.startswith("step") and "tokens/s" in line]

@@ -114,13 +114,16 @@ def best_so_far(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], reference: str) -> str:
-    """Return the records over time: ours as they fell, and the ``history`` of ``reference`` beside them."""
+    """Return the records over time: ours as they fell, and the ``history`` of ``reference`` beside them.
+
+    Nothing where all are of one day, which is no course yet.
+    """
     unit = "steps" if track["rank"] == "steps" else "seconds"
     value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: e["seconds"]["mean"])
     ours = [(days(e["date"]), value(e)) for e in track["entries"] if e["valid"]]
     theirs = [(days(row["date"]), row["seconds"]) for row in history]
     everything = ours + theirs
-    if not everything:
+    if len({day for day, _ in everything}) < 2:
         return ""
     low, high = min(v for _, v in everything), max(v for _, v in everything)
     first, last = min(d for d, _ in everything), max(d for d, _ in everything)

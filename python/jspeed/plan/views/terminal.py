@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import rich.table
@@ -47,7 +48,7 @@ def plan(made: Plan, console: Console | None = None) -> None:
         if table.title not in PAGE_ONLY:
             show(console, table)
     if len(made["stages"]) > 1:
-        console.print(f"tables are of {made['stages'][-1]['name']}; --html FILE has every stage", style="dim")
+        console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
     for finding in made["doctor"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
     for warning in made["warnings"]:
@@ -55,6 +56,14 @@ def plan(made: Plan, console: Console | None = None) -> None:
             console.print(f"note: {warning}", style="dim")
     console.print("bounds: " + "; ".join(made["bounds"]), style="dim")
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
+
+
+def last_line(html: Path | None) -> None:
+    """Print where the page of the plan is, as an address that a terminal opens, or how to have one."""
+    if html:
+        print(f"as a page: {html.absolute().as_uri()}")
+    else:
+        print("as a page, with the picture and every stage: --html FILE")
 
 
 def traffic(found: Plan, console: Console | None = None, lines: int = 40) -> None:

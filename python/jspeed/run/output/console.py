@@ -1,14 +1,14 @@
 """What a run says: derived numbers at the start, a progress bar or plain lines, one sentence at the end."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -19,8 +19,9 @@ from jspeed.parallel.layout import describe_layout, partition, tiles
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.consistent import PROBES
 from jspeed.record.remarks import remarks
-from jspeed.record.schema import Unsealed
+from jspeed.record.schema import Unsealed, Validation
 from jspeed.run.clock import now
+from jspeed.run.output import curve
 
 NARROW = 72  # columns
 
@@ -91,23 +92,37 @@ def tile_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh, name: 
 FILES = ("run.json", "metrics.jsonl", "loss.svg", "model.safetensors")  # that a run may leave
 
 
-class Display:
-    """Shows training as a bar on a terminal, else as a plain line for about every twentieth step.
+class Bar(Progress):
+    """A progress bar with a plot above it, which is as it was set until it is set again."""
 
-    Use as a context manager; :meth:`step` and :meth:`validation` take what the loop has just learned.
+    plot: Text | None = None
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Return what is drawn, from above."""
+        if self.plot:
+            yield self.plot
+        yield from super().get_renderables()
+
+
+class Display:
+    """Shows training as a bar under a curve on a terminal, else as a plain line for about every twentieth step.
+
+    Use as a context manager; :meth:`step` and :meth:`validation` take what the loop has just learned. ``target`` is
+    the loss to reach, in nats per token.
     """
 
-    def __init__(self, console: Console, steps: int, bar: bool) -> None:
-        self._console, self._steps = console, steps
+    def __init__(self, console: Console, steps: int, bar: bool, target: float | None = None) -> None:
+        self._console, self._steps, self._target = console, steps, target
         self._every = max(1, steps // 20)
         self._last = now(), 0
         self._tokens = 0
         self._rate = 0.0
-        self._progress: Progress | None = None
-        if bar and console.is_terminal:
-            self._progress = Progress(
+        self._narrow = console.width < NARROW
+        self._progress: Bar | None = None
+        if bar and console.is_interactive:
+            self._progress = Bar(
                 TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(),
+                *([] if self._narrow else [BarColumn()]),
                 TextColumn("{task.fields[text]}"),
                 TextColumn("ETA"),
                 TimeRemainingColumn(),
@@ -125,6 +140,7 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._progress:
+            self._progress.plot = None  # the final evaluation leaves it on the screen, with its own point
             self._progress.stop()
 
     def step(self, step: int, loss: float, tokens: int) -> None:
@@ -134,20 +150,35 @@ class Display:
             self._rate = (tokens - self._last[1]) / max(moment - self._last[0], 1e-9)
             self._last = moment, tokens
         if self._progress:
-            text = f"loss {loss:.4f}  {self._rate:,.0f} tokens/s"
+            text = f"loss {loss:.4f}" + ("" if self._narrow else f"  {self._rate:,.0f} tokens/s")
             self._progress.update(self._task, completed=step, text=text)
         elif step % self._every == 0 or step == self._steps:
             self._console.print(
                 f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s", highlight=False
             )
 
-    def validation(self, step: int, loss: float, seconds: float) -> None:
-        """Show validation loss at ``step`` and the timed seconds so far; the time since is not training time."""
+    def validation(self, losses: Sequence[Validation]) -> None:
+        """Show the last of the validation ``losses`` so far, and all as a plot where there is a bar: above it, or once
+        it has gone to stay. The time since the last step is not training time."""
+        step, loss, seconds = losses[-1]["step"], losses[-1]["val_loss"], losses[-1]["timed_seconds"]
+        plot = self._plot(losses) if self._progress else None
+        live = self._progress and self._progress.live.is_started
+        if self._progress and live:
+            self._progress.plot = plot
         self._console.print(
             f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]  at {seconds:.1f} s timed",
             highlight=False,
         )
+        if plot and not live:
+            self._console.print(plot)
         self._last = now(), self._tokens
+
+    def _plot(self, losses: Sequence[Validation]) -> Text | None:
+        if self._console.height < curve.ROWS + 8:  # the bar and a few lines of what was said stay in sight
+            return None
+        points = [(point["step"], loss) for point in losses if (loss := point["val_loss"]) is not None]
+        ascii = self._console.options.ascii_only
+        return curve.plot(points, self._steps, self._target, self._console.width, ascii)
 
 
 def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:

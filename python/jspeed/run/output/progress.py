@@ -69,7 +69,7 @@ class Progress:
             return
         self.curve.append({"step": self.steps, "timed_seconds": seconds, "val_loss": loss})
         self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss})
-        self.display.validation(self.steps, loss, seconds)
+        self.display.validation(self.curve)
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
