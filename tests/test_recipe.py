@@ -95,13 +95,13 @@ def test_reading_a_recipe_starts_no_backend():
     assert done.stdout == "{}\n", done.stderr
 
 
-@pytest.mark.parametrize(("name", "other"), ALIKE.items())
+# jspeed2 by its numbers: tests/recipes/test_jspeed2.py.
+@pytest.mark.parametrize(("name", "other"), [pair for pair in ALIKE.items() if pair[0] != "jspeed2"])
 def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
     begin, end, their_end = {
         "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
         "jspeed1": ("STARTS = ", "RECIPE = ", "RECIPE = "),
-        "jspeed2": ("def hidden(", "def loss(", "def loss("),  # its loss: tests/recipes/test_jspeed2.py
     }.get(name, ("def hidden(", "def falling(", "def falling("))
     assert ours[ours.index(begin) : ours.index(end)] == theirs[theirs.index(begin) : theirs.index(their_end)]
 

@@ -21,13 +21,14 @@ pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m sl
 
 GIGABYTE = 1e9
 TABLE = 50_304 * 768 * 2  # bytes in bf16
-# By recipe: FP8 products of a step, bytes of all banks with their padding and of the tables that are gathered, rows of
-# the bigram table.
+# By recipe: FP8 products of a step in the first stage and in others, bytes of all banks with their padding and of the
+# tables that are gathered, rows of the bigram table.
 FACTS = {
-    "r62": (3, 2 * (40 * 768**2 + 24 * 768 * 3072), 5 * TABLE, 251_520),
-    "r89": (3 + 22, 2 * (64 * 768 * 256 + 24 * 768**2 + 24 * 768 * 3072), 7 * TABLE, 377_280),
+    "r62": ((3, 3), 2 * (40 * 768**2 + 24 * 768 * 3072), 5 * TABLE, 251_520),
+    "r89": ((3 + 22, 3 + 22), 2 * (64 * 768 * 256 + 24 * 768**2 + 24 * 768 * 3072), 7 * TABLE, 377_280),
 }
-FACTS["jspeed2"] = FACTS["r89"]  # the same calls on fewer rows; an all-reduce more, of 0.2 MB
+# The MLP's gradients and the projections with theirs too, of which XLA merges some in the first stage, in bf16.
+FACTS["jspeed2"] = ((123, 3 + 3 * 22 + 3 * 30), *FACTS["r89"][1:])
 
 
 @functools.cache
@@ -59,7 +60,7 @@ def test_a_step_needs_less_than_60_gigabytes_and_uses_the_fast_kernels(mesh, nam
     assert needed < 60 * GIGABYTE
     calls = Counter(call.target for call in custom_calls(text))
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == 10
-    assert calls["__cublas$lt$matmul$f8"] == FACTS[name][0]
+    assert calls["__cublas$lt$matmul$f8"] == FACTS[name][0][number]
     stage = recipe.stages[number]
     logits = 4 * stage.lane_len * (stage.scored or 50_304)
     assert not [b for b in hlo.buffers(text, logits) if b.array.dtype in ("f32", "f64")]
