@@ -12,7 +12,7 @@ from jspeed.errors import BadInput, nearest
 from jspeed.model import attention_backends
 from jspeed.model.kv_cache import Open, opened, written
 
-BACKENDS = ("xla", "cudnn", "fa4")
+BACKENDS = ("xla", "triton", "cudnn", "fa4")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this are looped over instead of written out."""
@@ -92,8 +92,7 @@ def attention(
             "or choose backend 'xla'"
         )
     offsets_BO = None if documents is None else documents.offsets
-    kernel = attention_backends.cudnn if backend == "cudnn" else attention_backends.fa4
-    run = partial(kernel, scale=scale, offsets_BO=offsets_BO, window=window)
+    run = partial(getattr(attention_backends, backend), scale=scale, offsets_BO=offsets_BO, window=window)
     return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
 
 

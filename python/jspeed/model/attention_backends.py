@@ -1,10 +1,11 @@
-"""Fused attention kernels of other libraries on packed lanes, each with its own format of document offsets.
+"""Fused attention kernels on packed lanes, other libraries' and our own, each with its own format of document offsets.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
 ``offsets_BO`` as in ``Documents.offsets``. Libraries are imported when called: none is needed to run elsewhere.
 """
 
 import importlib.util
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,49 @@ def flat_bounds(offsets_BO: jax.Array, length: int) -> jax.Array:
     starts_BM, _ = _slots(offsets_BO, length)
     starts_BM += length * jnp.arange(lanes, dtype=jnp.int32)[:, None]
     return jnp.concatenate([starts_BM.reshape(-1), jnp.full(1, lanes * length, jnp.int32)])
+
+
+def triton(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    *,
+    scale: float,
+    offsets_BO: jax.Array | None,
+    window: int | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attend with jspeed's own kernels (:mod:`jspeed.model.fused_attention`), for GPUs that the others leave out.
+
+    What kept libraries lack before Hopper is in docs/devices.md. Inside ``jax.shard_map`` this needs
+    ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types
+    other than bf16 and fp16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    """
+    _check("triton", q_BTHK, k_BTHK, v_BTHK)
+    try:
+        from jspeed.model import fused_attention
+    except ImportError as error:
+        raise Refused(f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})") from error
+    if q_BTHK.shape[-1] not in fused_attention.FORWARD:
+        widths = " and ".join(map(str, fused_attention.FORWARD))
+        raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
+    lanes, length = q_BTHK.shape[:2]
+    bounds = jnp.zeros((lanes, length), jnp.int32), jnp.full((lanes, length), length, jnp.int32)
+    if offsets_BO is not None:
+        q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+        bounds = token_bounds(offsets_BO, length)
+    ranges = fused_attention.ranges(*bounds, window)
+    mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
+    return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
+
+
+def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Return (start, end) of the document that each token lies in: int32 ``[B, T]``, the end exclusive."""
+    starts_BM, ends_BM = _slots(offsets_BO, length)
+    t_T = jnp.arange(length, dtype=jnp.int32)
+    search = partial(jnp.searchsorted, v=t_T, side="right", method="scan_unrolled")  # as in find_documents
+    slots_BT = jax.vmap(search)(starts_BM) - 1
+    return jnp.take_along_axis(starts_BM, slots_BT, axis=1), jnp.take_along_axis(ends_BM, slots_BT, axis=1)
 
 
 def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:

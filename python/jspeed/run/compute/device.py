@@ -16,8 +16,9 @@ CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a 
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
 BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-FUSED_CUDNN = (8, 0)  # cuDNN attends causally from Ampere on,
-PACKED_CUDNN = (9, 0)  # and within documents from Hopper on
+FUSED = (8, 0)  # cuDNN attends causally, and model/fused_attention.py within documents, from Ampere on,
+HOPPER = (9, 0)
+PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
 
@@ -82,10 +83,12 @@ def packs(recipe: Recipe) -> bool:
 def backends(device: Any, packed: bool) -> list[str]:
     """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``, runs everywhere."""
     capability = capability_of(device) if device.platform in GPUS else None
-    if capability is None or capability < (PACKED_CUDNN if packed else FUSED_CUDNN):
+    if capability is None or capability < FUSED:
         return ["xla"]
-    has_fa4 = capability == PACKED_CUDNN and find_spec("fa4_jax")
-    return ["fa4", "cudnn", "xla"] if has_fa4 else ["cudnn", "xla"]
+    least, below = PACKED_CUDNN
+    fa4 = ["fa4"] if capability == HOPPER and find_spec("fa4_jax") else []
+    cudnn = ["cudnn"] if not packed or least <= capability < below else []
+    return [*fa4, *cudnn, "triton", "xla"]
 
 
 def capability_of(device: Any) -> tuple[int, ...] | None:

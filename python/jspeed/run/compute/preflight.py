@@ -173,7 +173,10 @@ def versions(mesh: Mesh) -> list[str]:
         found.append("")
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     ours = (sys.modules[function.__module__] for function in (attention, attention_backends.cudnn, fp8.matmul))
-    return found + [installed_version(package) or "" for package in packages] + [inspect.getsource(one) for one in ours]
+    sources = [inspect.getsource(one) for one in ours]
+    # Not imported: a JAX may lack what it imports, and only one backend wants it.
+    sources.append(Path(attention_backends.__file__).with_name("fused_attention.py").read_text())
+    return found + [installed_version(package) or "" for package in packages] + sources
 
 
 def distance(found: Any, expected: np.ndarray) -> float:
