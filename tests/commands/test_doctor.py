@@ -78,8 +78,8 @@ def test_devices_that_cannot_be_started_are_said(cache, capsys, monkeypatch):
         ("cudnn", "native", "9.0", ["jspeed[fa4] would give", "on tensor cores"]),
         ("fa4", "native", "9.0", ["fa4_jax is installed", "on tensor cores"]),
         ("cudnn", "native", "10.0", ["compute capability 10.0", "on tensor cores"]),
-        ("triton", "missing", "8.0", ["not yet run on a GPU: .* this is 8.0", "from compute capability 8.9 on"]),
-        ("triton", "native", "12.0", ["not yet run on a GPU: .* this is 12.0", "on tensor cores"]),
+        ("triton", "missing", "8.0", ["no GPU has run them.* this is 8.0", "from compute capability 8.9 on"]),
+        ("triton", "native", "12.0", ["no GPU has run them.* this is 12.0", "on tensor cores"]),
         ("xla", "missing", "7.5", ["need compute capability 8.0, this is 7.5", "from compute capability 8.9 on"]),
     ],
 )

@@ -49,9 +49,7 @@ def small_blocks(monkeypatch):
         monkeypatch.setattr(fused_attention, table, {4: Blocks(*blocks, 4, 2)})
 
 
-@pytest.mark.parametrize(
-    "length", [27, pytest.param(32, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("length", [27] + [pytest.param(n, marks=pytest.mark.slow) for n in (3, 32)])
 def test_agrees_with_dense_mask_for_every_window(small_blocks, length):
     borders = [], [0, 1, 2, length - 1], [length // 3, length // 2], [t for t in (7, 8, 12, 16) if t < length]
     tokens = lanes(length, *borders)

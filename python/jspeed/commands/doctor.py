@@ -116,9 +116,7 @@ def why(device: "Device", capability: str | None) -> tuple[str, str]:
     elif device.attention == "xla":
         reason = f"fused kernels need compute capability 8.0, this is {capability}"
     elif device.attention == "triton":
-        reason = (
-            f"jspeed's own kernels, not yet run on a GPU: cuDNN packs documents from 9.0 to 11, this is {capability}"
-        )
+        reason = f"jspeed's own kernels (no GPU has run them): cuDNN packs documents on 9.0 to 11, this is {capability}"
     elif device.attention == "fa4":
         reason = "fa4_jax is installed, and this is Hopper"
     else:
