@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.model.attention import attention, find_documents
 from jspeed.plan import cost
-from jspeed.plan.target import Target, load_target, target_mesh
+from jspeed.plan.target import Target, load_target, pretend, target_mesh
 
 from .calls import custom_calls
 
@@ -67,7 +67,7 @@ def target_of(name: str) -> Target:
         return load_target(name)
     text = load_target("l40s").text
     assert "{ major: 8 minor: 9 }" in text
-    return Target(name, text.replace("{ major: 8 minor: 9 }", "{ major: 12 minor: 0 }"))
+    return Target(name, text.replace("{ major: 8 minor: 9 }", "{ major: 12 minor: 0 }"), (12, 0))
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -76,10 +76,11 @@ def target_of(name: str) -> Target:
 )
 def test_own_kernels_fit_every_gpu_from_ampere_on(name, width):
     """In registers, without spilling any, and in shared memory, which the compiler checks too."""
-    lies = NamedSharding(target_mesh(target_of(name), 1), P())
-    lanes, length, heads = 1, 4096, 768 // width
-    x = jax.ShapeDtypeStruct((lanes, length, heads, width), jnp.bfloat16, sharding=lies)
-    tokens = jax.ShapeDtypeStruct((lanes, length), jnp.uint16, sharding=lies)
+    target, length, heads = target_of(name), 4096, 768 // width
+    one = target_mesh(target, 1)
+    lies = NamedSharding(one, P("data"))
+    x = jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16, sharding=lies)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
 
     def gradients(q, k, v, tokens, dout):
         documents = find_documents(tokens, BOS, 64)
@@ -89,7 +90,9 @@ def test_own_kernels_fit_every_gpu_from_ampere_on(name, width):
 
         return jax.vjp(call, q, k, v)[1](dout)
 
-    lowered = jax.jit(gradients).trace(x, x, x, tokens, x).lower(lowering_platforms=("cuda",))
+    spread = jax.shard_map(gradients, mesh=one, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    with pretend(target):
+        lowered = jax.jit(spread).trace(x, x, x, tokens, x).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
     assert len(custom_calls(compiled.as_text())) == len(custom_calls(compiled.as_text(), cost.TRITON)) == 3
     # Two statistics of a row, fp32, four numbers of a token, int32, and the queries with NaN for lanes that overflow.

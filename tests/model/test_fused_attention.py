@@ -1,5 +1,7 @@
 """Our own attention kernels in JAX's interpreter against a dense float64 mask: every window, borders anywhere."""
 
+import sys
+import types
 from functools import partial
 
 import jax
@@ -127,6 +129,19 @@ def test_refuses(dtype, width, words):
     x = jax.ShapeDtypeStruct((1, 16, 2, width), dtype)
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(lambda x: attention(x, x, x, scale=1.0, backend="triton"), x)
+
+
+def test_pallas_is_told_what_a_gpu_is_that_it_has_no_name_for(monkeypatch):
+    """A stand-in for a module of JAX 0.11, whose own refuses to compile for an RTX 3090."""
+    module = types.SimpleNamespace(GpuInfo=lambda **told: told, registry={})
+    gpu, cpu = types.SimpleNamespace(device_kind="RTX 3090", compute_capability="8.6"), jax.devices()[0]
+    monkeypatch.setitem(sys.modules, "jax._src.pallas.triton.gpu_info", module)
+    monkeypatch.setattr(sys.modules["jax._src.pallas.triton"], "gpu_info", module, raising=False)
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu, cpu])
+    x = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
+    jax.eval_shape(lambda x: attention(x, x, x, scale=1.0, backend="triton"), x)
+    assert list(module.registry) == ["RTX 3090"]
+    assert module.registry["RTX 3090"]() == {"gpu_version": None, "arch_name": "8.6", "compute_capability": 86}
 
 
 @pytest.mark.slow

@@ -161,6 +161,7 @@ def triton(
     if q_BTHK.shape[-1] not in fused_attention.FORWARD:
         widths = " and ".join(map(str, fused_attention.FORWARD))
         raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
+    _name_gpus_to_pallas()
     lanes, length = q_BTHK.shape[:2]
     bounds = jnp.zeros((lanes, length), jnp.int32), jnp.full((lanes, length), length, jnp.int32)
     if offsets_BO is not None:
@@ -169,6 +170,23 @@ def triton(
     ranges = fused_attention.ranges(*bounds, window)
     mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
     return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
+
+
+def _name_gpus_to_pallas() -> None:
+    """Tell Pallas of JAX 0.11 what the GPUs here are: of those that it has no name for (RTX 3090, L40S) it takes none.
+
+    Private, as of jax 0.11.0; JAX 0.10 has nothing of the kind, because it leaves the question to XLA.
+    """
+    try:
+        from jax._src.pallas.triton import gpu_info
+    except ImportError:
+        return
+    for device in jax.local_devices():
+        capability = str(getattr(device, "compute_capability", ""))
+        number = capability.replace(".", "")
+        if number.isdecimal():
+            info = gpu_info.GpuInfo(gpu_version=None, arch_name=capability, compute_capability=int(number))
+            gpu_info.registry[device.device_kind] = partial(lambda info: info, info)
 
 
 def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
