@@ -66,10 +66,10 @@ def attention(
     one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
-    others (:mod:`jspeed.model.attention_backends`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more
-    than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that
-    XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads
-    that do not divide.
+    others (:mod:`jspeed.model.attention_backends`) want a GPU, bf16 (all but ``triton``: or fp16), and
+    ``documents.offsets``: a lane of more than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a
+    mesh has an axis that XLA divides the work over, heads are spread over it. Raises BadInput for what a backend
+    cannot do, and for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(

@@ -4,8 +4,10 @@ All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B,
 ``offsets_BO`` as in ``Documents.offsets``. Libraries are imported when called: none is needed to run elsewhere.
 """
 
+import importlib
 import importlib.util
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -151,9 +153,9 @@ def triton(
 
     What kept libraries lack before Hopper is in docs/devices.md. Inside ``jax.shard_map`` this needs
     ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types
-    other than bf16 and fp16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
     """
-    _check("triton", q_BTHK, k_BTHK, v_BTHK)
+    _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
         from jspeed.model import fused_attention
     except ImportError as error:
@@ -178,7 +180,7 @@ def _name_gpus_to_pallas() -> None:
     Private, as of jax 0.11.0; JAX 0.10 has nothing of the kind, because it leaves the question to XLA.
     """
     try:
-        from jax._src.pallas.triton import gpu_info
+        gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
     except ImportError:
         return
     for device in jax.local_devices():
@@ -218,10 +220,11 @@ def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     return offsets_BO[:, :-1], jnp.concatenate([offsets_BO[:, 1:-1], end_B1], axis=1)
 
 
-def _check(backend: str, *qkv: jax.Array) -> None:
+def _check(backend: str, *qkv: jax.Array, dtypes: tuple[Any, ...] = (jnp.bfloat16, jnp.float16)) -> None:
     for name, x in zip("qkv", qkv, strict=True):
-        if x.dtype not in (jnp.bfloat16, jnp.float16):
-            raise Refused(f"attention backend '{backend}' takes bfloat16 or float16, found {name} in {x.dtype}")
+        if x.dtype not in dtypes:
+            known = " or ".join(jnp.dtype(one).name for one in dtypes)
+            raise Refused(f"attention backend '{backend}' takes {known}, found {name} in {x.dtype}")
         if x.shape != qkv[0].shape:
             raise Refused(f"attention backend '{backend}' takes q, k, v of one shape, found {[x.shape for x in qkv]}")
     width = qkv[0].shape[-1]

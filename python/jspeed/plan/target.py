@@ -1,5 +1,6 @@
 """Absent GPUs and TPUs: published specifications, a mesh to compile for, stand-ins for JAX's device checks."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -203,7 +204,7 @@ def pretend(target: Target) -> Iterator[None]:
 
 def _known_to_pallas(target: Target) -> AbstractContextManager[Any]:
     try:
-        from jax._src.pallas.triton import gpu_info
+        gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
     except ImportError:  # JAX 0.10
         return nullcontext()
     if target.tpu:
