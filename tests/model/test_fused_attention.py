@@ -111,6 +111,11 @@ def test_as_a_backend_in_bfloat16(interpreted):
         assert np.isnan(np.asarray(found[2], np.float32)).all()
 
 
+def test_every_width_that_is_taken_has_blocks():
+    for table in (fused_attention.FORWARD, fused_attention.DQ, fused_attention.DK_DV):
+        assert tuple(table) == attention_backends.TRITON_WIDTHS
+
+
 def test_token_bounds():
     starts, ends = bounds(lanes(12, [0, 3, 4], [5], []))
     expected = [[(0, 3)] * 3 + [(3, 4)] + [(4, 12)] * 8, [(0, 5)] * 5 + [(5, 12)] * 7, [(0, 12)] * 12]

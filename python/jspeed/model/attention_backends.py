@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from jspeed.errors import BadInput
 
+TRITON_WIDTHS = (64, 128)  # of heads, that model/fused_attention.py has blocks for
+
 
 class Refused(BadInput):
     """A backend cannot do what it was asked for, and another one may."""
@@ -160,8 +162,8 @@ def triton(
         from jspeed.model import fused_attention
     except ImportError as error:
         raise Refused(f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})") from error
-    if q_BTHK.shape[-1] not in fused_attention.FORWARD:
-        widths = " and ".join(map(str, fused_attention.FORWARD))
+    if q_BTHK.shape[-1] not in TRITON_WIDTHS:
+        widths = " and ".join(map(str, TRITON_WIDTHS))
         raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
     _name_gpus_to_pallas()
     lanes, length = q_BTHK.shape[:2]

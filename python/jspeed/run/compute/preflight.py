@@ -30,7 +30,7 @@ from jspeed.model.attention_backends import Refused
 from jspeed.parallel.mesh import put
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
-from jspeed.run.compute.device import Device, packs
+from jspeed.run.compute.device import Device, head_width, packs
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
@@ -105,7 +105,7 @@ def working_attention(recipe: Recipe, device: Device, remembered: "Remembered") 
 
     Raises :class:`BadInput` when none does.
     """
-    width = recipe.attention_width // recipe.heads if recipe.heads else 128
+    width = head_width(recipe) or 128
     packed = packs(recipe)
     backends: Sequence[str] = (device.attention, *device.fallbacks)
     refused: list[str] = []
