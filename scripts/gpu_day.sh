@@ -65,7 +65,7 @@ sys.exit(0 if jax.default_backend() == "gpu" else "error: JAX finds no GPU; the 
 
   part fused "$python" scripts/bench.py fused
 
-  for each in cudnn fa4; do
+  for each in cudnn triton fa4; do
     if [ "$each" = fa4 ] && ! "$python" -c 'import fa4_jax' 2>/dev/null; then
       printf '\n=== attention-fa4: fa4-jax is not installed, skipped\n'
       continue

@@ -1,4 +1,4 @@
-"""What attention compiles to for an H100 that is not there.
+"""What attention compiles to for GPUs that are not there: an H100, and for our own kernels those before and after it.
 
 Nothing runs and cuDNN plans are not built, so what cuDNN refuses only then is not found here: tests/gpu is for that.
 """
@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jspeed.model.attention import attention, find_documents
+from jspeed.plan import cost
+from jspeed.plan.target import Target, load_target, pretend, target_mesh
 
 from .calls import custom_calls
 
@@ -57,3 +59,44 @@ def test_fa4(mesh, monkeypatch):
     monkeypatch.setattr(fa4_kernels, "_device_arch", lambda: 90)
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     assert len(custom_calls(compiled(mesh, "fa4", packed=True, window=256))) >= 2
+
+
+def target_of(name: str) -> Target:
+    """A target; ``sm_120`` is an L40S that claims to be of that kind: limits of shared memory and registers agree."""
+    if name != "sm_120":
+        return load_target(name)
+    text = load_target("l40s").text
+    assert "{ major: 8 minor: 9 }" in text
+    return Target(name, text.replace("{ major: 8 minor: 9 }", "{ major: 12 minor: 0 }"), (12, 0))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    "name", ["a100", "rtx3090"] + [pytest.param(n, marks=pytest.mark.slow) for n in ("l40s", "h100", "sm_120")]
+)
+def test_own_kernels_fit_every_gpu_from_ampere_on(name, width):
+    """In registers, without spilling any, and in shared memory, which the compiler checks too."""
+    target, length, heads = target_of(name), 4096, 768 // width
+    one = target_mesh(target, 1)
+    lies = NamedSharding(one, P("data"))
+    x = jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16, sharding=lies)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
+
+    def gradients(q, k, v, tokens, dout):
+        documents = find_documents(tokens, BOS, 64)
+
+        def call(q, k, v):
+            return attention(q, k, v, scale=0.12, documents=documents, window=384, backend="triton")
+
+        return jax.vjp(call, q, k, v)[1](dout)
+
+    spread = jax.shard_map(gradients, mesh=one, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    with pretend(target):
+        lowered = jax.jit(spread).trace(x, x, x, tokens, x).lower(lowering_platforms=("cuda",))
+    compiled = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
+    assert len(custom_calls(compiled.as_text())) == len(custom_calls(compiled.as_text(), cost.TRITON)) == 3
+    # Two statistics of a row, fp32, four numbers of a token, int32, and the queries with NaN for lanes that overflow.
+    most = 4 * length * (2 * heads + 4) + 2 * length * heads * width
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * most + 2**20
+    kinds = [kernel.kind for kernel in cost.kernels(compiled.as_text(), 2048) if kernel.flops]
+    assert kinds == ["attention_forward", "attention_backward", "attention_backward"]

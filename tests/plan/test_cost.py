@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jspeed.plan import cost, hlo, predict
@@ -66,6 +67,48 @@ def test_flops(kernels):
     [_, wider] = cost.with_windows(kernels, {1409: 4096}, None)[-2:]
     keys = sum(min(t + 1, 4096) for t in range(49152)) / 49152
     assert wider.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
+
+
+# As XLA writes calls of our own kernels for an A100, but for the kernel's code, and of another lane and smaller blocks.
+OWN = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (q: bf16[2,100,3,64], first: s32[2,100]) -> bf16[2,100,3,64] {
+  %q = bf16[2,100,3,64]{3,2,1,0} parameter(0)
+  %first = s32[2,100]{1,0} parameter(1)
+  %pallas_call.7 = (bf16[2,100,3,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom-call(%q, %q, %q, %first), \
+custom_call_target="__gpu$xla.gpu.triton", api_version=API_VERSION_TYPED_FFI, \
+metadata={op_name="jit(f)/jvp(attention_forward_packed_window24_blocks16x8)/pallas_call" stack_frame_id=12}, \
+backend_config={debug = false, grid_x = 7 : i32, grid_y = 3 : i32, grid_z = 2 : i32, ir = "ML\\EFR", \
+name = "attention_forward_packed_window24_blocks16x8", num_stages = 2 : i32, num_warps = 8 : i32}
+  %other = bf16[2,100,3,64]{3,2,1,0} custom-call(%q), custom_call_target="__gpu$xla.gpu.triton", \
+backend_config={name = "of_another_author"}
+  ROOT %out = bf16[2,100,3,64]{3,2,1,0} get-tuple-element(%pallas_call.7), index=0
+}
+"""
+
+
+@pytest.mark.parametrize(("name", "matmuls"), [("forward", 2), ("dq", 3), ("dk_dv", 4)])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("window", [24, 1, 0])
+def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window):
+    kind = "forward" if name == "forward" else "backward"
+    mask = f"{'packed' if packed else 'causal'}_window{window}"
+    text = OWN.replace("forward_packed_window24", f"{name}_{mask}")
+    call, other = cost.kernels(text, max_doc_len=40)
+    assert (call.kind, other.kind, other.flops) == (f"attention_{kind}", "other", 0.0)
+    t, s = np.arange(112)[:, None], np.arange(112)[None]  # seven blocks of 16, the last one not full
+    seen = (s <= t) & (t < 100) & (t - s < (window or 100)) & ((t // 40 == s // 40) | (not packed))
+    if name == "dk_dv":
+        seen = seen.T
+    blocks = seen.reshape(7, 16, 14, 8).any((1, 3))
+    visited = sum(np.ptp(np.flatnonzero(row)) + 1 for row in blocks) * 16 * 8
+    assert call.flops == matmuls * 2 * 2 * 3 * 64 * visited
+    assert call.bytes == 4 * 2 * 2 * 100 * 3 * 64 + 4 * 2 * 100 + 4 * 2 * 3 * 100  # every array once
+    if window:
+        assert (
+            cost.with_windows([call], {window: 4096}, 40)[0].flops
+            == cost.kernels(text.replace(f"window{window}", "window0"), max_doc_len=40)[0].flops
+        )
 
 
 def test_bytes(kernels):

@@ -114,7 +114,9 @@ def why(device: "Device", capability: str | None) -> tuple[str, str]:
     if capability is None:
         reason = "the only backend on a CPU"
     elif device.attention == "xla":
-        reason = f"cuDNN attends within documents from compute capability 9.0 on, this is {capability}"
+        reason = f"fused kernels need compute capability 8.0, this is {capability}"
+    elif device.attention == "triton":
+        reason = f"jspeed's own kernels (no GPU has run them): cuDNN packs documents on 9.0 to 11, this is {capability}"
     elif device.attention == "fa4":
         reason = "fa4_jax is installed, and this is Hopper"
     else:

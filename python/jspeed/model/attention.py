@@ -12,7 +12,7 @@ from jspeed.errors import BadInput, nearest
 from jspeed.model import attention_backends
 from jspeed.model.kv_cache import Open, opened, written
 
-BACKENDS = ("xla", "cudnn", "fa4")
+BACKENDS = ("xla", "triton", "cudnn", "fa4")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this are looped over instead of written out."""
@@ -66,10 +66,10 @@ def attention(
     one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
-    others (:mod:`jspeed.model.attention_backends`) want a GPU, bf16 or fp16, and ``documents.offsets``: a lane of more
-    than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that
-    XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads
-    that do not divide.
+    others (:mod:`jspeed.model.attention_backends`) want a GPU, bf16 (all but ``triton``: or fp16), and
+    ``documents.offsets``: a lane of more than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a
+    mesh has an axis that XLA divides the work over, heads are spread over it. Raises BadInput for what a backend
+    cannot do, and for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -92,8 +92,7 @@ def attention(
             "or choose backend 'xla'"
         )
     offsets_BO = None if documents is None else documents.offsets
-    kernel = attention_backends.cudnn if backend == "cudnn" else attention_backends.fa4
-    run = partial(kernel, scale=scale, offsets_BO=offsets_BO, window=window)
+    run = partial(getattr(attention_backends, backend), scale=scale, offsets_BO=offsets_BO, window=window)
     return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
 
 

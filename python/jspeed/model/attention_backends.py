@@ -1,15 +1,20 @@
-"""Fused attention kernels of other libraries on packed lanes, each with its own format of document offsets.
+"""Fused attention kernels on packed lanes, other libraries' and our own, each with its own format of document offsets.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
 ``offsets_BO`` as in ``Documents.offsets``. Libraries are imported when called: none is needed to run elsewhere.
 """
 
+import importlib
 import importlib.util
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jspeed.errors import BadInput
+
+TRITON_WIDTHS = (64, 128)  # of heads, that model/fused_attention.py has blocks for
 
 
 class Refused(BadInput):
@@ -136,6 +141,67 @@ def flat_bounds(offsets_BO: jax.Array, length: int) -> jax.Array:
     return jnp.concatenate([starts_BM.reshape(-1), jnp.full(1, lanes * length, jnp.int32)])
 
 
+def triton(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    *,
+    scale: float,
+    offsets_BO: jax.Array | None,
+    window: int | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attend with jspeed's own kernels (:mod:`jspeed.model.fused_attention`), for GPUs that the others leave out.
+
+    What kept libraries lack before Hopper is in docs/devices.md. Inside ``jax.shard_map`` this needs
+    ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types
+    other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    """
+    _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
+    try:
+        from jspeed.model import fused_attention
+    except ImportError as error:
+        raise Refused(f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})") from error
+    if q_BTHK.shape[-1] not in TRITON_WIDTHS:
+        widths = " and ".join(map(str, TRITON_WIDTHS))
+        raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
+    _name_gpus_to_pallas()
+    lanes, length = q_BTHK.shape[:2]
+    bounds = jnp.zeros((lanes, length), jnp.int32), jnp.full((lanes, length), length, jnp.int32)
+    if offsets_BO is not None:
+        q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+        bounds = token_bounds(offsets_BO, length)
+    ranges = fused_attention.ranges(*bounds, window)
+    mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
+    return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
+
+
+def _name_gpus_to_pallas() -> None:
+    """Tell Pallas of JAX 0.11 what the GPUs here are: of those that it has no name for (RTX 3090, L40S) it takes none.
+
+    Private, as of jax 0.11.0; JAX 0.10 has nothing of the kind, because it leaves the question to XLA.
+    """
+    try:
+        gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
+    except ImportError:
+        return
+    for device in jax.local_devices():
+        capability = str(getattr(device, "compute_capability", ""))
+        number = capability.replace(".", "")
+        if number.isdecimal():
+            info = gpu_info.GpuInfo(gpu_version=None, arch_name=capability, compute_capability=int(number))
+            gpu_info.registry[device.device_kind] = partial(lambda info: info, info)
+
+
+def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Return (start, end) of the document that each token lies in: int32 ``[B, T]``, the end exclusive."""
+    starts_BM, ends_BM = _slots(offsets_BO, length)
+    t_T = jnp.arange(length, dtype=jnp.int32)
+    search = partial(jnp.searchsorted, v=t_T, side="right", method="scan_unrolled")  # as in find_documents
+    slots_BT = jax.vmap(search)(starts_BM) - 1
+    return jnp.take_along_axis(starts_BM, slots_BT, axis=1), jnp.take_along_axis(ends_BM, slots_BT, axis=1)
+
+
 def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:
     """Make the queries NaN in lanes of more documents than slots, and with them outputs, gradients and the loss.
 
@@ -156,10 +222,11 @@ def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     return offsets_BO[:, :-1], jnp.concatenate([offsets_BO[:, 1:-1], end_B1], axis=1)
 
 
-def _check(backend: str, *qkv: jax.Array) -> None:
+def _check(backend: str, *qkv: jax.Array, dtypes: tuple[Any, ...] = (jnp.bfloat16, jnp.float16)) -> None:
     for name, x in zip("qkv", qkv, strict=True):
-        if x.dtype not in (jnp.bfloat16, jnp.float16):
-            raise Refused(f"attention backend '{backend}' takes bfloat16 or float16, found {name} in {x.dtype}")
+        if x.dtype not in dtypes:
+            known = " or ".join(jnp.dtype(one).name for one in dtypes)
+            raise Refused(f"attention backend '{backend}' takes {known}, found {name} in {x.dtype}")
         if x.shape != qkv[0].shape:
             raise Refused(f"attention backend '{backend}' takes q, k, v of one shape, found {[x.shape for x in qkv]}")
     width = qkv[0].shape[-1]

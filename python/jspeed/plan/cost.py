@@ -1,7 +1,9 @@
 """What one step costs on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives of its HLO.
 
 Only matmuls have FLOPs; element-wise work counts as bytes. Attention counts the keys that mask, window and longest
-document leave: 2 matmuls forward, 5 backward, which recomputes the scores.
+document leave: 2 matmuls forward, 5 backward, which recomputes the scores. jspeed's own attention kernels count whole
+blocks of keys, as they multiply them, and 7 matmuls backward: scores are recomputed in each of two kernels. Every array
+counts once: what blocks side by side read is taken to be in the L2 cache.
 """
 
 import json
@@ -17,6 +19,10 @@ from jspeed.stage import Stage
 
 ATTENTION = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
 ATTENTION_MATMULS = {"attention_forward": 2, "attention_backward": 5}
+# The kernels of model/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
+TRITON = "__gpu$xla.gpu.triton"
+OWN_ATTENTION = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
+OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
@@ -68,7 +74,9 @@ def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_le
 def attention_flops(
     kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None
 ) -> float:
-    """FLOPs of one call of cuDNN attention."""
+    """FLOPs of one call of cuDNN attention, or of one of jspeed's own kernels."""
+    if step.target == TRITON:
+        return _own_attention_flops(step, max_doc_len, windows or {})
     config = _fmha(step)
     batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
     width = step.arrays[0].dims[-1]
@@ -80,6 +88,33 @@ def attention_flops(
         lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
         seen = mean_context(lane, window or None)
     return ATTENTION_MATMULS[kind] * 2 * batch * heads * queries * seen * width
+
+
+def _own_attention_flops(step: Instruction, max_doc_len: int | None, windows: Mapping[int, int]) -> float:
+    """All of every pair of blocks that are visited, if all documents have ``max_doc_len`` tokens."""
+    found = OWN_ATTENTION.search(step.attributes)
+    assert found
+    lanes, length, heads, width = step.arrays[0].dims
+    window, own, visited = map(int, found.groups()[2:])
+    window = windows.get(window, window) or length
+    document = min(length, max_doc_len or length) if found[2] == "packed" else length
+    pairs = 0
+    for start in range(0, length, own):
+        end = min(start + own, length)
+        if found[1] == "dk_dv":  # blocks of queries, up to the last one that sees the last key
+            last = min((end - 1) // document * document + document, length, end - 1 + window) - 1
+            pairs += last // visited + 1 - start // visited
+        else:
+            first = max(start // document * document, start - window + 1)
+            pairs += -(-end // visited) - first // visited
+    return OWN_MATMULS[found[1]] * 2 * lanes * heads * width * own * visited * pairs
+
+
+def attention_kind(step: Instruction) -> str | None:
+    """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
+    if step.target == TRITON and (found := OWN_ATTENTION.search(step.attributes)):
+        return "attention_forward" if found[1] == "forward" else "attention_backward"
+    return ATTENTION.get(step.target)
 
 
 def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
@@ -171,8 +206,7 @@ def _kernel(
 ) -> Kernel:
     operands = [inside[name] for name in step.operands if name in inside]
     moved = float(_bytes_moved(step, operands, computations))
-    if step.target in ATTENTION:
-        kind = ATTENTION[step.target]
+    if kind := attention_kind(step):
         flops = attention_flops(kind, step, max_doc_len)
         return Kernel(kind, flops, moved, _dtype(step.arrays[0].dtype), (), times, step)
     if step.opcode in PRODUCTS or "matmul" in step.target:
@@ -192,8 +226,8 @@ def _kernel(
                 if dot.opcode in PRODUCTS:
                     more, dims = PRODUCTS[dot.opcode](dot, [body[name] for name in dot.operands])
                     flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
-        kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
-        return Kernel(kind, flops, moved, dtype, dims, times, step)
+        what = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
+        return Kernel(what, flops, moved, dtype, dims, times, step)
     return Kernel("other", 0.0, moved, "", (), times, step)
 
 

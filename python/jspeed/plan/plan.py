@@ -310,6 +310,11 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
             "attention is planned as cuDNN's, whose plans are only built on a GPU: what it refuses there is not seen "
             "here; where fa4_jax is installed training uses that on H100 and H200"
         )
+    elif hardware.device.attention == "triton":
+        found.append(
+            "attention is planned as jspeed's own kernels, which have run on no GPU: they are compiled for this one, "
+            "and taken to reach the fraction of its peak that cuDNN's are"
+        )
     elif hardware.device.attention == "xla":
         found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:

@@ -16,8 +16,8 @@ from jspeed.plan.target import Cluster, Facts
 
 # Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to
 # 0.8 of large squares. Attention: cuDNN does 582 TFLOP/s (0.59) forward on H100 at 8,192 keys
-# (tritonbench issue 141), less backward and in short windows. Memory: copies reach 0.9. Communication: NCCL's bus
-# bandwidth on one node of H100 is 330 to 370 of 450 GB/s.
+# (tritonbench issue 141), less backward and in short windows; the same is assumed of our own kernels, which nothing has
+# timed. Memory: copies reach 0.9. Communication: NCCL's bus bandwidth on one node of H100 is 330 to 370 of 450 GB/s.
 FRACTIONS = {
     "matmul": 0.65,
     "fp8_matmul": 0.55,

@@ -1,11 +1,12 @@
 """Absent GPUs and TPUs: published specifications, a mesh to compile for, stand-ins for JAX's device checks."""
 
+import importlib
 import importlib.util
 import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -186,7 +187,7 @@ def pretend(target: Target) -> Iterator[None]:
     """Answer JAX's queries about the live backend with ``target`` while code is traced and lowered.
 
     Covers cuDNN attention: its compute capability and its version (the library need not be installed; the check
-    of what it really supports is made when a plan is built, on the GPU).
+    of what it really supports is made when a plan is built, on the GPU); and the GPUs that Pallas of JAX 0.11 knows.
     """
 
     def version(text: str) -> tuple[int, ...]:
@@ -196,8 +197,21 @@ def pretend(target: Target) -> Iterator[None]:
         mock.patch.object(cudnn, "check_compute_capability", lambda least: target.capability >= version(least)),
         mock.patch.object(cudnn, "is_cuda_compute_capability_equal", lambda one: target.capability == version(one)),
         mock.patch.object(cudnn, "check_cudnn_version", lambda: target.cudnn),
+        _known_to_pallas(target),
     ):
         yield
+
+
+def _known_to_pallas(target: Target) -> AbstractContextManager[Any]:
+    try:
+        gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
+    except ImportError:  # JAX 0.10
+        return nullcontext()
+    if target.tpu:
+        return nullcontext()
+    major, minor = target.capability
+    info = gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor)
+    return mock.patch.dict(gpu_info.registry, {target.device_kind: lambda: info})
 
 
 def _fields(text: str, message: str, *names: str) -> list[int]:

@@ -34,7 +34,14 @@ def cuda(capability, memory=None):
 
 @pytest.mark.parametrize(
     ("capability", "attention", "fp8"),
-    [("8.0", "xla", "missing"), ("8.9", "xla", "native"), ("9.0", "cudnn", "native"), ("10.0", "cudnn", "native")],
+    [
+        ("7.5", "xla", "missing"),
+        ("8.0", "triton", "missing"),
+        ("8.9", "triton", "native"),
+        ("9.0", "cudnn", "native"),
+        ("10.0", "cudnn", "native"),
+        ("12.0", "triton", "native"),
+    ],
 )
 def test_compute_capability_decides(capability, attention, fp8, monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: None)
@@ -46,7 +53,7 @@ def test_compute_capability_decides(capability, attention, fp8, monkeypatch):
 def test_fa4_is_taken_on_hopper_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(device, "find_spec", lambda name: object())
     assert device.device_of(cuda("9.0")).attention == "fa4"
-    assert device.device_of(cuda("8.0")).attention == "xla"
+    assert device.device_of(cuda("8.0")).attention == "triton"
 
 
 def test_fp8_asked_for_where_it_is_missing():
@@ -199,10 +206,21 @@ def test_memory_decides_the_first_micro_batch():
     assert device.device_of(tpu).micro_batch == 17_777
 
 
-def test_cudnn_before_hopper_attends_where_lanes_hold_no_documents():
-    plain, packed = (find(name, TOYS[name]).recipe for name in ("track3", "r29"))
-    assert device.device_of(cuda("8.6"), recipe=plain).attention == "cudnn"
-    assert device.device_of(cuda("8.6"), recipe=plain).fallbacks == ("xla",)
-    assert device.device_of(cuda("8.6"), recipe=packed).attention == "xla"
-    assert device.device_of(cuda("7.5"), recipe=plain).attention == "xla"
-    assert device.device_of(cuda("9.0"), recipe=packed).attention == "cudnn"
+@pytest.mark.parametrize(
+    ("capability", "without_documents", "with_documents"),
+    [
+        ("7.5", "xla", "xla"),
+        ("8.6", "cudnn triton xla", "triton xla"),
+        ("9.0", "fa4 cudnn triton xla", "fa4 cudnn triton xla"),
+        ("10.0", "cudnn triton xla", "cudnn triton xla"),
+        ("12.0", "cudnn triton xla", "triton xla"),
+    ],
+)
+def test_the_chain_of_backends(capability, without_documents, with_documents, monkeypatch):
+    monkeypatch.setattr(device, "find_spec", lambda name: object())
+    for name, chain in {"track3": without_documents, "r29": with_documents}.items():
+        toy = find(name, TOYS[name]).recipe
+        for heads, expected in {1: chain, 2: chain.replace("triton ", "")}.items():  # of 64 and of 32 channels
+            recipe = dataclasses.replace(toy, attention_width=64, heads=heads)
+            found = device.device_of(cuda(capability), recipe=recipe)
+            assert " ".join((found.attention, *found.fallbacks)) == expected

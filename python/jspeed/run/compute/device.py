@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
+from jspeed.model.attention_backends import TRITON_WIDTHS
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ATTENTION, Recipe, Stage
 from jspeed.run.compute.split_lanes import numbers_of_pieces
@@ -16,8 +17,9 @@ CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a 
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
 BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-FUSED_CUDNN = (8, 0)  # cuDNN attends causally from Ampere on,
-PACKED_CUDNN = (9, 0)  # and within documents from Hopper on
+FUSED = (8, 0)  # cuDNN attends causally, and model/fused_attention.py within documents, from Ampere on,
+HOPPER = (9, 0)
+PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
 
@@ -61,7 +63,7 @@ def device_of(
     # Of another process's device nothing is known.
     own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     memory = memory or memory_of(own)
-    best, *rest = [attention] if attention else backends(first, recipe is None or packs(recipe))
+    best, *rest = [attention] if attention else backends(first, recipe is None or packs(recipe), head_width(recipe))
     return Device(
         platform=first.platform,
         attention=best,
@@ -79,13 +81,24 @@ def packs(recipe: Recipe) -> bool:
     return any(stage.max_docs for stage in recipe.stages)
 
 
-def backends(device: Any, packed: bool) -> list[str]:
-    """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``, runs everywhere."""
+def head_width(recipe: Recipe | None) -> int | None:
+    """Channels of an attention head; None where the recipe does not say."""
+    return recipe.attention_width // recipe.heads if recipe and recipe.heads else None
+
+
+def backends(device: Any, packed: bool, width: int | None = None) -> list[str]:
+    """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``, runs everywhere.
+
+    ``width`` is that of a head, None if it is not known.
+    """
     capability = capability_of(device) if device.platform in GPUS else None
-    if capability is None or capability < (PACKED_CUDNN if packed else FUSED_CUDNN):
+    if capability is None or capability < FUSED:
         return ["xla"]
-    has_fa4 = capability == PACKED_CUDNN and find_spec("fa4_jax")
-    return ["fa4", "cudnn", "xla"] if has_fa4 else ["cudnn", "xla"]
+    least, below = PACKED_CUDNN
+    fa4 = ["fa4"] if capability == HOPPER and find_spec("fa4_jax") else []
+    cudnn = ["cudnn"] if not packed or least <= capability < below else []
+    triton = ["triton"] if width is None or width in TRITON_WIDTHS else []
+    return [*fa4, *cudnn, *triton, "xla"]
 
 
 def capability_of(device: Any) -> tuple[int, ...] | None:

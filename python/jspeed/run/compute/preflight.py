@@ -30,7 +30,7 @@ from jspeed.model.attention_backends import Refused
 from jspeed.parallel.mesh import put
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
-from jspeed.run.compute.device import Device, packs
+from jspeed.run.compute.device import Device, head_width, packs
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
@@ -105,7 +105,7 @@ def working_attention(recipe: Recipe, device: Device, remembered: "Remembered") 
 
     Raises :class:`BadInput` when none does.
     """
-    width = recipe.attention_width // recipe.heads if recipe.heads else 128
+    width = head_width(recipe) or 128
     packed = packs(recipe)
     backends: Sequence[str] = (device.attention, *device.fallbacks)
     refused: list[str] = []
@@ -173,7 +173,10 @@ def versions(mesh: Mesh) -> list[str]:
         found.append("")
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     ours = (sys.modules[function.__module__] for function in (attention, attention_backends.cudnn, fp8.matmul))
-    return found + [installed_version(package) or "" for package in packages] + [inspect.getsource(one) for one in ours]
+    sources = [inspect.getsource(one) for one in ours]
+    # Not imported: a JAX may lack what it imports, and only one backend wants it.
+    sources.append(Path(attention_backends.__file__).with_name("fused_attention.py").read_text())
+    return found + [installed_version(package) or "" for package in packages] + sources
 
 
 def distance(found: Any, expected: np.ndarray) -> float:
