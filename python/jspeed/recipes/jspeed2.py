@@ -5,7 +5,7 @@ What        The model, the optimizer and the schedules of r89. In all but the la
             step. Training losses are estimates until then. Evaluation scores all. In FP8 are also the gradients of the
             MLP, and the projections around attention with theirs; what is measured for it is that of the step before.
 Source      r89; Jean et al. 2015 for a sampled softmax. Predicted times: benchmarks/speed.md. At small size more FP8
-            costs nothing and the sampled softmax 0.15 nats, so that this is no candidate for a record as it stands.
+            costs nothing and the sampled softmax 0.13 nats, so that this is no candidate for a record as it stands.
 Hardware    8xH100: compiled for it, not run here.
 Parent      r89
 """
