@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from benches.text import timed
 from jspeed.errors import BadInput
 from jspeed.model.fp8 import E4M3
-from jspeed.model.fused_mlp import (
+from jspeed.model.kernels.fused_mlp import (
     squared_relu_gradient,
     squared_relu_gradient_reference,
     squared_relu_matmul,

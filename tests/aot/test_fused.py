@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.model import fused_mlp
 from jspeed.model.fp8 import E4M3
+from jspeed.model.kernels import fused_mlp
 
 from .calls import custom_calls
 

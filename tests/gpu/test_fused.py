@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model import fused_mlp
 from jspeed.model.fp8 import E4M3
+from jspeed.model.kernels import fused_mlp
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
 N, F, D = 4096, 3072, 768

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.errors import BadInput
 from jspeed.model import attention as module
-from jspeed.model import attention_backends
 from jspeed.model.attention import Documents, attention, find_documents
+from jspeed.model.kernels import attention_backends
 
 from . import dense
 

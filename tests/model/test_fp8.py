@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jspeed.model import fused_mlp
 from jspeed.model.fp8 import (
     E4M3,
     E5M2,
@@ -20,6 +19,7 @@ from jspeed.model.fp8 import (
     quantise,
     watch,
 )
+from jspeed.model.kernels import fused_mlp
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
 

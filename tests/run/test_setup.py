@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model import attention_backends
 from jspeed.model.attention import attention
+from jspeed.model.kernels import attention_backends
 from jspeed.run import setup
 from jspeed.run.compute import device, preflight
 from jspeed.run.train import train

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.model import attention_backends
+from jspeed.model.kernels import attention_backends
 from jspeed.model.kv_cache import Open, opened, written
 
 BACKENDS = ("xla", "triton", "cudnn", "fa4")
@@ -66,7 +66,7 @@ def attention(
     one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
 
     ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
-    others (:mod:`jspeed.model.attention_backends`) want a GPU, bf16 (all but ``triton``: or fp16), and
+    others (:mod:`jspeed.model.kernels.attention_backends`) want a GPU, bf16 (all but ``triton``: or fp16), and
     ``documents.offsets``: a lane of more than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a
     mesh has an axis that XLA divides the work over, heads are spread over it. Raises BadInput for what a backend
     cannot do, and for heads that do not divide.

@@ -33,8 +33,8 @@ def mlp(
     and the third of it are of the gradients that enter the first matmul and the second.
 
     With ``own_kernels`` squared ReLU and its gradient are computed where the matmuls before them end, by
-    :mod:`jspeed.model.fused_mlp`: the same to rounding, on Hopper in bf16 alone, where B x T is a multiple of 128, D of
-    128 and F of 256.
+    :mod:`jspeed.model.kernels.fused_mlp`: the same to rounding, on Hopper in bf16 alone, where B x T is a multiple of
+    128, D of 128 and F of 256.
     """
     if largest is None:
         return relu_squared(x_BTD @ up_DF) @ down_DF.T
@@ -60,7 +60,7 @@ def _in_own_kernels(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, dow
 
 
 def _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale, h_scale):
-    from jspeed.model import fused_mlp  # slow to import, and most runs do without
+    from jspeed.model.kernels import fused_mlp  # slow to import, and most runs do without
 
     scaled = ((x_ND, x_scale), (up_DF.T, up_scale), (down_DF, down_scale))
     q_ND, q_FD, q_DF = (fp8.quantise(a, scale.astype(jnp.float32), fp8.E4M3) for a, scale in scaled)
@@ -71,7 +71,7 @@ def _forward(x_ND, up_DF, down_DF, largest, share, x_scale, up_scale, down_scale
 
 
 def _backward(saved, g_ND):
-    from jspeed.model import fused_mlp
+    from jspeed.model.kernels import fused_mlp
 
     x_ND, up_DF, down_DF, h_NF, most = saved
     dpre_NF = fused_mlp.squared_relu_gradient(g_ND, down_DF, h_NF)

@@ -19,7 +19,7 @@ from jspeed.stage import Stage
 
 ATTENTION = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
 ATTENTION_MATMULS = {"attention_forward": 2, "attention_backward": 5}
-# The kernels of model/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
+# The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
 TRITON = "__gpu$xla.gpu.triton"
 OWN_ATTENTION = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
 OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}

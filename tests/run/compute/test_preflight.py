@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 
 from jspeed.errors import BadInput
-from jspeed.model import attention_backends, fp8
+from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
+from jspeed.model.kernels import attention_backends
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute import device, preflight
 from jspeed.run.find_recipe import find

@@ -24,9 +24,10 @@ from rich.console import Console
 from jspeed.cluster.distributed import everyones
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, read_json, write_whole
-from jspeed.model import attention_backends, fp8
+from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.attention_backends import Refused
+from jspeed.model.kernels import attention_backends
+from jspeed.model.kernels.attention_backends import Refused
 from jspeed.parallel.mesh import put
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels

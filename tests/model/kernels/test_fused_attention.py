@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model import attention_backends, fused_attention
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.fused_attention import Blocks
+from jspeed.model.kernels import attention_backends, fused_attention
+from jspeed.model.kernels.fused_attention import Blocks
 
-from . import dense
+from .. import dense
 
 BOS = 7
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jspeed.errors import BadInput
 
-TRITON_WIDTHS = (64, 128)  # of heads, that model/fused_attention.py has blocks for
+TRITON_WIDTHS = (64, 128)  # of heads, that model/kernels/fused_attention.py has blocks for
 
 
 class Refused(BadInput):
@@ -151,7 +151,7 @@ def triton(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend with jspeed's own kernels (:mod:`jspeed.model.fused_attention`), for GPUs that the others leave out.
+    """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`), for GPUs that the others leave out.
 
     What kept libraries lack before Hopper is in docs/devices.md. Inside ``jax.shard_map`` this needs
     ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types
@@ -159,7 +159,7 @@ def triton(
     """
     _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
-        from jspeed.model import fused_attention
+        from jspeed.model.kernels import fused_attention
     except ImportError as error:
         raise Refused(f"attention backend 'triton' needs Pallas on Triton, which this JAX lacks ({error})") from error
     if q_BTHK.shape[-1] not in TRITON_WIDTHS:
