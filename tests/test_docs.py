@@ -78,6 +78,14 @@ def test_what_pages_name_in_the_code_is_there(page):
         assert set(benches.split("|")) <= BENCHES.keys(), benches
 
 
+def test_words_that_had_to_be_guessed():
+    """Texts that readers see, and not the changelog, which tells of them."""
+    views = (ROOT / "python/jspeed").rglob("*.html")
+    for page in [*(page for page in PAGES if page.name != "CHANGELOG.md"), *views]:
+        found = re.findall(r"\b(?:raced|hindrances?|multipliers|queue empty|held up by)\b", page.read_text())
+        assert not found, f"{page}: {found}"
+
+
 def test_names_that_are_not_there_are_noticed():
     """The first is what benchmarks/gpu.md once named: its formula had moved to another module."""
     assert not exists("jspeed.recipe.flops_per_token") and exists("jspeed.sizes.flops_per_token")

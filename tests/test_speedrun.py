@@ -146,6 +146,8 @@ def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own, ne
     assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
     assert ("xla, FP8 emulated" if "FP8=on" in own else "xla, FP8 off") in done.stdout, done.stdout
     assert "stage 2" in done.stdout, done.stdout
+    said = " ".join(done.stdout.split())
+    assert "lanes (rows of a batch)" in said and "gradients accumulate over them" in said, done.stdout
 
 
 def test_more_documents_than_attention_has_room_for(speedrun, tmp_path):

@@ -427,6 +427,8 @@ def test_only_complete_plans_of_a_clean_commit_feed_sigma(valid, tmp_path):
     (folder / "3-junk-s3" / "run.json").unlink()
     store.add([folder, *(make_run(tmp_path / str(n), 9.0, n, 1.1 + n / 10, **junk) for n in (1, 2))], valid)
     assert entries(valid)["track"]["sigma"] == sigma
+    said = " ".join(terminal.rules(judge.board(store.load(valid))[0]).split())
+    assert f"sigma {sigma:.4f} (of a run's loss, over seeds)" in said
 
 
 @pytest.mark.parametrize(
