@@ -189,6 +189,7 @@ def test_skyward_function(place, expected, monkeypatch):
     (place.folder / "node.py").write_text(
         f"import sys\nimport cloud\nsys.path.append({str(REPOSITORY)!r})\nsys.exit(cloud.train(*{words!r}))\n"
     )
+    (place.folder / "python").symlink_to(REPOSITORY / "python")  # the image's includes, beside scripts
     node = bare(place.folder / "venv", of_skyward(monkeypatch))
     place.run(f"{node} node.py 0", beside=f"{node} node.py 1")
     same(place, expected)
