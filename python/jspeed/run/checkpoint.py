@@ -88,6 +88,7 @@ class Checkpoints:
             if isinstance(error.__cause__, JaxRuntimeError):  # Orbax calls what another process's end did a time-out
                 raise error.__cause__ from None
             self._manager = None
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # Orbax's futures tell of it with a traceback
             remove_unfinished(self._folder)
             raise BadInput(
                 f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room or choose another "

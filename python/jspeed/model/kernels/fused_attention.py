@@ -33,10 +33,10 @@ class Blocks(NamedTuple):
 
 
 # By head width. None spills registers or takes more than the 99 kB of shared memory that sm_86, sm_89 and sm_120 have
-# (tests/aot/test_attention.py); otherwise the sizes are those common for FlashAttention 2 on Triton. Nothing was timed.
-FORWARD = {64: Blocks(128, 64, 4, 3), 128: Blocks(128, 64, 8, 2)}
-DQ = {64: Blocks(128, 64, 8, 2), 128: Blocks(64, 64, 4, 2)}
-DK_DV = {64: Blocks(128, 64, 8, 2), 128: Blocks(64, 64, 8, 2)}
+# (tests/aot/test_attention.py; at width 64 the larger ones tried do, on sm_80). Nothing was timed.
+FORWARD = {64: Blocks(64, 32, 4, 2), 128: Blocks(128, 64, 8, 2)}
+DQ = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 64, 4, 2)}
+DK_DV = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 64, 8, 2)}
 
 
 def ranges(starts_BT: jax.Array, ends_BT: jax.Array, window: int | None) -> tuple[jax.Array, jax.Array]:
