@@ -158,13 +158,12 @@ def fewer(steps: Any, shorter: float) -> Any:
 
 def check_enough(label: str, recipe: Recipe, lengths: Sequence[int]) -> None:
     """Raise :class:`BadInput` where ``recipe`` would read documents of these ``lengths`` a second time."""
-    needs = sum(stage.steps * recipe.tokens_per_step(stage) for stage in recipe.stages)
     cuts = [stage.max_doc_len for stage in recipe.stages if stage.max_doc_len]
     has = sum(min(length, *cuts) if cuts else length for length in lengths)
-    if needs > has:
+    if recipe.tokens > has:
         raise BadInput(
-            f"{label} trains on {needs:,} tokens and the {len(lengths):,} documents have {has:,} that it would read "
-            "once; give more text, more --tokens, or a larger --shorter"
+            f"{label} trains on {recipe.tokens:,} tokens and {len(lengths):,} documents have {has:,} that it would "
+            "read once; give more text, more --tokens, or a larger --shorter"
         )
 
 

@@ -78,8 +78,13 @@ def _forward_matmul(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scal
 
 
 def _forward_only(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
+    return _rounded_dot(x_ND, w_VD, x_scale, w_scale)[0], (x_ND, w_VD)
+
+
+def _rounded_dot(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
+    """``x @ w_VD.T`` of the operands in e4m3, and these."""
     q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
-    return dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), (x_ND, w_VD)
+    return dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), q_ND, q_VD
 
 
 def _backward_wide(saved: tuple[jax.Array, ...], g_NV: jax.Array):
@@ -114,8 +119,7 @@ def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale):
 
 
 def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale):
-    q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
-    y_NV = dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT)
+    y_NV, q_ND, q_VD = _rounded_dot(x_ND, w_VD, x_scale, w_scale)
     return y_NV, (q_ND, q_VD, largest, share, x_scale, w_scale, w_VD[:0])
 
 
@@ -123,7 +127,7 @@ def _measured_backward(saved, g_NV):
     q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
     limit = float(jnp.finfo(E5M2).max)
     scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / limit, 1.0)
-    scale = jnp.maximum(scale, 1e-12).astype(x_scale.dtype)
+    scale = scale_of(g_NV, x_scale.dtype, scale)
     q_NV = quantise(g_NV, scale.astype(jnp.float32), E5M2)
     dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
     dw_VD = dot(q_NV, q_ND, (0, 0), (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
