@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
+SHAKESPEARE = REPOSITORY.parent / "shared" / "data" / "classics" / "tinyshakespeare_input.txt"
 pytestmark = pytest.mark.skipif(
     "JSPEED_TEST_PACKAGE" not in os.environ, reason="a wheel takes minutes to build and install; make test-package does"
 )
@@ -44,7 +45,7 @@ def jspeed(wheel: Path, tmp_path_factory: pytest.TempPathFactory):
     run(folder / "venv" / "bin" / "python", "-m", "pip", "install", "--quiet", wheel)
     (folder / "here").mkdir()
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    kept |= {"JSPEED_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu", "COLUMNS": "150"}
+    kept |= {"JSPEED_CACHE": str(folder / "cache"), "COLUMNS": "150"}
     kept |= {
         "HF_HUB_OFFLINE": "1",
         "TIKTOKEN_CACHE_DIR": str(folder / "no vocabulary"),
@@ -85,7 +86,7 @@ def test_an_installed_jspeed_plans_and_shows(jspeed):
 
 
 def test_the_scenes_of_the_readme(jspeed):
-    """In order, outside the repository, at toy size; what needs a network, GPUs or their compiler is left out."""
+    """In order, outside the repository, at toy size; those that need a text or XLA's GPU compiler have tests below."""
     here = Path(jspeed("--version").args[0]).parents[2] / "here"
     letters = random.Random(1).choices("etaoinshrdlu \n", k=20_000)  # a text that repeats itself fails a probe
     (here / "text.txt").write_text("".join(letters))
@@ -117,3 +118,27 @@ def test_the_scenes_of_the_readme(jspeed):
     shown = jspeed("leaderboard", "show").stdout
     assert "mine" in shown and "stdlib/cpu" in shown
     jspeed("leaderboard", "verify")
+
+
+@pytest.mark.skipif(not SHAKESPEARE.is_file(), reason=f"no {SHAKESPEARE.name} in {SHAKESPEARE.parent}")
+def test_the_scene_of_the_race(jspeed):
+    """The README's own lines but the download, with one round for its two; the idea is its own too."""
+    jspeed("prepare", "shakespeare-char", "--input", SHAKESPEARE)
+    source = jspeed("run", "shakespeare-char", "--show-recipe").stdout
+    orders = re.search(r"^ORDERS = (.*)$", source, flags=re.M)
+    assert orders
+    idea = source.replace(orders[0], f"ORDERS = (*{orders[1].partition('#')[0].strip()}, 6)")
+    idea = re.sub(r'parent="[^"]*"', 'parent="shakespeare-char"', idea)
+    here = Path(jspeed("--version").args[0]).parents[2] / "here"
+    (here / "race.py").write_text(idea.replace('name="shakespeare-char"', 'name="race"'))
+    printed = jspeed("leaderboard", "race", "shakespeare-char", "race.py", "--rounds", 1).stdout
+    assert re.search(r"^race.py takes .* x the time of shakespeare-char; ", printed, flags=re.M)
+
+
+def test_the_scene_of_the_plan(wheel, jspeed):
+    """Last, because it installs the compiler beside jspeed."""
+    python = Path(jspeed("--version").args[0]).with_name("python")
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[aot]")
+    printed = jspeed("plan", "r29", "--target", "h100x8").stdout
+    assert re.search(r"fits: \d+\.\d of 63\.7 GB .* a device with a micro-batch of 49,152 tokens", printed)
+    assert "predicted: " in printed and "bottlenecks: r29.py, compute-bound" in printed
