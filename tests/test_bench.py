@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
+from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 
 from .data.on_disk import shard_bytes
@@ -75,6 +78,39 @@ def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others
     # A CPU has no peak in the table, an allocator that counts nothing, and no kernels: each is said or left out.
     assert row["mfu"] is row["memory_peak"] is None and "no kernel table" in row["profile"]
     assert "no MFU" in done.stdout and row["profile"] in done.stdout
+
+
+class Later:
+    """An array that is being computed: a step that naps for 20 ms returned it before."""
+
+    def __init__(self, pool):
+        self.nap = pool.submit(time.sleep, 0.02)
+
+    def block_until_ready(self):
+        self.nap.result()
+
+    def __array__(self, *_, **__):
+        self.nap.result()
+        return np.ones(())
+
+
+@pytest.mark.parametrize("count", [2, 10])
+def test_time_grows_with_steps(monkeypatch, count):
+    """JAX returns from a step before it is computed; a clock that does not wait for it reads what a call takes."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benches import steps
+
+    monkeypatch.setattr(steps, "profile", lambda one: "none")
+    recipe, mesh = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1])
+    setting = steps.Setting(mesh, device_of(mesh), None, count, None)
+
+    def step(state, tokens):
+        later = Later(pool)
+        return later, {"loss": later}
+
+    with ThreadPoolExecutor(1) as pool:
+        _, times = steps.run([step], Later(pool), recipe, recipe.stages[0], setting)
+    assert len(times["alone"]) == count and min(times["alone"]) >= 0.02 and times["in_a_row"] >= 0.02
 
 
 @pytest.mark.slow

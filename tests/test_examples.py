@@ -17,11 +17,11 @@ from jspeed.parallel.mesh import make_mesh
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def run(cwd, *arguments, **variables):
+def run(cwd, *arguments, seconds=300, **variables):
     kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     own = {"JAX_PLATFORMS": "cpu", "JSPEED_CACHE": str(cwd / "cache"), "MPLBACKEND": "Agg"}
     command = [sys.executable, *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=kept | own | variables, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=cwd, env=kept | own | variables, capture_output=True, text=True, timeout=seconds)
 
 
 def test_rules_that_cannot_be_meant():

@@ -174,6 +174,30 @@ def test_scaled_queries_and_keys_change_no_logit():
         assert moved <= most if most else moved > 1e-2, (name, moved)
 
 
+@pytest.mark.parametrize(("name", "inputs"), [("stdlib", ("query", "key", "value")), ("llmc", ("qkv",))])
+def test_a_head_is_a_run_of_columns(name, inputs):
+    """Split to (B, T, H, K), so that devices share whole heads: without its rows of "out", nothing is left of a head.
+
+    The other split, to (B, H, T, K), takes a head's numbers from the columns of all.
+    """
+    x_BTD = np.random.default_rng(0).normal(size=(2, 6, 8))
+    x_BTHK, other_BTHK = x_BTD.reshape(2, 6, 2, 4), x_BTD.reshape(2, 2, 6, 4).swapaxes(1, 2)
+    np.testing.assert_array_equal(x_BTHK[:, :, 1], x_BTD[..., 4:])
+    assert not np.array_equal(other_BTHK, x_BTHK)
+    recipe = find(name, [*TOYS[name], "LAYERS=1", "HEADS=2"]).recipe
+    params, ctx = noisy(recipe), context(recipe, 16)
+    tokens = jax.random.randint(jax.random.key(1), (1, 16), 6, 257)
+    forward = jax.jit(lambda params: recipe.forward(params, tokens, ctx))
+    rows = params["out"].shape[1] // 2
+    params["out"] = params["out"].at[:, rows:].set(0)
+    plain = forward(params)
+    for bank in inputs:
+        columns = params[bank].shape[-1] // 2
+        first, second = (params[bank].at[..., part].add(0.3) for part in (np.s_[:columns], np.s_[columns:]))
+        np.testing.assert_array_equal(forward(params | {bank: second}), plain)
+        assert float(jnp.max(jnp.abs(forward(params | {bank: first}) - plain))) > 1e-3, bank
+
+
 @pytest.mark.parametrize("name", ["fineweb-cpu", "r21", "r29"])
 def test_a_document_does_not_see_another(name):
     recipe = find(name, TOYS[name]).recipe

@@ -2,6 +2,9 @@
 
 import json
 import socket
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from jspeed.cluster import distributed
 from jspeed.cluster.rank import Rank
 from jspeed.corpus.tokenise import prepare_text
+from jspeed.data import TokenLoader, open_shards
 
 from ..several import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
 
@@ -36,6 +40,42 @@ def test_two_processes_of_four_devices_are_one_of_one(tmp_path, data):
     run = json.loads((tmp_path / "two" / "run.json").read_text())
     assert run["devices"]["processes"] == 2 and run["devices"]["count"] == 8
     assert all(probe["passed"] for probe in run["probes"].values())
+
+
+# Joins, places the first batch of 64 lanes on 8 devices, and says what of it lies here.
+PLACES = """
+    import json, pathlib, sys
+    from jspeed.cluster import distributed
+    distributed.initialise()
+    import jax
+    from jspeed.data import TokenLoader, open_shards
+    from jspeed.data.batches import to_global
+    from jspeed.parallel.mesh import batch_rows, make_mesh
+
+    place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    with TokenLoader(open_shards([pathlib.Path(sys.argv[1])]), lanes=64, lane_len=31, **place) as loader:
+        batch = next(loader)
+    array = to_global(batch, batch_rows(make_mesh({"data": 8})), batch.tokens.dtype)
+    parts = {shard.index[0].start or 0: shard.data.tolist() for shard in array.addressable_shards}
+    print(json.dumps({"local": batch.tokens.shape, "global": array.shape, "parts": parts}))
+"""
+
+
+@pytest.mark.slow
+def test_a_batch_of_two_processes_is_that_of_one(tmp_path, data):
+    """A global array (64, 32) of 8 shards (8, 32), which in a row are the batch of one process, bit for bit."""
+    shard = data / "toy_train_000001.bin"
+    command = [sys.executable, "-c", textwrap.dedent(PLACES), str(shard)]
+    pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    results = ended([subprocess.Popen(command, env=place, **pipes) for place in places(2, JAX_NUM_CPU_DEVICES=4)], 120)
+    assert [code for code, _, _ in results] == [0, 0], results
+    told = [json.loads(out.splitlines()[-1]) for _, out, _ in results]
+    assert all(each["global"] == [64, 32] and each["local"] == [32, 32] for each in told)
+    parts = {int(start): part for each in told for start, part in each["parts"].items()}
+    assert [len(each["parts"]) for each in told] == [4, 4] and sorted(parts) == list(range(0, 64, 8))
+    assert {np.shape(part) for part in parts.values()} == {(8, 32)}
+    with TokenLoader(open_shards([shard]), lanes=64, lane_len=31) as loader:
+        np.testing.assert_array_equal(np.concatenate([parts[start] for start in sorted(parts)]), next(loader).tokens)
 
 
 def test_joining_again_does_nothing(monkeypatch):

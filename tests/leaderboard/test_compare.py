@@ -10,7 +10,7 @@ from jspeed.leaderboard import compare, judge
 from jspeed.record import store
 
 from ..record.runs import make_run, make_series, source_of
-from .test_judge import CHILD, PARENT, make_race
+from .judging import CHILD, PARENT, make_race
 
 RECIPES = Path(__file__).parents[2] / "python" / "jspeed" / "recipes"
 

@@ -8,16 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, root_cap, sigmoid_cap, with_prefix
-from jspeed.model.sampled import Sample, by_frequency, columns, count, draw, sampled_cross_entropy
-from jspeed.recipe import Context
-from jspeed.run.find_recipe import find
-
-from ..run.compute.steps import batches, mesh_of, run
-from ..toys import TOYS
+from jspeed.model.sampled import Sample, columns, count, draw, sampled_cross_entropy
 
 VOCAB, EXACT, ONE_IN = 43, 7, 5  # the last stratum has one token
 CAPS = {"sigmoid": sigmoid_cap(4.0), "root": root_cap(4.0), "asymmetric": asymmetric_cap(23, 5, 7.5), "none": None}
@@ -285,65 +279,6 @@ def test_nothing_of_the_size_of_logits_is_saved(case):
     assert leaves and all(leaf.size <= x.size for leaf in leaves)
 
 
-@functools.cache
-def toy(*more):
-    return find("fineweb-cpu", [*TOYS["fineweb-cpu"], "LAYERS=1", *more]).recipe
-
-
-@functools.cache
-def losses_on_one_device():
-    return run(toy(), mesh_of(1), None, batches(toy(), 6))[1]
-
-
-@pytest.mark.parametrize(
-    ("devices", "lanes_at_once"), [(2, 1), *(pytest.param(n, None, marks=pytest.mark.slow) for n in (4, 8))]
-)
-def test_any_devices_and_micro_batches_draw_the_same_sample(devices, lanes_at_once):
-    """A sample of their own would move the losses by 0.01 and more: so does another way to draw one."""
-    found = run(toy(), mesh_of(devices), lanes_at_once, batches(toy(), 6))[1]
-    np.testing.assert_allclose(found, losses_on_one_device(), atol=1e-5)
-    if devices == 8:
-        other = run(toy("EXACT_TOKENS=63"), mesh_of(8), None, batches(toy(), 6))[1]
-        assert np.abs(np.subtract(other, found)).max() > 1e-3
-
-
-def test_in_training_alone_and_no_position_sees_the_future():
-    """Evaluation is the same program whatever is sampled, over everything; a training loss is that of its position."""
-    recipe, other = toy(), toy("EXACT_TOKENS=9", "SAMPLED_ONE_IN=17")
-    params = {
-        name: 0.3 * jax.random.normal(jax.random.key(n), spec.shape)
-        for n, (name, spec) in enumerate(recipe.parameters.items())
-    }
-    tokens = jax.random.randint(jax.random.key(99), (2, 17), 6, 257)
-    inputs, targets, ones = tokens[:, :-1], tokens[:, 1:], jnp.ones((2, 16))
-
-    def loss(recipe, ctx, inputs):
-        return recipe.loss(params, inputs, targets, ones, ctx)[1]
-
-    evaluating, training = (Context(recipe.stages[0], training=training, step=5) for training in (False, True))
-    programs = [jax.jit(functools.partial(loss, r, evaluating)).lower(inputs).as_text() for r in (recipe, other)]
-    assert programs[0] == programs[1]
-    log_p = jax.nn.log_softmax(jax.jit(lambda t: recipe.forward(params, t, evaluating))(inputs), axis=-1)
-    expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
-    trained = jax.jit(functools.partial(loss, recipe, training))
-    full, sampled = jax.jit(functools.partial(loss, recipe, evaluating))(inputs), trained(inputs)
-    np.testing.assert_allclose(full, expected, atol=1e-5)
-    assert 1e-3 < np.abs(sampled - full).mean() < 0.3
-    changed = trained(inputs.at[:, 9:].add(1))
-    np.testing.assert_allclose(changed[:, :9], sampled[:, :9], atol=1e-6)
-    assert np.any(np.abs(changed - sampled)[:, 9:] > 1e-3)
-
-
-@pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (2, 2)])
-def test_counts_are_those_of_all_targets_so_far(devices, lanes_at_once):
-    tokens = batches(toy(), 3)
-    state, _ = run(toy(), mesh_of(devices), lanes_at_once, tokens)
-    expected = np.bincount(np.concatenate([batch[:, 1:].ravel() for batch in tokens]), minlength=272)
-    np.testing.assert_array_equal(state["params"]["counts"], expected)
-    ranked = sorted(range(272), key=lambda token: (-expected[token], token))
-    np.testing.assert_array_equal(by_frequency(state["params"]["counts"]), ranked)
-
-
 def test_counting_leaves_total_and_other_gradients():
     targets, weights = jnp.array([[3, 0, 3, 4]]), jnp.array([[0.5, 1.0, 0.1, 0.0]])
 
@@ -363,10 +298,3 @@ def test_counts_are_added_up_in_int32():
         )
     )
     assert re.findall(r"(\w+)\[5\] = scatter-add", program) == ["i32"]
-
-
-def test_flops_count_the_rows_that_are_scored():
-    recipe = find("fineweb-cpu", trace=False).recipe
-    blocks, keys = 4 * (4 * 128 * 128 + 2 * 128 * 512), sum(range(1, 129)) / 128
-    assert sizes.matmul_parameters(recipe.parameters) == blocks + 50_304 * 128
-    assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 8348 * 128) + 4 * 12 * 128 * keys

@@ -1,5 +1,6 @@
 """The doctor on programs that are sick on purpose, compiled for eight virtual CPU devices."""
 
+import math
 from pathlib import Path
 
 import jax
@@ -8,11 +9,13 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import cost, doctor
 from jspeed.plan.compile import Hardware
 from jspeed.plan.plan import make_plan
 from jspeed.plan.target import parse_target
+from jspeed.run.compute import program
 from jspeed.run.compute.device import Device
 from jspeed.run.find_recipe import find
 
@@ -57,6 +60,39 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
     placed = doctor.placement([("batch", x.shape, x_spec), ("w", w.shape, w_spec)], dict(mesh.shape))
     assert sorted(finding.name for finding in placed) == names
     assert {finding.level for finding in placed if finding.name == "fsdp"} <= {"note"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "columns"),
+    [
+        ({"data": 4, "model": 2}, 32),
+        pytest.param({"data": 1, "model": 4}, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
+    """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device needs."""
+    monkeypatch.setattr(layouts, "SMALL", 0)
+    toy = [
+        "VOCAB=272",
+        "BOS=5",
+        "WIDTH=64",
+        "LAYERS=1",
+        "HEADS=4",
+        "MLP_WIDTH=256",
+        "LANES=8",
+        "LANE_LEN=32",
+        "STEPS=9",
+    ]
+    recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
+    mesh, one = make_mesh(axes, jax.devices()[: math.prod(axes.values())]), make_mesh({"data": 1}, jax.devices()[:1])
+    stage = recipe.stages[0]
+    ideal = doctor.ideal_flops(program.trace_step(recipe, stage, one, "dp", HERE, 1).jaxpr)
+    text = program.lower_step(recipe, stage, mesh, "tp", HERE, 1).compile().as_text()
+    rows = doctor.matmuls(cost.kernels(text), ideal, mesh.size)
+    assert len(rows) >= 7 and all(1.0 <= row["redundancy"] <= 1.1 for row in rows), rows
+    assert 1.0 <= sum(row["flops"] for row in rows) / sum(ideal.values()) <= 1.1
+    qkv = program.state_shardings(recipe, "tp", mesh)[0]["params"]["qkv"]
+    assert qkv.sharding.shard_shape(qkv.shape) == (1, 64, 3 * columns)
 
 
 def test_a_healthy_recipe_has_no_errors_but_what_the_cpu_makes_wide():

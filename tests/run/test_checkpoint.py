@@ -5,13 +5,18 @@ import os
 import signal
 import time
 
+import jax
 import numpy as np
 import pytest
 
+from jspeed.parallel import layout as layouts
 from jspeed.run import checkpoint
+from jspeed.run.compute import program
+from jspeed.run.find_recipe import find
 
 from ..several import ended, environment, metrics, shards, start, toy
 from ..toys import TOYS
+from .compute.steps import batches, mesh_of, run
 
 FEW = ["STEPS=50", "EVAL_EVERY=25"]
 
@@ -88,6 +93,29 @@ def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_
         one, other = metrics(runs / "whole", kind), metrics(folder, kind)
         assert one.keys() == other.keys()
         np.testing.assert_allclose(list(other.values()), list(one.values()), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one_device(tmp_path, monkeypatch):
+    """And goes on to the same losses, ten steps long."""
+    monkeypatch.setattr(layouts, "SMALL", 0)
+    recipe, layout = find("stdlib", TOYS["stdlib"]).recipe, "fsdp+tp"
+    tokens = batches(recipe, 12)
+    saved, _ = run(recipe, mesh_of(data=8, model=1), None, tokens[:2], layout)
+    with checkpoint.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(2, saved, {})
+    losses = []
+    for axes in ({"data": 8, "model": 1}, {"data": 4, "model": 2}, {"data": 1, "model": 1}):
+        shapes, shardings = program.state_shardings(recipe, layout, mesh_of(**axes))
+        state, _ = checkpoint.restore(tmp_path / "checkpoints", 2, shapes)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(saved))
+        jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or pytest.fail(str(leaf)), state, shardings)
+        state, found = run(recipe, mesh_of(**axes), None, tokens[2:], layout, state=state)
+        assert int(state["step"]) == 12
+        losses.append(found)
+    assert abs(losses[0][-1] - losses[0][0]) > 1e-3
+    for found in losses[1:]:
+        np.testing.assert_allclose(found, losses[0], atol=1e-5)
 
 
 @pytest.mark.slow

@@ -26,9 +26,9 @@ def start(recipe, mesh, layout="zero1", seed=1):
     return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(np.uint32(seed))
 
 
-def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1):
-    """Train on ``tokens`` through all stages and return (state, losses)."""
-    device, state, losses = device_of(mesh), start(recipe, mesh, layout, seed), []
+def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None):
+    """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state, losses)."""
+    device, state, losses = device_of(mesh), state or start(recipe, mesh, layout, seed), []
     phases = range(recipe.period)
 
     def fit(stage, phase):

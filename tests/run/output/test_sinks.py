@@ -1,7 +1,10 @@
 """Curves in other places: what TensorBoard reads back, what happens without the packages, and a profiler's trace."""
 
 import json
+import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +84,29 @@ def test_a_missing_package_is_a_warning(tmp_path, capsys, monkeypatch):
     with sinks(("wandb",), tmp_path, {}, STARTED) as opened:
         assert opened == []
     assert capsys.readouterr().err.startswith("warning: --log wandb does nothing (")
+
+
+# Before 40 hexadecimal digits that are git's name of a commit or of a file's contents.
+OF_GIT = re.compile(r'(commit": ?"|(COMMIT|BLOB) = "|git_blob\(.*\) == "|github\S*/[\w-]+/[\w-]+/|GITHUB\}/[\w-]+/)$')
+
+
+def keys_in(text):
+    """What may be keys of Weights & Biases: 40 hexadecimal digits that are no name of git's."""
+    found = re.finditer(r"\b[0-9a-f]{40}\b", text)
+    return [match[0] for match in found if not OF_GIT.search(text[: match.start()].rpartition("\n")[2])]
+
+
+def test_no_file_holds_a_key():
+    key = "0a" * 20
+    for line in (f'wandb.login(key="{key}")', f"WANDB_API_KEY={key}", f"  password {key}", f'"note": "{key}"'):
+        assert keys_in(f"import wandb\n{line}\n") == [key], line
+    assert not keys_in(f'{{"commit": "{key}"}}, https://raw.githubusercontent.com/a/b-c/{key}/d.txt')
+    root = Path(__file__).parents[3]
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True).stdout
+    paths = [root / name for name in listed.decode().split("\0") if name]
+    assert Path(__file__) in paths
+    held = {str(path): keys_in(path.read_text(errors="ignore")) for path in paths if path.is_file()}
+    assert not {path: keys for path, keys in held.items() if keys}
 
 
 def test_unknown_sink():

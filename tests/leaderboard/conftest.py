@@ -1,0 +1,13 @@
+"""A records folder of one track with rules."""
+
+from pathlib import Path
+
+import pytest
+
+from .judging import rules
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    rules(tmp_path / "records")
+    return tmp_path / "records"
