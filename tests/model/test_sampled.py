@@ -55,16 +55,23 @@ def ahead(targets, weights):
 TARGETS = {"one": lambda *both: tuple(a[None] for a in both), "several": several, "ahead": ahead}
 
 
+def counted(sample, vocabulary):
+    """How often each token counts, [groups, vocabulary]."""
+    counts = np.zeros((len(sample.ids_GC), vocabulary))
+    np.put_along_axis(counts, np.asarray(sample.ids_GC), np.asarray(sample.counts_C, np.float64)[None], axis=1)
+    counts[:, np.asarray(sample.all_E)] = 1
+    return counts
+
+
 def oracle(table, x, targets, weights, sample, cap):
     """Sum, loss of first targets and gradients in float64: every token in turn, its softmax term by term."""
     table, x, weights = (np.asarray(a, np.float64) for a in (table, x, weights))
     targets = np.asarray(targets)
-    counted = dict(zip(np.asarray(sample.ids_C).tolist(), np.asarray(sample.counts_C, np.float64), strict=True))
+    groups = counted(sample, len(table))
     total, losses, dtable, dx = 0.0, np.zeros(x.shape[:2]), np.zeros_like(table), np.zeros_like(x)
     for row, t in np.ndindex(*x.shape[:2]):
         own = targets[:, row, t].tolist()
-        counts = np.zeros(len(table))
-        counts[list(counted)] = list(counted.values())
+        counts = groups[t * len(groups) // x.shape[1]].copy()
         counts[own] = 1
         z, slope = BENDS[cap](table @ x[row, t])
         terms = counts * np.exp(z)
@@ -84,7 +91,7 @@ def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
     samples = jax.jit(
         jax.vmap(lambda step: draw(step, VOCAB, EXACT, ONE_IN, None if order is None else jnp.asarray(order)))
     )(jnp.arange(DRAWS))
-    ids, counts = np.asarray(samples.ids_C), np.asarray(samples.counts_C)
+    ids, counts = np.asarray(samples.ids_GC)[:, 0], np.asarray(samples.counts_C)
     ranked = np.arange(VOCAB) if order is None else order
     assert ids.dtype == np.int32 and ids.shape[1] == columns(VOCAB, EXACT, ONE_IN) == EXACT + 8
     assert np.all(ids[:, :EXACT] == ranked[:EXACT]) and np.all(counts == [1] * EXACT + [5] * 7 + [1])
@@ -98,7 +105,20 @@ def test_a_sample_is_the_frequent_tokens_and_one_of_every_stratum(order):
     places = np.argsort(ranked)[ids[:, EXACT:-1]] % 5
     assert np.mean(places[:, 0] == places[:, 1]) == pytest.approx(0.2, abs=4 * 0.4 / DRAWS**0.5)
     again = draw(jnp.int32(17), VOCAB, EXACT, ONE_IN, None if order is None else jnp.asarray(order))
-    np.testing.assert_array_equal(again.ids_C, ids[17])
+    np.testing.assert_array_equal(again.ids_GC[0], ids[17])
+
+
+def test_groups_share_the_vocabulary():
+    """With as many groups as there are tokens in a stratum, each token of full strata is in one of them."""
+    for step in range(5):
+        sample = draw(step, VOCAB, EXACT, ONE_IN, jnp.asarray(ORDER), groups=ONE_IN)
+        np.testing.assert_array_equal(sample.all_E, ORDER[:EXACT])
+        np.testing.assert_array_equal(sample.counts_C, [5] * 7 + [1])
+        assert sorted(sample.ids_GC[:, :-1].ravel().tolist()) == sorted(ORDER[EXACT:-1].tolist())
+        assert np.all(sample.ids_GC[:, -1] == ORDER[-1])
+        one = draw(step, VOCAB, EXACT, ONE_IN, jnp.asarray(ORDER))  # the first group's
+        np.testing.assert_array_equal(one.ids_GC[0, EXACT:], sample.ids_GC[0])
+        np.testing.assert_array_equal(counted(one, VOCAB)[0], counted(sample, VOCAB)[0])
 
 
 def test_sizes_of_samples():
@@ -106,25 +126,28 @@ def test_sizes_of_samples():
     assert columns(100, 200, 3) == columns(100, 0, 1) == columns(100, 100, 7) == 100
     for exact, one_in in ((200, 3), (0, 1), (40, 1)):
         sample = draw(3, 100, exact, one_in)
-        assert sorted(sample.ids_C.tolist()) == list(range(100)) and np.all(sample.counts_C == 1)
+        assert sorted(sample.ids_GC[0].tolist()) == list(range(100)) and np.all(sample.counts_C == 1)
     for exact, one_in in ((-1, 3), (5, 0)):
         with pytest.raises(BadInput, match=f"{exact} exact tokens and 1 in {one_in}"):
             draw(0, 100, exact, one_in)
 
 
 @pytest.mark.parametrize(
-    ("cap", "chunk", "of"),
+    ("cap", "chunk", "of", "groups"),
     [
-        *((cap, 4, "ahead" if cap == "asymmetric" else "several") for cap in CAPS),
-        ("sigmoid", None, "several"),
-        ("none", 64, "ahead"),
+        *((cap, 4, "ahead" if cap == "asymmetric" else "several", 1) for cap in CAPS),
+        ("sigmoid", None, "several", 1),
+        ("none", 64, "ahead", 1),
+        ("asymmetric", None, "ahead", 5),
+        ("none", 3, "several", 2),
     ],
 )
-def test_value_and_gradients(case, cap, chunk, of):
+def test_value_and_gradients(case, cap, chunk, of, groups):
     table, x, targets, weights = case
     targets, weights = TARGETS[of](targets, weights)
-    sample = draw(1, VOCAB, EXACT, ONE_IN, jnp.asarray(ORDER))
-    assert np.isin(targets, sample.ids_C).any() and not np.isin(targets, sample.ids_C).all()
+    sample = draw(1, VOCAB, EXACT, ONE_IN, jnp.asarray(ORDER), groups)
+    scored = counted(sample, VOCAB)[0].nonzero()[0]
+    assert np.isin(targets, scored).any() and not np.isin(targets, scored).all()
 
     def ours(table, x):
         return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=CAPS[cap], chunk=chunk)
@@ -136,15 +159,17 @@ def test_value_and_gradients(case, cap, chunk, of):
     np.testing.assert_allclose(dtable, dtable_, atol=1e-5)
     np.testing.assert_allclose(dx, dx_, atol=1e-5)
     np.testing.assert_allclose(jax.jit(ours)(table, x)[1], loss, atol=1e-6)
-    untouched = np.setdiff1d(range(VOCAB), [*sample.ids_C.tolist(), *targets.ravel().tolist()])
-    assert of == "ahead" or len(untouched) > 0
+    untouched = np.setdiff1d((counted(sample, VOCAB).sum(0) == 0).nonzero()[0], targets.ravel())
+    assert groups == 5 or of == "ahead" or len(untouched) > 0
     np.testing.assert_array_equal(dtable[untouched], 0)
 
 
 @pytest.mark.parametrize(
-    ("cap", "of"), [(cap, of) for cap in CAPS for of in ("one", "ahead" if cap == "asymmetric" else "several")]
+    ("cap", "of", "groups"),
+    [(cap, of, 1) for cap in CAPS for of in ("one", "ahead" if cap == "asymmetric" else "several")]
+    + [("asymmetric", "ahead", 4)],
 )
-def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of):
+def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of, groups):
     """10,000 draws against float64: of a target that is always in, of others and of one in the last, short stratum."""
     table, x, targets, weights = case
     x, targets = x[:1, :4], jnp.asarray([[2, 20, 33, 42]])
@@ -155,7 +180,7 @@ def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of):
     @jax.vmap
     def estimates(step):
         """The loss of each token's first target, and its gradients: with respect to x, and for token 1 to the table."""
-        sample = draw(step, VOCAB, EXACT, ONE_IN)
+        sample = draw(step, VOCAB, EXACT, ONE_IN, groups=groups)
 
         def total(table, x, ones):
             return sampled_cross_entropy(head, table, x, targets, ones, sample, cap=CAPS[cap], chunk=2)
@@ -205,8 +230,8 @@ def test_accidental_hits_are_taken_out(case):
     """A sample that holds the target at 5 is one that does not; only the others' counts matter."""
     table, x, _, weights = case
     targets = jnp.full((3, 10), 20)
-    with_it = Sample(jnp.array([0, 1, 20, 30]), jnp.array([1.0, 1.0, 5.0, 5.0]))
-    without = Sample(jnp.array([0, 1, 30]), jnp.array([1.0, 1.0, 5.0]))
+    with_it = Sample(jnp.array([[0, 1, 20, 30]]), jnp.array([1.0, 1.0, 5.0, 5.0]), jnp.arange(0))
+    without = Sample(jnp.array([[0, 1, 30]]), jnp.array([1.0, 1.0, 5.0]), jnp.arange(0))
 
     def ours(table, x, sample):
         return sampled_cross_entropy(head, table, x, targets, weights, sample, cap=None)[0]
@@ -216,13 +241,13 @@ def test_accidental_hits_are_taken_out(case):
 
 
 @pytest.mark.parametrize(("scales", "of"), [(None, "one"), (None, "several"), (SCALES, "one"), (SCALES, "ahead")])
-@pytest.mark.parametrize(("exact", "one_in"), [(VOCAB, 5), (EXACT, 1)])
-def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, scales, of):
+@pytest.mark.parametrize(("exact", "one_in", "groups"), [(VOCAB, 5, 1), (EXACT, 1, 1), (EXACT, 1, 2)])
+def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, groups, scales, of):
     """With FP8 too: a target's own row is divided, rounded and multiplied as a column is."""
     table, x, targets, weights = case
     targets, weights = TARGETS[of](targets, weights)
     own = functools.partial(fp8.head, scales=scales)
-    sample, cap = draw(3, VOCAB, exact, one_in, jnp.asarray(ORDER)), CAPS["sigmoid"]
+    sample, cap = draw(3, VOCAB, exact, one_in, jnp.asarray(ORDER), groups), CAPS["sigmoid"]
 
     def sampled(table, x):
         return sampled_cross_entropy(own, table, x, targets, 1e-9 * weights, sample, cap=cap, chunk=4)
@@ -237,6 +262,12 @@ def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, scales,
     near = 1e-6 if scales is None else 0.01 if of == "one" else 0.125
     for a, b in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(a, b, atol=near * float(jnp.abs(b).max()))
+
+
+def test_groups_that_do_not_divide_are_refused(case):
+    sample = draw(0, VOCAB, EXACT, ONE_IN, groups=3)
+    with pytest.raises(BadInput, match="lanes of 10 tokens cannot be cut into 3 groups"):
+        sampled_cross_entropy(head, *case, sample, cap=None)
 
 
 def test_bf16(case):

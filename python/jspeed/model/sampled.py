@@ -4,7 +4,7 @@ Jean et al. 2015 (arXiv 1412.2007) and Bengio and Senecal 2008 for the idea; her
 replacement, and the estimate of the softmax's partition function has no bias.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -29,10 +29,15 @@ from jspeed.model.losses import (
 
 
 class Sample(NamedTuple):
-    """Tokens to score: their ids, int32 ``[C]``, all different, and 1 / their inclusion probability, fp32 ``[C]``."""
+    """Tokens to score. A lane is cut into G groups of consecutive tokens, of which each scores its own.
 
-    ids_C: jax.Array
+    ``ids_GC``: int32 ids, those of one group all different; ``counts_C``: fp32, 1 / their inclusion probability.
+    ``all_E``: ids that all groups score besides, counted once.
+    """
+
+    ids_GC: jax.Array
     counts_C: jax.Array
+    all_E: jax.Array
 
 
 def columns(vocabulary: int, exact: int, one_in: int) -> int:
@@ -71,12 +76,24 @@ def by_frequency(counts_V: jax.Array) -> jax.Array:
     return jnp.argsort(-counts_V, stable=True).astype(jnp.int32)
 
 
-def draw(step: jax.Array | int, vocabulary: int, exact: int, one_in: int, order_V: jax.Array | None = None) -> Sample:
+def draw(
+    step: jax.Array | int,
+    vocabulary: int,
+    exact: int,
+    one_in: int,
+    order_V: jax.Array | None = None,
+    groups: int = 1,
+) -> Sample:
     """Draw the tokens that step ``step`` scores: the first ``exact`` of ``order_V``, and 1 in ``one_in`` of the others.
 
     The others are cut, in their order, into strata of ``one_in`` (the last may be smaller), and one token of each is
-    drawn, evenly: so every stretch of frequencies is in every sample. ``order_V`` (int32, each id once) holds ids from
+    drawn, evenly: so every range of frequencies is in every sample. ``order_V`` (int32, each id once) holds ids from
     frequent to rare; None: by id. The sample depends on its arguments only, so it is the same on all devices.
+
+    Each of several ``groups`` has a sample of its own, the next token of every stratum: with ``one_in`` groups one of
+    them scores each token of the vocabulary. Then each row of the head has a gradient in each step, from a part of the
+    step's tokens, and not now and then from all of them. Of many tokens the first scatters far less, and Adam divides
+    by what a gradient scatters.
 
     By id is a poor approximation for GPT-2's vocabulary, whose byte pairs were merged roughly by frequency. On 1.9 M
     tokens of web text, mostly encyclopedia articles, the first 8,192 ids are 81.1 % of the tokens; the 8,192 most
@@ -90,10 +107,15 @@ def draw(step: jax.Array | int, vocabulary: int, exact: int, one_in: int, order_
     first_S = np.arange(exact, vocabulary, one_in)
     size_S = np.minimum(vocabulary - first_S, one_in)
     key = jax.random.fold_in(jax.random.key(0), step)
-    drawn_S = first_S + jax.random.randint(key, (scored - exact,), 0, size_S)
-    ids_C = jnp.concatenate([jnp.arange(exact), drawn_S]).astype(jnp.int32)
-    counts_C = np.concatenate([np.ones(exact), size_S]).astype(np.float32)
-    return Sample(ids_C if order_V is None else order_V[ids_C], jnp.asarray(counts_C))
+    places_S = jax.random.randint(key, (scored - exact,), 0, size_S)
+    drawn_GS = first_S[None] + (places_S[None] + np.arange(groups)[:, None]) % size_S[None]
+    # A single group needs one matmul for all it scores.
+    apart = exact if groups > 1 else 0
+    shared_GE = jnp.broadcast_to(jnp.arange(apart, exact), (groups, exact - apart))
+    ids_GC = jnp.concatenate([shared_GE, drawn_GS], axis=1).astype(jnp.int32)
+    counts_C = np.concatenate([np.ones(exact - apart), size_S]).astype(np.float32)
+    order_V = jnp.arange(vocabulary, dtype=jnp.int32) if order_V is None else order_V
+    return Sample(order_V[ids_GC], jnp.asarray(counts_C), order_V[:apart])
 
 
 def sampled_cross_entropy(
@@ -116,44 +138,71 @@ def sampled_cross_entropy(
 
     Under differentiation as :func:`~jspeed.model.losses.cross_entropy`: gradients are formed in the forward pass, none
     of the size of tokens x columns is kept. The gradient of ``head_VD`` is dense, its rows added up in fp32.
+    Raises :class:`BadInput` where the sample's groups do not divide T.
     """
+    (lanes, length), groups = x_BTD.shape[:2], len(sample.ids_GC)
+    if length % groups:
+        raise BadInput(f"lanes of {length} tokens cannot be cut into {groups} groups; give a number that divides")
     targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
     # One look-up, hence one sum of gradients.
-    rows = lookup(head_VD, jnp.concatenate([sample.ids_C, targets_BTN.reshape(-1).astype(jnp.int32)]))
-    columns_CD, targets_ND = jnp.split(rows, [len(sample.ids_C)])
-    rows_BTND = targets_ND.reshape(*targets_BTN.shape, -1)
-    return _cross_entropy(head, cap, chunk, columns_CD, rows_BTND, x_BTD, targets_BTN, weights_BTN, sample)
+    own = sample.ids_GC.size
+    ids = [sample.ids_GC.reshape(-1), sample.all_E, targets_BTN.reshape(-1).astype(jnp.int32)]
+    rows = lookup(head_VD, jnp.concatenate(ids))
+    own_GCD = rows[:own].reshape(*sample.ids_GC.shape, -1)
+    all_ED, targets_ND = jnp.split(rows[own:], [len(sample.all_E)])
+
+    def cut(a_BT: jax.Array) -> jax.Array:
+        """``[B, T, ...]`` to ``[R, t, ...]``: a row is a lane's group, those of all lanes' first groups first."""
+        a_BGt = a_BT.reshape(lanes, groups, length // groups, *a_BT.shape[2:])
+        return jnp.moveaxis(a_BGt, 1, 0).reshape(lanes * groups, *a_BGt.shape[2:])
+
+    columns = [own_GCD, all_ED] if len(all_ED) else [own_GCD]
+    arrays = (targets_ND.reshape(*targets_BTN.shape, -1), x_BTD, targets_BTN, weights_BTN)
+    total, loss_Rt = _cross_entropy(head, cap, chunk, columns, *map(cut, arrays), sample)
+    return total, jnp.moveaxis(loss_Rt.reshape(groups, lanes, -1), 0, 1).reshape(lanes, length)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(head, cap, chunk, columns_CD, rows_BTND, x_BTD, targets_BTN, weights_BTN, sample):
-    return _forward(head, cap, chunk, columns_CD, rows_BTND, x_BTD, targets_BTN, weights_BTN, sample)[0]
+def _cross_entropy(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_RTN, sample):
+    return _forward(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_RTN, sample)[0]
 
 
-def _forward(head, cap, chunk, columns_CD, rows_BTND, x_BTD, targets_BTN, weights_BTN, sample):
-    largest, share_BTN = shares(weights_BTN)
+def _forward(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_RTN, sample):
+    largest, share_RTN = shares(weights_RTN)
+    groups = len(sample.ids_GC)
+
+    def by_group(own_GCD, x_RtD):
+        if groups == 1:
+            return head(own_GCD[0], x_RtD)
+        logits_GBtC = jax.vmap(head)(own_GCD, x_RtD.reshape(groups, -1, *x_RtD.shape[1:]))
+        return logits_GBtC.reshape(*x_RtD.shape[:2], -1)
 
     def own(row_D, x_D):
         return head(row_D[None], x_D[None, None])[0, 0, 0]
 
-    own_BTN = jax.vmap(jax.vmap(jax.vmap(own, (0, None))))
+    own_RTN = jax.vmap(jax.vmap(jax.vmap(own, (0, None))))
+    heads = (by_group, head)[: len(columns)]
 
-    def of_chunk(dcolumns_CD, rows_BtND, x_BtD, targets_BtN, share_BtN):
-        logits_BtC, pull = jax.vjp(head, columns_CD, x_BtD)
-        target_BtN, pull_own = jax.vjp(own_BTN, rows_BtND, x_BtD)
-        counts_BtC, once_BtN = _counts(sample, targets_BtN)
-        shift_Bt, sum_Bt = partition_sum(cap, (logits_BtC, counts_BtC), (target_BtN, once_BtN))
-        scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
-        new_CD, dx_BtD = pull(dlogits(read_again(logits_BtC), None, scale_Bt, shift_Bt, cap, counts_BtC))
-        drows_BtND, own_dx_BtD = pull_own(dlogits(target_BtN, share_BtN, scale_Bt, shift_Bt, cap, once_BtN))
-        loss_BtN = loss_of(target_BtN, shift_Bt, sum_Bt, cap)
-        return dcolumns_CD + new_CD.astype(jnp.float32), (loss_BtN, drows_BtND, dx_BtD + own_dx_BtD)
+    def of_chunk(dcolumns, rows_RtND, x_RtD, targets_RtN, share_RtN):
+        scored = [jax.vjp(multiply, w, x_RtD) for multiply, w in zip(heads, columns, strict=True)]
+        target_RtN, pull_own = jax.vjp(own_RTN, rows_RtND, x_RtD)
+        *counts, once_RtN = _counts(sample, targets_RtN)
+        parts = [(logits_RtC, counts_RtC) for (logits_RtC, _), counts_RtC in zip(scored, counts, strict=True)]
+        shift_Rt, sum_Rt = partition_sum(cap, *parts, (target_RtN, once_RtN))
+        scale_Rt = jnp.sum(share_RtN, axis=-1) / sum_Rt
+        drows_RtND, dx_RtD = pull_own(dlogits(target_RtN, share_RtN, scale_Rt, shift_Rt, cap, once_RtN))
+        new = []
+        for (logits_RtC, counts_RtC), (_, pull) in zip(parts, scored, strict=True):
+            dw, more_RtD = pull(dlogits(read_again(logits_RtC), None, scale_Rt, shift_Rt, cap, counts_RtC))
+            new.append(dw.astype(jnp.float32))
+            dx_RtD += more_RtD
+        return jax.tree.map(jnp.add, dcolumns, new), (loss_of(target_RtN, shift_Rt, sum_Rt, cap), drows_RtND, dx_RtD)
 
-    arrays = rows_BTND, x_BTD, targets_BTN, share_BTN
-    zeros_CD = jnp.zeros(columns_CD.shape, jnp.float32)
-    dcolumns_CD, (loss_BTN, drows_BTND, dx_BTD) = over_chunks(of_chunk, zeros_CD, arrays, chunk)
-    grads = dcolumns_CD.astype(columns_CD.dtype), drows_BTND, dx_BTD
-    return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (grads, largest)
+    arrays = rows_RTND, x_RTD, targets_RTN, share_RTN
+    zeros = [jnp.zeros(w.shape, jnp.float32) for w in columns]
+    dcolumns, (loss_RTN, drows_RTND, dx_RTD) = over_chunks(of_chunk, zeros, arrays, chunk)
+    dcolumns = [dw.astype(w.dtype) for dw, w in zip(dcolumns, columns, strict=True)]
+    return (total(loss_RTN, weights_RTN), loss_RTN[..., 0]), ((dcolumns, drows_RTND, dx_RTD), largest)
 
 
 def _backward(head, cap, chunk, saved, cotangents):
@@ -163,12 +212,17 @@ def _backward(head, cap, chunk, saved, cotangents):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _counts(sample: Sample, targets_BTN: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return how often each column counts for each token, 0 where it is a target; and each target, 0 if it repeats."""
-    counts_BTC = jnp.broadcast_to(sample.counts_C, (*targets_BTN.shape[:2], len(sample.counts_C)))
-    once_BTN = []
-    for n in range(targets_BTN.shape[-1]):
-        target_BT1 = targets_BTN[..., n, None]
-        counts_BTC = jnp.where(target_BT1 == sample.ids_C[None, None], 0.0, counts_BTC)
-        once_BTN.append(jnp.all(target_BT1 != targets_BTN[..., :n], axis=-1))
-    return counts_BTC, jnp.stack(once_BTN, axis=-1).astype(jnp.float32)
+def _counts(sample: Sample, targets_RTN: jax.Array) -> list[jax.Array]:
+    """Return how often each column counts for each token, 0 where it is a target: a group's own, and if there are any
+    those that all score; and last each target, 0 if it repeats."""
+    each_N = [targets_RTN[..., n, None] for n in range(targets_RTN.shape[-1])]
+
+    def left(ids_RC: jax.Array, counts_C: jax.Array) -> jax.Array:
+        is_target_RTC = reduce(jnp.logical_or, [target_RT1 == ids_RC[:, None] for target_RT1 in each_N])
+        return jnp.where(is_target_RTC, 0.0, counts_C[None, None])
+
+    parts = [(jnp.repeat(sample.ids_GC, len(targets_RTN) // len(sample.ids_GC), axis=0), sample.counts_C)]
+    if len(sample.all_E):
+        parts.append((sample.all_E[None], jnp.ones(len(sample.all_E))))
+    once_RTN = [jnp.all(target_RT1 != targets_RTN[..., :n], axis=-1) for n, target_RT1 in enumerate(each_N)]
+    return [*(left(*part) for part in parts), jnp.stack(once_RTN, axis=-1).astype(jnp.float32)]
