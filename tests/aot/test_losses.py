@@ -31,7 +31,8 @@ def device(mesh):
 def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, sampled=None):
     """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x ``tokens`` is.
 
-    ``sampled``: how many tokens of the vocabulary are scored exactly, and 1 in how many of the others.
+    ``sampled``: how many tokens of the vocabulary are scored exactly, 1 in how many of the others, by what order, and
+    for how many groups.
     """
 
     def loss(x, w, targets):
@@ -106,6 +107,16 @@ def test_fp8_head_of_a_sample(device):
     size = tokens * columns(VOCAB, exact, one_in)
     assert made(program, size) == {"bf16": 1, "f8e5m2": 2}
     assert program.memory_analysis().temp_size_in_bytes < 1.25 * 4 * size
+
+
+def test_fp8_head_of_a_sample_for_each_group(device):
+    """What all score and what each group scores by itself: three products each, the second kind batched."""
+    tokens, exact, one_in = 49_152, 5248, 16
+    program = compiled(device, tokens, SCALES, sigmoid_cap(15.0), sampled=(exact, one_in, None, one_in))
+    assert len(gemms(program)) == 6 and sum('"beta":1' in line for line in gemms(program)) == 2
+    drawn = columns(VOCAB, exact, one_in) - exact
+    assert made(program, tokens * drawn) == {"bf16": 2, "f8e5m2": 4}
+    assert program.memory_analysis().temp_size_in_bytes < 1.25 * 4 * tokens * (exact + drawn)
 
 
 def test_chunks_share_memory(device):
