@@ -72,17 +72,7 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
 def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
     """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device needs."""
     monkeypatch.setattr(layouts, "SMALL", 0)
-    toy = [
-        "VOCAB=272",
-        "BOS=5",
-        "WIDTH=64",
-        "LAYERS=1",
-        "HEADS=4",
-        "MLP_WIDTH=256",
-        "LANES=8",
-        "LANE_LEN=32",
-        "STEPS=9",
-    ]
+    toy = ["VOCAB=272", "BOS=5", "WIDTH=64", "LAYERS=1", "HEADS=4", "MLP_WIDTH=256", "LANES=8", "LANE_LEN=32"]
     recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh, one = make_mesh(axes, jax.devices()[: math.prod(axes.values())]), make_mesh({"data": 1}, jax.devices()[:1])
     stage = recipe.stages[0]
