@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from jspeed.errors import BadInput
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends, splash_attention
+from jspeed.model.kernels import attention_backends
 
 from .. import dense
 from .test_fused_attention import BOS, QUICK, both, exact, lanes, normal
