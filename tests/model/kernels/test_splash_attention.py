@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends
+from jspeed.model.kernels import attention_backends, splash_attention
 
 from .. import dense
 from .test_fused_attention import BOS, QUICK, both, exact, lanes, normal
@@ -40,11 +40,27 @@ def compare(tokens, heads, width, window, packed):
 
 @pytest.mark.parametrize(
     ("length", "heads", "width", "window", "packed"),
-    [(300, 2, 128, 60, True), (256, 1, 64, None, True), (256, 3, 16, 130, False), (20, 2, 16, None, False)],
+    [(300, 1, 128, 60, True), (256, 1, 64, None, True), (20, 2, 16, 7, False)],
 )
 def test_as_a_backend_in_bfloat16(interpreted, length, heads, width, window, packed):
-    """Documents without a bound, windows, lanes that are no whole blocks, heads narrower than a TPU's 128 lanes."""
+    """Documents without ``max_docs``, windows, lanes that are no whole blocks, heads of less than 128 channels."""
     compare(lanes(length, [0, 5, 6, length - 2], [length // 2]), heads, width, window, packed)
+
+
+def test_blocks():
+    """Whole blocks where there are some, and little padding."""
+    expected = {49_152: 512, 14_464: 512, 1024: 512, 1280: 256, 640: 128, 300: 128, 16: 128}
+    assert {length: splash_attention.block_of(length) for length in expected} == expected
+
+
+def test_blocks_out_of_sight_are_not_visited():
+    """The library's tables of blocks, made of masks that are computed once for each distance to the diagonal."""
+    kernel = splash_attention._kernel(2048, 2, 300, 256, True)
+    assert kernel.fwd_mask_info.data_next.shape == (1, 8, 3)  # of eight blocks of keys a query sees three
+    assert kernel.dkv_mask_info.data_next.shape == (1, 3, 8)
+    assert kernel.fwd_mask_info.partial_mask_blocks is None  # the kernel computes them
+    whole = splash_attention._kernel(2048, 2, None, 256, True).fwd_mask_info.block_mask[0]
+    np.testing.assert_array_equal(np.sign(whole), np.tril(np.ones((8, 8))))
 
 
 @pytest.mark.slow

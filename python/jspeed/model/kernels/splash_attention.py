@@ -61,10 +61,17 @@ def attend(
 def _kernel(length: int, heads: int, window: int | None, block: int, interpret: bool) -> Any:
     """The kernels of all layers with one window: a function of q, k, v ``[H, T, K]`` and segment ids."""
     mask = _Window(length, window)
-    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dq", "block_kv_dq", "block_q_dkv", "block_kv_dkv"), block)
+    sizes = kernels.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+    )
     with jax.ensure_compile_time_eval():
         kernel = kernels.make_splash_mha_single_device(
-            masks.MultiHeadMask([mask] * heads), block_sizes=kernels.BlockSizes(**sizes), interpret=interpret
+            masks.MultiHeadMask([mask] * heads), block_sizes=sizes, interpret=interpret
         )
     mask.blocks.clear()  # the kernel keeps the mask
     return jax.tree.map(np.asarray, kernel)  # constants of any device's program
