@@ -3,8 +3,8 @@
 Only matmuls have FLOPs; element-wise work counts as bytes. Attention counts the keys that mask, window and longest
 document leave: 2 matmuls forward, 5 backward, which recomputes the scores. jspeed's own attention kernels count whole
 blocks of keys, as they multiply them, and 7 matmuls backward: scores are recomputed in each of two kernels. So does
-splash attention on TPUs, whose blocks do not end with documents. Every array counts once: what blocks side by side read
-is taken to be in the L2 cache. A TPU has none: what splash attention reads again for each block counts again.
+splash attention on TPUs, whose blocks do not end with documents, and what it reads again for each block counts again.
+Every other array counts once: what blocks side by side read is taken to be in the L2 cache.
 """
 
 import json
@@ -27,7 +27,7 @@ OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
 # JAX's kernels for TPUs: the scope that model/kernels/splash_attention.py names, then the kernel's own name.
 TPU = "tpu_custom_call"
 SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)")
-SPLASH_PASSES = {"fwd": "forward", "dq": "dq", "dkv": "dk_dv"}
+SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
@@ -81,8 +81,7 @@ def attention_flops(
 ) -> float:
     """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention."""
     if step.target == TPU:
-        rows, _, width, block, pairs, passed = _splash(step)
-        return OWN_MATMULS[passed] * 2 * rows * width * block * block * pairs
+        return _splash(step)[0]
     if step.target == TRITON:
         return _own_attention_flops(step, max_doc_len, windows or {})
     config = _fmha(step)
@@ -124,14 +123,15 @@ def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, vis
     return pairs
 
 
-def _splash(step: Instruction) -> tuple[int, int, int, int, int, str]:
-    """(lanes x heads, length, width, tokens of a block, pairs of blocks, pass) of a call of splash attention."""
+def _splash(step: Instruction) -> tuple[int, int]:
+    """FLOPs of a call of splash attention, and bytes read again: each pair of blocks reads one of two arrays."""
     found = SPLASH.search(step.op_name)
     assert found
+    window, block = int(found[1]), int(found[2])
     *rows, length, width = next(array.dims for array in step.arrays if array.dtype == "bf16")
-    block, passed = int(found[2]), SPLASH_PASSES[found[3]]
-    pairs = _pairs(passed == "dk_dv", length, length, int(found[1]) or length, block, block)
-    return math.prod(rows), length, width, block, pairs, passed
+    pairs = _pairs(found[3] == "dkv", length, length, window or length, block, block)
+    channels = math.prod(rows) * width
+    return SPLASH_MATMULS[found[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
 
 
 def attention_kind(step: Instruction) -> str | None:
@@ -234,10 +234,8 @@ def _kernel(
     moved = float(_bytes_moved(step, operands, computations))
     if kind := attention_kind(step):
         flops = attention_flops(kind, step, max_doc_len)
-        if step.target == TPU:  # keys and values, or queries and output gradients, for each block that visits them
-            rows, length, width, block, pairs, _ = _splash(step)
-            moved += 2 * 2 * rows * width * (pairs * block - length)
         dtype = "bf16" if step.target == TPU else _dtype(step.arrays[0].dtype)
+        moved += _splash(step)[1] if step.target == TPU else 0
         return Kernel(kind, flops, moved, dtype, (), times, step)
     if step.opcode in PRODUCTS or "matmul" in step.target:
         flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
