@@ -124,7 +124,7 @@ def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, vis
 
 
 def _splash(step: Instruction) -> tuple[int, int]:
-    """FLOPs of a call of splash attention, and bytes read again: each pair of blocks reads one of two arrays."""
+    """FLOPs of a call of splash attention, and bytes read again: a block of two arrays for each pair of blocks."""
     found = SPLASH.search(step.op_name)
     assert found
     window, block = int(found[1]), int(found[2])
