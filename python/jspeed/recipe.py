@@ -19,7 +19,7 @@ from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
-ATTENTION = ("xla", "triton", "cudnn", "fa4")  # backends, as model/attention.py has them
+ATTENTION = ("xla", "triton", "cudnn", "fa4", "splash")  # backends, as model/attention.py has them
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
 MOST_IDS = 2**31 - 1  # ids are int32 on devices
 

@@ -56,7 +56,7 @@ def gpu(
         steps: Steps timed one by one, and again in a row.
         data: Folder of token shards; default: synthetic tokens that are on the devices already.
         micro_batch: Tokens a device takes at once.
-        attention: Attention backend instead of the one the device gets: xla, triton, cudnn or fa4.
+        attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
         set: Replace fields of the recipe files.
         json_: Write everything here.
         versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and DATA_PATH) and prints

@@ -90,7 +90,7 @@ def test_why_a_gpu_gets_its_kernels(attention, fp8, capability, words):
 
 
 def test_a_device_without_kernels_of_its_own_gets_its_note():
-    assert doctor.why(Device("tpu", "xla", "missing", 512, note="TPU v9: by XLA"), None) == ("TPU v9: by XLA",) * 2
+    assert doctor.why(Device("tpu", "splash", "missing", 512, note="TPU v9: new"), None) == ("TPU v9: new",) * 2
 
 
 def test_extras_are_the_package_s():

@@ -1,4 +1,4 @@
-"""Every attention backend on a real GPU against the dense float64 mask, forward and backward.
+"""Every attention backend on a real GPU or TPU against the dense float64 mask, forward and backward.
 
 The other tests hide GPUs from jax, so this folder runs by itself: ``JSPEED_TEST_GPU=1 python -m pytest tests/gpu``.
 """
@@ -17,7 +17,7 @@ from ..model import dense
 
 BOS = 7
 MAX_DOCS = 24
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1")
 
 
 def lanes(length: int) -> np.ndarray:
@@ -31,6 +31,8 @@ def lanes(length: int) -> np.ndarray:
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):
+    if (request.param == "splash") != (jax.default_backend() == "tpu") and request.param != "xla":
+        pytest.skip(f"{request.param} is not for {jax.default_backend()} devices")
     if request.param == "fa4" and importlib.util.find_spec("fa4_jax") is None:
         pytest.skip("fa4-jax is not installed (Python 3.12 or newer: pip install 'jspeed[fa4]')")
     return request.param

@@ -1,4 +1,4 @@
-"""The preflight on a real GPU: what it checks is right there, or the GPU's own backends are not."""
+"""The preflight on a real GPU or TPU: what it checks is right there, or the device's own backends are not."""
 
 import importlib.util
 
@@ -10,7 +10,7 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute import preflight
 from jspeed.run.compute.device import NATIVE_FP8, backends, capability_of
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU and JSPEED_TEST_GPU=1")
+pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1")
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_attention(backend, packed, width):
     if backend not in backends(jax.devices()[0], packed):
-        pytest.skip(f"this GPU is not given {backend}")
+        pytest.skip(f"this device is not given {backend}")
     if backend == "fa4" and importlib.util.find_spec("fa4_jax") is None:
         pytest.skip("fa4-jax is not installed")
     assert preflight.attention_error(backend, width, packed) is None

@@ -305,6 +305,8 @@ def test_fa4_call(monkeypatch, max_docs, window):
         ({"backend": "cudnn", "lanes": 2**20}, "counts elements in int32"),
         ({"backend": "cudnn", "max_docs": None}, "give find_documents a max_docs"),
         ({"backend": "fa4", "max_docs": None}, "give find_documents a max_docs"),
+        ({"backend": "splash", "dtype": jnp.float16}, "'splash' takes bfloat16, found q in float16"),
+        ({"backend": "splash", "width": 12}, "head widths .* found 12"),
     ],
 )
 def test_refuses(change, words):

@@ -111,6 +111,45 @@ def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window
         )
 
 
+# As XLA writes calls of splash attention for a TPU, but for code and some operands. Its metadata has line ends.
+SPLASH = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (q: bf16[2,3,1024,64]) -> bf16[2,3,1024,64] {
+  %q = bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)} parameter(0)
+  %splash_mha_NAME.1 = (f32[2,256,64]{2,1,0:T(8,128)}, bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)S(1)}) custom-call(%q, \
+%q, /*index=5*/%q), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q_dq\\": 256, \\"q_layout\\": 1}"
+}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/vmap(static_sparsity_splash)/jit(_splash_attention)/\
+splash_mha_NAME/splash_mha_NAME/pallas_call" stack_frame_id=9}, backend_config={"custom_call_config":{"body":"TUzvUg="}}
+  ROOT %out = bf16[2,3,1024,64]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%splash_mha_NAME.1), index=1, \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q_dq\\": 256, \\"q_layout\\": 1}"
+}}, metadata={op_name="jit(f)/jvp(splash_windowWINDOW_blocks256)/splash_mha_NAME/pallas_call" stack_frame_id=9}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "matmuls"),
+    [
+        ("fwd_segmented_residuals", "forward", 2),
+        ("dq_segmented_no_residuals", "backward", 3),
+        ("dkv_no_residuals", "backward", 4),
+    ],
+)
+@pytest.mark.parametrize("window", [300, 1, 0])
+def test_splash_attention_counts_the_blocks_it_visits(name, kind, matmuls, window):
+    """Blocks of the causal mask and the window; documents end none. Operands of 256 tokens are read for each pair."""
+    [call] = cost.kernels(SPLASH.replace("NAME", name).replace("WINDOW", str(window)), max_doc_len=40)
+    t, s = np.arange(1024)[:, None], np.arange(1024)[None]
+    seen = (s <= t) & (t - s < (window or 1024))
+    pairs = seen.reshape(4, 256, 4, 256).any((1, 3)).sum()
+    assert (call.kind, call.dtype) == (f"attention_{kind}", "bf16")
+    assert call.flops == matmuls * 2 * 2 * 3 * 64 * 256 * 256 * pairs
+    once = 2 * 3 * 1024 * 64 * 2
+    assert call.bytes == (3 + 1) * once + 4 * 2 * 256 * 64 + 2 * once * (pairs * 256 / 1024 - 1)
+
+
 def test_bytes(kernels):
     _, transpose, fusion, product, _ = kernels
     assert transpose.bytes == 2 * 2 * 49152 * 768

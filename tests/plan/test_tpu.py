@@ -48,4 +48,8 @@ def test_a_step_compiles_and_is_read(name, target, tmp_path):
     tokens = recipe.tokens_per_step(recipe.stages[0]) / plan["devices"]
     assert stage["flops"] > 6 * matrices * tokens  # and attention, and the optimizer
     assert plan["fits"] and stage["memory_bytes"]["peak"] > stage["memory_bytes"]["arguments"]
-    assert plan["attention"] == "xla" and any("nothing has run on a TPU" in text for text in plan["warnings"])
+    # Attention forward and both of its backward kernels, each counted with its blocks.
+    attending = {kind: stage["kernels"][kind] for kind in ("attention_forward", "attention_backward")}
+    assert plan["attention"] == "splash" and attending["attention_forward"] > 0
+    assert attending["attention_backward"] == 2 * attending["attention_forward"]
+    assert any("nothing has run on a TPU" in text for text in plan["warnings"])

@@ -92,7 +92,7 @@ def run(
         show_layout: Print where every parameter would lie, and stop.
         show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
-        attention: Attention backend instead of the one the device gets: xla, triton, cudnn or fa4.
+        attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
         preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.

@@ -12,7 +12,7 @@ from jspeed.errors import BadInput, nearest
 from jspeed.model.kernels import attention_backends
 from jspeed.model.kv_cache import Open, opened, written
 
-BACKENDS = ("xla", "triton", "cudnn", "fa4")
+BACKENDS = ("xla", "triton", "cudnn", "fa4", "splash")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this are looped over instead of written out."""
@@ -65,11 +65,11 @@ def attention(
     limit) and, with ``documents``, both lie in one document. Scores and softmax are fp32. The arrays are those of
     one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
 
-    ``xla`` runs anywhere, in any float type, and reads ``documents.ids``; memory grows with T x ``window``. The
-    others (:mod:`jspeed.model.kernels.attention_backends`) want a GPU, bf16 (all but ``triton``: or fp16), and
-    ``documents.offsets``: a lane of more than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a
-    mesh has an axis that XLA divides the work over, heads are spread over it. Raises BadInput for what a backend
-    cannot do, and for heads that do not divide.
+    ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
+    :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
+    ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
+    than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that XLA divides the
+    work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -81,11 +81,14 @@ def attention(
         return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
         window = None
+    ids_BT = None if documents is None else documents.ids
     if backend == "xla":
-        ids_BT = None if documents is None else documents.ids
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
         path = _unrolled if short else _looped
         return _over_heads(lambda q, k, v: path(q, k, v, ids_BT, scale, window), q_BTHK, k_BTHK, v_BTHK)
+    if backend == "splash":
+        run = partial(attention_backends.splash, scale=scale, ids_BT=ids_BT, window=window)
+        return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
     if documents is not None and documents.offsets is None:
         raise BadInput(
             f"attention backend '{backend}' reads where documents start; give find_documents a max_docs, "

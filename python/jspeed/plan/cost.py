@@ -2,8 +2,9 @@
 
 Only matmuls have FLOPs; element-wise work counts as bytes. Attention counts the keys that mask, window and longest
 document leave: 2 matmuls forward, 5 backward, which recomputes the scores. jspeed's own attention kernels count whole
-blocks of keys, as they multiply them, and 7 matmuls backward: scores are recomputed in each of two kernels. Every array
-counts once: what blocks side by side read is taken to be in the L2 cache.
+blocks of keys, as they multiply them, and 7 matmuls backward: scores are recomputed in each of two kernels. So does
+splash attention on TPUs, whose blocks do not end with documents, and what it reads again for each block counts again.
+Every other array counts once: what blocks side by side read is taken to be in the L2 cache.
 """
 
 import json
@@ -23,6 +24,10 @@ ATTENTION_MATMULS = {"attention_forward": 2, "attention_backward": 5}
 TRITON = "__gpu$xla.gpu.triton"
 OWN_ATTENTION = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
 OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
+# JAX's kernels for TPUs: the scope that model/kernels/splash_attention.py names, then the kernel's own name.
+TPU = "tpu_custom_call"
+SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)")
+SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
@@ -74,7 +79,9 @@ def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_le
 def attention_flops(
     kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None
 ) -> float:
-    """FLOPs of one call of cuDNN attention, or of one of jspeed's own kernels."""
+    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention."""
+    if step.target == TPU:
+        return _splash(step)[0]
     if step.target == TRITON:
         return _own_attention_flops(step, max_doc_len, windows or {})
     config = _fmha(step)
@@ -98,22 +105,41 @@ def _own_attention_flops(step: Instruction, max_doc_len: int | None, windows: Ma
     window, own, visited = map(int, found.groups()[2:])
     window = windows.get(window, window) or length
     document = min(length, max_doc_len or length) if found[2] == "packed" else length
+    pairs = _pairs(found[1] == "dk_dv", length, document, window, own, visited)
+    return OWN_MATMULS[found[1]] * 2 * lanes * heads * width * own * visited * pairs
+
+
+def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
+    """Pairs of a block of ``own`` queries and one of ``visited`` keys that it sees; of keys and queries ``by_keys``."""
     pairs = 0
     for start in range(0, length, own):
         end = min(start + own, length)
-        if found[1] == "dk_dv":  # blocks of queries, up to the last one that sees the last key
+        if by_keys:  # blocks of queries, up to the last one that sees the last key
             last = min((end - 1) // document * document + document, length, end - 1 + window) - 1
             pairs += last // visited + 1 - start // visited
         else:
             first = max(start // document * document, start - window + 1)
             pairs += -(-end // visited) - first // visited
-    return OWN_MATMULS[found[1]] * 2 * lanes * heads * width * own * visited * pairs
+    return pairs
+
+
+def _splash(step: Instruction) -> tuple[int, int]:
+    """FLOPs of a call of splash attention, and bytes read again: a block of two arrays for each pair of blocks."""
+    found = SPLASH.search(step.op_name)
+    assert found
+    window, block = int(found[1]), int(found[2])
+    *rows, length, width = next(array.dims for array in step.arrays if array.dtype == "bf16")
+    pairs = _pairs(found[3] == "dkv", length, length, window or length, block, block)
+    channels = math.prod(rows) * width
+    return SPLASH_MATMULS[found[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
 
 
 def attention_kind(step: Instruction) -> str | None:
     """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
     if step.target == TRITON and (found := OWN_ATTENTION.search(step.attributes)):
         return "attention_forward" if found[1] == "forward" else "attention_backward"
+    if step.target == TPU and (found := SPLASH.search(step.op_name)):
+        return "attention_forward" if found[3] == "fwd" else "attention_backward"
     return ATTENTION.get(step.target)
 
 
@@ -208,7 +234,9 @@ def _kernel(
     moved = float(_bytes_moved(step, operands, computations))
     if kind := attention_kind(step):
         flops = attention_flops(kind, step, max_doc_len)
-        return Kernel(kind, flops, moved, _dtype(step.arrays[0].dtype), (), times, step)
+        dtype = "bf16" if step.target == TPU else _dtype(step.arrays[0].dtype)
+        moved += _splash(step)[1] if step.target == TPU else 0
+        return Kernel(kind, flops, moved, dtype, (), times, step)
     if step.opcode in PRODUCTS or "matmul" in step.target:
         flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")  # bf16[8,<=128], a bound counting as the size; layouts have no brackets
 CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=")
+KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")  # of TPUs: an instruction in three lines
 COLLECTIVES = frozenset(
     "all-reduce all-gather reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
@@ -75,6 +76,7 @@ class Buffer(NamedTuple):
 @lru_cache(maxsize=2)  # a plan asks many questions of one program, half a second each
 def instructions(text: str) -> tuple[Instruction, ...]:
     """Return the instructions of all computations, in the order of the text (the schedule, if it is scheduled)."""
+    text = KERNEL_METADATA.sub(r"kernel_metadata={\1}", text)
     frames = _source_lines(text)
     found, computation = [], ""
     for line in text.splitlines():

@@ -315,6 +315,10 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
             "attention is planned as jspeed's own kernels, which have run on no GPU: they are compiled for this one, "
             "and taken to reach the fraction of its peak that cuDNN's are"
         )
+    elif hardware.device.attention == "splash":
+        found.append(
+            "attention is JAX's splash attention: blocks of other documents are computed and masked, and counted here"
+        )
     elif hardware.device.attention == "xla":
         found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:

@@ -135,7 +135,7 @@ def test_a_process_is_not_asked_for_more_cpu_devices_than_it_can_have(monkeypatc
 def test_attention_backends_are_those_of_the_devices():
     assert recipe_module.ATTENTION == attention.BACKENDS
     assert device.device_of(cuda("9.0"), "cudnn").attention == "cudnn"
-    for mesh, backend in [(mesh_of(1), "nope"), (mesh_of(1), "cudnn"), (mesh_of(1), ""), (cuda("9.0"), "nope")]:
+    for mesh, backend in [(mesh_of(1), "nope"), (mesh_of(1), "cudnn"), (mesh_of(1), ""), (cuda("9.0"), "splash")]:
         with pytest.raises(BadInput, match=f"--attention {backend}: on .* devices the backends are xla"):
             device.device_of(mesh, backend)
 
@@ -178,7 +178,6 @@ def other(platform, **attributes):
 @pytest.mark.parametrize(
     ("mesh", "note"),
     [
-        (other("tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000}), "TPU v5 lite:"),
         (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "jspeed does not know"),
         (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is a kind of device that jspeed does not know"),
     ],
@@ -188,6 +187,16 @@ def test_a_device_that_is_not_known_gets_the_plain_path_and_a_note(mesh, note):
     assert (found.attention, found.fp8, found.fallbacks) == ("xla", "missing", ()) and note in found.note
     assert device.device_of(mesh, "xla").attention == "xla"
     with pytest.raises(BadInput, match=r"the backends are xla"):
+        device.device_of(mesh, "cudnn")
+
+
+def test_a_tpu_gets_splash_attention_then_xla():
+    mesh = other("tpu", device_kind="TPU v5 lite", memory_stats=lambda: {"bytes_limit": 16_000_000_000})
+    found = device.device_of(mesh, recipe=find("r29", TOYS["r29"]).recipe)
+    assert (found.attention, found.fallbacks, found.fp8) == ("splash", ("xla",), "missing")
+    assert found.note.startswith("TPU v5 lite: splash attention, no FP8") and not found.asked
+    assert device.device_of(mesh, "splash").fallbacks == () and device.device_of(mesh, "xla").attention == "xla"
+    with pytest.raises(BadInput, match="on tpu devices the backends are splash, xla"):
         device.device_of(mesh, "cudnn")
 
 

@@ -79,17 +79,20 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
         preflight.preflight(RECIPE, one_device(), with_cudnn((), asked=True), "auto", said)
 
 
-def test_our_own_kernels_are_checked_as_the_others_are(said, monkeypatch):
+@pytest.mark.parametrize(("platform", "backend"), [("gpu", "triton"), ("tpu", "splash")])
+def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said, monkeypatch):
     """In JAX's interpreter; on a CPU without it they cannot run, and XLA's attention makes do."""
     monkeypatch.setattr(preflight, "WINDOW", 30)
-    ours = device.Device("gpu", "triton", "missing", 512, fallbacks=("xla",))
+    ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
     found = preflight.preflight(recipe, one_device(), ours, None, said)
-    assert found.device.attention == "xla" and "attention triton: ValueError: Only interpret mode" in found.refused[0]
-    interpreted = functools.partial(attention_backends.triton, interpret=True)
-    monkeypatch.setattr(attention_backends, "triton", interpreted)
+    assert (
+        found.device.attention == "xla" and f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
+    )
+    interpreted = functools.partial(getattr(attention_backends, backend), interpret=True)
+    monkeypatch.setattr(attention_backends, backend, interpreted)
     found = preflight.preflight(recipe, one_device(), ours, None, said)
-    assert found.device.attention == "triton" and found.checks == ("attention triton, packed, heads of 64",)
+    assert found.device.attention == backend and found.checks == (f"attention {backend}, packed, heads of 64",)
 
 
 def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
@@ -139,7 +142,7 @@ def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
 
 def test_what_is_remembered_depends_on_our_own_calls_of_kernels(monkeypatch):
     before = preflight.versions(one_device())
-    for ours in ("def attention(", "def matmul(", "def _dk_dv_kernel("):
+    for ours in ("def attention(", "def matmul(", "def _dk_dv_kernel(", "class _Window("):
         assert any(ours in text for text in before)
 
 

@@ -1,7 +1,8 @@
-"""Fused attention kernels on packed lanes, other libraries' and our own, each with its own format of document offsets.
+"""Fused attention kernels on packed lanes, other libraries' and our own, each with its own format of documents.
 
-All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and
-``offsets_BO`` as in ``Documents.offsets``. Libraries are imported when called: none is needed to run elsewhere.
+All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and ``offsets_BO`` as in
+``Documents.offsets``, or ``ids_BT`` as in ``Documents.ids``. Libraries are imported when called: none is needed to run
+elsewhere.
 """
 
 import importlib
@@ -200,6 +201,31 @@ def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Arr
     search = partial(jnp.searchsorted, v=t_T, side="right", method="scan_unrolled")  # as in find_documents
     slots_BT = jax.vmap(search)(starts_BM) - 1
     return jnp.take_along_axis(starts_BM, slots_BT, axis=1), jnp.take_along_axis(ends_BM, slots_BT, axis=1)
+
+
+def splash(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    *,
+    scale: float,
+    ids_BT: jax.Array | None,
+    window: int | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Attend with JAX's own kernels for TPUs (:mod:`jspeed.model.kernels.splash_attention`).
+
+    Documents are segment ids, of which there is no most: ``max_docs`` is not needed, and no lane is NaN for it. Inside
+    ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests.
+    Raises BadInput for types other than bf16, a head width that is no multiple of 8 or above 256, and a JAX without
+    these kernels.
+    """
+    _check("splash", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
+    try:
+        from jspeed.model.kernels import splash_attention
+    except ImportError as error:
+        raise Refused(f"attention backend 'splash' needs splash attention, which this JAX lacks ({error})") from error
+    return splash_attention.attend(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window, interpret)
 
 
 def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def device_of(
     """
     first = mesh.devices.flat[0]
     cuda = first.platform in GPUS and capability_of(first) is not None
-    known = ATTENTION if cuda else ATTENTION[:1]
+    known = [name for name in ATTENTION if name != "splash"] if cuda else backends(first, packed=True)
     if attention is not None and attention not in known:
         raise BadInput(
             f"--attention {attention}: on {first.platform} devices the backends are {', '.join(known)}"
@@ -91,6 +91,8 @@ def backends(device: Any, packed: bool, width: int | None = None) -> list[str]:
 
     ``width`` is that of a head, None if it is not known.
     """
+    if device.platform == "tpu":
+        return ["splash", "xla"]
     capability = capability_of(device) if device.platform in GPUS else None
     if capability is None or capability < FUSED:
         return ["xla"]
@@ -113,7 +115,7 @@ def note_of(device: Any) -> str:
     """What a user is told of a device that is no NVIDIA GPU and no CPU."""
     kind = getattr(device, "device_kind", device.platform)
     if device.platform == "tpu":
-        return f"{kind}: attention by XLA, no FP8; jspeed compiles for TPUs but has not been run on one"
+        return f"{kind}: splash attention, no FP8; jspeed compiles for TPUs but has not been run on one"
     return (
         f"{kind} ({device.platform}) is a kind of device that jspeed does not know: attention by XLA, no FP8, and "
         "nothing was measured on one"

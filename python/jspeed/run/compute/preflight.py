@@ -175,8 +175,9 @@ def versions(mesh: Mesh) -> list[str]:
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     ours = (sys.modules[function.__module__] for function in (attention, attention_backends.cudnn, fp8.matmul))
     sources = [inspect.getsource(one) for one in ours]
-    # Not imported: a JAX may lack what it imports, and only one backend wants it.
-    sources.append(Path(attention_backends.__file__).with_name("fused_attention.py").read_text())
+    # Not imported: a JAX may lack what they import, and only one backend wants each.
+    kernels = Path(attention_backends.__file__)
+    sources += [kernels.with_name(f"{name}.py").read_text() for name in ("fused_attention", "splash_attention")]
     return found + [installed_version(package) or "" for package in packages] + sources
 
 
