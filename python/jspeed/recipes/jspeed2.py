@@ -2,10 +2,11 @@
 
 What        The model, the optimizer and the schedules of r89. In all but the last 15 steps the training softmax scores
             a sixth of the vocabulary: the tokens most frequent so far and a sample of the others, drawn anew for each
-            step. Training losses are estimates until then. Evaluation scores all. In FP8 are also the gradients of the
-            MLP, and the projections around attention with theirs; what is measured for it is that of the step before.
+            step and each sixteenth of a lane. Training losses are estimates until then. Evaluation scores all. In FP8
+            are also the gradients of the MLP, and the projections around attention with theirs; what is measured for
+            it is that of the step before.
 Source      r89; Jean et al. 2015 for a sampled softmax. Predicted times: benchmarks/speed.md. At small size more FP8
-            costs nothing and the sampled softmax 0.13 nats, so that this is no candidate for a record as it stands.
+            costs nothing that shows and the sampled softmax 0.01 nats (two pairs of runs); no other size was trained.
 Hardware    8xH100: compiled for it, not run here.
 Parent      r89
 """
