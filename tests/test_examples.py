@@ -154,7 +154,7 @@ def test_notebook_from_top_to_bottom(tmp_path):
     (tmp_path / "names.txt").write_text("\n".join(names))
     (tmp_path / "play.txt").write_text("What is a name?\nAnother name.\n" * 100)
     files = {"NAMES": str(tmp_path / "names.txt"), "SHAKESPEARE": str(tmp_path / "play.txt")}
-    # 30 seconds of a core, half without LLVM's optimisations; the limit is for what hangs, however busy the machine.
+    # Most of its time is compilation, which LLVM's optimisations double; the limit is for what hangs on a busy machine.
     quick = {"STEPS": "20", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     done = run(tmp_path, "notebook.py", seconds=1800, **quick, **files)
     assert done.returncode == 0, done.stderr
