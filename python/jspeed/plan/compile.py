@@ -184,8 +184,11 @@ def largest_that_fits(
     for parts in divisions(recipe, stage, hardware.mesh):
         tokens = own // parts
         if below is None or tokens < below:
-            with pretend(hardware.cluster.target):
-                need = program.memory_needed(build(lower(recipe, stage, hardware, tokens, phase), hardware.device))
+            try:
+                with pretend(hardware.cluster.target):
+                    need = program.memory_needed(build(lower(recipe, stage, hardware, tokens, phase), hardware.device))
+            except program.DoesNotFit:
+                continue
             if need <= hardware.limit:
                 return tokens, need
     return None

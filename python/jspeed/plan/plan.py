@@ -51,7 +51,15 @@ def make_plan(
     """
     recipe, cluster = found.recipe, hardware.cluster
     hardware = suited(hardware, recipe)
-    steps = compile_stages(recipe, hardware, micro_batch)
+    try:
+        steps = compile_stages(recipe, hardware, micro_batch)
+    except program.DoesNotFit:  # of a TPU, where nothing is compiled that could be described
+        last = recipe.stages[-1]
+        own = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
+        below = own // micro_batches(recipe, last, hardware.mesh, hardware.device, micro_batch)
+        if micro_batch or not (smaller := largest_that_fits(recipe, hardware, last, below)):
+            raise
+        steps = compile_stages(recipe, hardware, at_most=smaller[0])
     worst = max(steps, key=lambda step: step.memory["peak"])
     if micro_batch is None and worst.memory["peak"] > hardware.limit:
         below = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts
@@ -316,9 +324,7 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
             "and taken to reach the fraction of its peak that cuDNN's are"
         )
     elif hardware.device.attention == "splash":
-        found.append(
-            "attention is JAX's splash attention: blocks of other documents are computed and masked, and counted here"
-        )
+        found.append("attention is JAX's splash attention, which computes and masks blocks of other documents")
     elif hardware.device.attention == "xla":
         found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:

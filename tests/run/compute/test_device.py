@@ -208,6 +208,31 @@ def test_no_options_for_gpus_reach_another_compiler(monkeypatch):
     assert given == [None, None, None, program.GPU_OPTIONS, program.GPU_OPTIONS]
 
 
+def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):
+    """Its words are those of libtpu 0.0.42 for a v5e."""
+    words = (
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (53.65G) exceeds"
+    )
+    tpu = device.Device("tpu", "splash", "missing", 512, memory=16 * 10**9)
+    recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
+
+    class Lowered(types.SimpleNamespace):
+        def compile(self, compiler_options):
+            if self.parts < 4:
+                raise jax.errors.JaxRuntimeError(f"{words} available HBM (15.75G).")
+            return self
+
+    monkeypatch.setattr(program, "lower_step", lambda *a: Lowered(parts=a[5]))
+    monkeypatch.setattr(program, "memory_needed", lambda step: 10**9)
+    assert program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, None)[1] == 4
+    with pytest.raises(BadInput, match=r"--micro-batch 128 needs 57.6 GB a device and there are 16.0 GB; 32 tokens"):
+        program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, 128)
+    with pytest.raises(BadInput, match=r"a program needs 57.6 GB of a device"):
+        program.compiled(Lowered(parts=1), tpu)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        program.compiled(Lowered(parts=1), device.Device("gpu", "cudnn", "native", 512))
+
+
 def test_memory_decides_the_first_micro_batch():
     assert device.micro_batch_of(None) == device.micro_batch_of(64 * 10**9) == 65_536
     assert device.micro_batch_of(18 * 10**9) == 20_000  # three quarters of 24 GB

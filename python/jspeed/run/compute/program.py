@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -131,9 +132,13 @@ def fit(
     for parts in divisions(recipe, stage, mesh):
         if parts < wanted:
             continue
-        step = compiled(lower_step(recipe, stage, mesh, layout, device, parts, phase), device)
-        need = memory_needed(step)
-        if need > limit:
+        step: jax.stages.Compiled | None = None
+        try:
+            step = compiled(lower_step(recipe, stage, mesh, layout, device, parts, phase), device)
+            need = memory_needed(step)
+        except DoesNotFit as refused:
+            need = refused.bytes
+        if step is None or need > limit:
             too_much = too_much or need
             continue
         if micro_batch and parts != wanted:
@@ -217,9 +222,26 @@ def lower_evaluation(
     return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
 
 
+class DoesNotFit(BadInput):
+    """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers leave that to us."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(
+            f"a program needs {needed / 1e9:.1f} GB of a device, more than there are; give a smaller --micro-batch, or "
+            "use more or larger devices"
+        )
+        self.bytes = needed
+
+
 def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
-    """Compile for ``device`` with the options of this file."""
-    return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
+    """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
+    try:
+        return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
+    except jax.errors.JaxRuntimeError as error:
+        needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
+        if device.platform != "tpu" or needed is None:
+            raise
+        raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:
