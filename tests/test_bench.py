@@ -208,10 +208,12 @@ def test_texts_become_a_folder_that_trains(monkeypatch, tmp_path, gpt2_vocabular
 
     for name, text in (("a.txt", "One document.\n\nAnother one.\n"), ("b.txt", "To validate.\n" * 50)):
         (tmp_path / name).write_text(text)
-    lengths = write_tokens(tmp_path / "tokens", [tmp_path / "a.txt", tmp_path / "b.txt"], 100)
-    assert lengths and sum(lengths) == find_split(tmp_path / "tokens", "train").num_tokens
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "A long one. " * 200}) + "\n")
+    texts = [tmp_path / name for name in ("a.jsonl", "a.txt", "b.txt")]
+    lengths = write_tokens(tmp_path / "tokens", texts, 1000)
+    assert lengths[0] == 256 > lengths[-1] and sum(lengths) == find_split(tmp_path / "tokens", "train").num_tokens
     manifest = read_manifest(tmp_path / "tokens")
-    assert manifest and manifest["bos_id"] == VOCAB - 1 and manifest["source"]["texts"] == ["a.txt", "b.txt"]
+    assert manifest and manifest["bos_id"] == VOCAB - 1 and manifest["source"]["texts"] == [text.name for text in texts]
 
 
 def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
@@ -235,6 +237,9 @@ def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
         quality.quality((), ("r29",), shorter=1.0)
     with pytest.raises(BadInput, match="is of --shorter 4.0, not 2.0"):
         quality.quality((), ("r29",), shorter=2.0, json_=kept)
+    kept.write_text('{"shorter": 4.0, "curves": {}}')
+    with pytest.raises(BadInput, match="is of other parts of documents than their first 256"):
+        quality.quality((), ("r29",), json_=kept)
 
 
 def test_a_change_of_a_recipe_may_hold_colons(monkeypatch):

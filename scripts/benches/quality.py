@@ -31,7 +31,8 @@ WIDTH = ["WIDTH=128", "MLP_WIDTH=512", "HEADS=2", f"VOCAB={VOCAB}", "COMPUTE=flo
 ROWS = [*WIDTH, "LAYERS=11", "LANES=2", "LANE_LEN=576", "EVAL_LEN=576", "EVAL_CHUNK=576"]
 # Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. A run is short by its batches more
 # than by its steps, because schedules are made of updates.
-LANES = [*WIDTH, "LANES=2", f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=576", "EVAL_CHUNK=576"]
+# They are evaluated in long rows, of which few begin in the middle of a document.
+LANES = [*WIDTH, "LANES=2", f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=4608", "EVAL_CHUNK=576"]
 PACKED = [*LANES, "LANE_LEN=576", "MAX_DOCS=48"]
 STAGED = [*LANES, "LANE_LENS=(192,384,576,576)", "MAX_DOC_LENS=(192,256,256,256)", "MAX_DOCS=(16,32,48,48)"]
 # Learning rates stay the recipes' own, except llmc's: AdamW wants a higher one at this width.
@@ -46,6 +47,7 @@ SETS = {
 SETS["jspeed1"] = SETS["r89"]
 # As large a part of the vocabulary as at full size.
 SETS["jspeed2"] = [*SETS["r89"], f"EXACT_TOKENS=(448,448,448,{VOCAB})"]
+BEGINNING = 256  # tokens of a document that are used, as many as recipes read here: also of those that validate
 IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE")
 
 
@@ -65,8 +67,8 @@ def quality(
         recipes: Names, each with changes of its fields after colons if any: r89:FINAL_RATE=0.3.
         shorter: Every recipe has its own number of steps divided by this, and every step it names.
         seeds: Runs of each recipe, with seeds 1, 2, ...
-        tokens: The first so many train. No document is trained on twice: of long ones recipes read the beginning alone,
-            so that a run may need several times its tokens.
+        tokens: The first so many train. Of a document only the beginning is used, in validation too, as recipes that
+            bound documents read no more; and none is trained on twice.
         json_: Write curves and tokens needed here, after every run. Runs that it has already are not made again: an
             interrupted comparison goes on, and more seeds or recipes join it.
         svg: Draw the validation curves of seed 1 against tokens here.
@@ -89,7 +91,7 @@ def quality(
                 run = our_run(parts(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label])
                 curves[label].append([(trained[label][point["step"]], point["val_loss"]) for point in run["curve"]])
                 if json_:
-                    found = {"shorter": shorter, "curves": curves, "compared": compare(curves)}
+                    found = {"shorter": shorter, "beginning": BEGINNING, "curves": curves, "compared": compare(curves)}
                     write_whole(json_, json.dumps(found, indent=1) + "\n")
     rows = compare(curves)
     Console().print(table(rows))
@@ -114,6 +116,10 @@ def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple
         raise BadInput(f"{json_file} holds no curves of bench.py quality to go on from; name another file") from None
     if found["shorter"] != shorter:
         raise BadInput(f"{json_file} is of --shorter {found['shorter']}, not {shorter}; name another file")
+    if found.get("beginning") != BEGINNING:
+        raise BadInput(
+            f"{json_file} is of other parts of documents than their first {BEGINNING} tokens; name another file"
+        )
     return {label: [[(t, loss) for t, loss in curve] for curve in curves] for label, curves in found["curves"].items()}
 
 
@@ -168,8 +174,11 @@ def check_enough(label: str, recipe: Recipe, lengths: Sequence[int]) -> None:
 
 
 def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
-    """Write the first ``most`` tokens to train and those of the last file to validate, in GPT-2's first VOCAB - 1 byte
-    pairs and a mark; return the lengths of the documents that train."""
+    """Write beginnings of documents, ``most`` tokens to train and those of the last file to validate, in GPT-2's first
+    VOCAB - 1 byte pairs and a mark before each; return the lengths of those that train.
+
+    A model that only ever saw beginnings says nothing of what it learns where it is asked about the middle of a text.
+    """
     import tiktoken
 
     gpt2 = tiktoken.get_encoding("gpt2")
@@ -183,7 +192,8 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
         for path in paths:
             for segment in chunks.segments(path):
                 for document in chunks.documents(segment):
-                    ids = np.array([VOCAB - 1, *encoding.encode_ordinary(document.decode())], np.uint16)
+                    start = encoding.encode_ordinary(document.decode()[: 16 * BEGINNING])  # 16 letters a token suffice
+                    ids = np.array([VOCAB - 1, *start[: BEGINNING - 1]], np.uint16)
                     if split == "train":
                         lengths.append(len(ids))
                     yield Batch(split, ids, np.array([len(ids)]))
