@@ -101,6 +101,7 @@ IMPORT_ALL = """
 """
 
 
+@pytest.mark.slow
 def test_every_list_is_enough(monkeypatch, tmp_path):
     lists = [of_skyward(monkeypatch), of_skypilot(monkeypatch), PROJECT["dependencies"]]
     made = {tuple(sorted(closure(packages))): packages for packages in lists}

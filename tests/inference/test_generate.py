@@ -83,9 +83,8 @@ def test_a_text_longer_than_the_context_keeps_its_later_half():
         seen.append(int(token))
 
 
-@pytest.mark.parametrize(
-    "name", ["fineweb-cpu", "r89"]
-)  # r89: pairs, composed and shifted heads, hashed pairs of tokens
+# r89: pairs, composed and shifted heads, hashed pairs of tokens
+@pytest.mark.parametrize("name", ["fineweb-cpu", pytest.param("r89", marks=pytest.mark.slow)])
 def test_logits_with_a_cache_in_any_pieces(name):
     recipe = find(name, TOYS[name]).recipe
     params, ctx = noisy(recipe), eval_context(recipe, device_of(one_device()))

@@ -109,6 +109,7 @@ def test_accuracy_is_the_share_of_targets_that_are_likeliest(length):
     assert 0 < found < 1 and found == pytest.approx(right / total)
 
 
+@pytest.mark.slow
 def test_losses_of_a_recipe_with_stages_are_those_of_its_evaluation():
     """Record 62's forward pass reads its stage's own number and evaluates with windows of its own."""
     staged = model("r62")

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.test_util import check_grads
 
 from jspeed.model.attention import find_documents
@@ -61,6 +62,7 @@ def test_own_value_is_taken_out():
     assert np.all(np.isfinite(gradient))
 
 
+@pytest.mark.slow
 def test_composed_attention_by_loops():
     """Each head's local softmax, mixed over heads by weights of the query, times the value of each head."""
     length, window, scale = 300, 112, 0.2

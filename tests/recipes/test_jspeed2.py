@@ -73,7 +73,7 @@ def test_where_everything_is_sampled_the_loss_is_that_of_r89(toy, number):
     np.testing.assert_allclose(loss_BT, expected_BT, atol=1e-5)
 
 
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_fp8_where_it_is_asked_for(toy, training):
     """In evaluation nowhere: r89's loss to the bit. In training the loss moves by little, and what is measured with it.
 

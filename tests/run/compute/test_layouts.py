@@ -107,16 +107,8 @@ def kept_on_one_device(*sets):
     return kept("dp", {"data": 1}, 16, *sets)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "fsdp+tp 4x2",
-        *(
-            pytest.param(way, marks=pytest.mark.slow)
-            for way in ("dp", "fsdp", "tp 4", "pp, 4 micro-batches", "fsdp+remat")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fsdp+tp 4x2", "dp", "fsdp", "tp 4", "pp, 4 micro-batches", "fsdp+remat"])
 def test_gradients_and_their_norm_are_those_of_one_device(way):
     """The norm that recipes clip by is that of the whole gradient, wherever its parts lie."""
     _, expected = kept_on_one_device()

@@ -103,6 +103,7 @@ def test_gradients_of_pieces_are_those_of_lanes(name, sets):
         np.testing.assert_allclose(found, expected, atol=atol * np.abs(expected).max() + 1e-9)
 
 
+@pytest.mark.slow
 def test_fp8_scales_are_those_of_lanes():
     """The mean over lanes of the largest entry becomes the mean over their pieces, no larger."""
     recipe = find("r89", [*TOYS["r89"], *STAGED, "FP8=on"]).recipe
