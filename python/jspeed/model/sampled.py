@@ -156,9 +156,9 @@ def sampled_cross_entropy(
         a_BGt = a_BT.reshape(lanes, groups, length // groups, *a_BT.shape[2:])
         return jnp.moveaxis(a_BGt, 1, 0).reshape(lanes * groups, *a_BGt.shape[2:])
 
-    columns = [own_GCD, all_ED] if len(all_ED) else [own_GCD]
+    scored = [own_GCD, all_ED] if len(all_ED) else [own_GCD]
     arrays = (targets_ND.reshape(*targets_BTN.shape, -1), x_BTD, targets_BTN, weights_BTN)
-    total, loss_Rt = _cross_entropy(head, cap, chunk, columns, *map(cut, arrays), sample)
+    total, loss_Rt = _cross_entropy(head, cap, chunk, scored, *map(cut, arrays), sample)
     return total, jnp.moveaxis(loss_Rt.reshape(groups, lanes, -1), 0, 1).reshape(lanes, length)
 
 
