@@ -90,6 +90,7 @@ def test_set_reaches_everything_derived():
         ("fineweb_cpu", (), "did you mean 'fineweb-cpu'"),
         ("none.py", (), "does not exist"),
         ("stdlib", ("WIDHT=3",), "did you mean 'WIDTH'"),
+        ("stdlib", ("0\n0=0",), r"has no field '0\\n0'; known: "),
         ("", (), "recipe '' is unknown; known recipes"),
         ("x/" + "y" * 5000, (), "does not exist"),
         ("stdlib", ("WIDTH",), r"--set WIDTH: there is no value; write WIDTH=VALUE \(now 192\)"),

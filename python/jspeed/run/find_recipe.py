@@ -120,7 +120,7 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
     name = name.strip().upper().replace("-", "_")
     known = ", ".join(fields)
     if name not in fields:
-        raise BadInput(f"--set {text}: {path.name} has no field '{name}'{nearest(name, fields)}; known: {known}")
+        raise BadInput(f"--set {text}: {path.name} has no field {name!r}{nearest(name, fields)}; known: {known}")
     old = fields[name]
     if not equals:
         raise BadInput(f"--set {text}: there is no value; write {name}=VALUE (now {old!r})")
