@@ -76,7 +76,8 @@ def toy(*more: str) -> list[str]:
 
 
 def metrics(run_dir: Path, kind: str = "train_loss") -> dict[int, float]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    text = (run_dir / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]  # the last may be half written
     return {line["step"]: line[kind] for line in lines if kind in line}
 
 

@@ -49,6 +49,15 @@ def test_no_more_processes_than_items(monkeypatch):
     assert len(started) == 2 and all(worker.returncode is not None for worker in started)
 
 
+def test_ctrl_c_before_a_thread_has_started(monkeypatch):
+    def start(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process_pool.threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        list(in_order(math.sqrt, [1.0, 4.0], 2))
+
+
 def test_a_killed_process_is_a_sentence():
     with pytest.raises(NoRoom, match="was killed, most likely for want of memory.*fewer --processes"):
         list(in_order(signal.raise_signal, [signal.SIGKILL], 2))

@@ -60,8 +60,9 @@ def in_order(
                     break
                 if len(workers) < processes:
                     workers.append(_started())
-                    threads.append(threading.Thread(target=_feed, args=(workers[-1], function, tasks), daemon=True))
-                    threads[-1].start()
+                    thread = threading.Thread(target=_feed, args=(workers[-1], function, tasks), daemon=True)
+                    thread.start()  # Ctrl-C may come between any two lines, and only what has started can be joined
+                    threads.append(thread)
                 waiting.append(Future())
                 tasks.put((item, waiting[-1]))
             if waiting:
@@ -72,6 +73,9 @@ def in_order(
             tasks.put(None)
         for thread in threads:
             thread.join(timeout=1)
+        for worker in workers[len(threads) :]:
+            with worker:  # as its thread would have
+                pass
     if isinstance(trouble, BadInput):
         raise trouble
 
