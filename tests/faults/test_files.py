@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from jspeed.run.checkpoint import NOTES, damage, newest
+from jspeed.run.checkpoint import NOTES, UNFINISHED, damage, newest
 
 from ..several import ended, metrics, places, start, toy
 from .conftest import Run
@@ -80,8 +80,11 @@ def fill(filler):
             pass
 
 
-def test_a_disk_that_fills_up_while_saving(run, small_disk, undisturbed):
-    run.resumable().until(70)
+@pytest.mark.parametrize("saving", [True, False], ids=["in a save", "between saves"])
+def test_a_disk_that_fills_up(run, small_disk, undisturbed, saving):
+    run.resumable().until(50 if saving else 70)
+    if saving:  # the process that cannot write gives up, and the other does not wait for it at Orbax's barrier
+        run.wait_for(lambda: list((run.path / "checkpoints").glob(f"60{UNFINISHED}*")))
     fill(small_disk)
     assert run.ended(60) == 2
     assert len(run.errors()) == 1 and "No space left on device" in run.errors()[0] and len(run.said().splitlines()) == 1

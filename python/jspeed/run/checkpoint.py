@@ -19,6 +19,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster import distributed
+from jspeed.cluster.failure import at_failure
 from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
 from jspeed.files import read_json, sha256_of, write_whole
@@ -40,6 +41,7 @@ class Checkpoints:
         self._step = 0
 
     def __enter__(self) -> "Checkpoints":
+        at_failure(lambda: remove_unfinished(self._folder))  # another process's, which ends this one amid a save
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -51,7 +53,7 @@ class Checkpoints:
             self._manager.close()
             return
         with suppress(Exception):  # the one that is being written may be the last; what went wrong is known already
-            with_timeout(60, self._manager.wait_until_finished)
+            with_timeout(20, self._manager.wait_until_finished)
         remove_unfinished(self._folder)
 
     def save(self, step: int, state: State, record: Mapping[str, Any]) -> None:
@@ -63,7 +65,7 @@ class Checkpoints:
 
         if self._manager is None:
             _quieten()
-            told = ocp.AsyncOptions(post_finalization_callback=self._seal)
+            told = ocp.AsyncOptions(post_finalization_callback=self._seal, barrier_sync_fn=_barrier())
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
             self._guarded(lambda: setattr(self, "_manager", ocp.CheckpointManager(self._folder, options=options)))
         frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
@@ -100,6 +102,21 @@ class Checkpoints:
         for folder in self._folder.glob(f"{self._step}{UNFINISHED}*"):
             hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
             write_whole(folder / HASHES, json.dumps(hashes, indent=1) + "\n")
+
+
+def _barrier() -> Callable[..., None]:
+    """Orbax's barrier between processes, for its threads. One that gives up a save goes to a barrier too, while the
+    others wait at an earlier one, all for ten minutes; here it ends with what went wrong."""
+    from orbax.checkpoint import multihost
+
+    wait = multihost.get_barrier_sync_fn()
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        if error := sys.exception():
+            raise error
+        wait(key=key, timeout_ms=timeout_ms)
+
+    return barrier
 
 
 def _reason(error: Exception) -> str:
