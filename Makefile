@@ -11,8 +11,8 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs
 speedrun: .venv/built
 	$(BIN)/python scripts/speedrun.py $(ARGS)
 
-test: check
-	cargo test --quiet --release --workspace
+test: .venv/dev
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync check
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
@@ -69,13 +69,18 @@ race-webtext: .venv/built
 	$(BIN)/python scripts/leaderboard.py race records/ideas/fineweb_cpu_full.py fineweb-cpu --rounds 3 \
 	  --run-dir runs/race-webtext --flags="--data runs/webtext --no-progress --no-sample"
 
-check: .venv/dev
+check: check-python check-rust
+
+check-python: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest jspeed._dataloader
+
+check-rust: .venv/dev
 	cargo fmt --all --check
-	cargo clippy --quiet --release --workspace --all-targets -- -D warnings
+	+cargo clippy --quiet --release --workspace --all-targets -- -D warnings
+	+cargo test --quiet --release --workspace
 
 clean:
 	rm -rf .venv target .pytest_cache .mypy_cache .ruff_cache .hypothesis python/jspeed/*.so
@@ -126,4 +131,4 @@ clean:
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package bench page docs race-webtext check clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package bench page docs race-webtext check check-python check-rust clean
