@@ -83,13 +83,14 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
         return code
     made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]
     whole = [turn for turn in zip(*[iter(made)] * 4, strict=True) if all(run["val_loss"] is not None for run in turn)]
-    print(f"{folder}: plan.json and {len(made)} runs, {len(whole)} whole rounds")
+    complete = f"{len(whole)} round{'s' if len(whole) != 1 else ''} of A B B A"
+    print(f"{folder}: plan.json and {len(made)} runs, {complete}")
     for name, own in ((a, [0, 3]), (b, [1, 2])):
         print(f"{name}: {summary([turn[place] for turn in whole for place in own])}" if whole else f"{name}: no round")
     if whole:
         times = [[run["timed_seconds"] for run in turn] for turn in whole]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
-        print(f"{b} takes {as_text.ratio(ratio._asdict())} x the time of {a}; {len(whole)} rounds of A B B A")
+        print(f"{b} takes {as_text.ratio(ratio._asdict())} x the time of {a}; {complete}")
     return 0 if whole else 1
 
 
