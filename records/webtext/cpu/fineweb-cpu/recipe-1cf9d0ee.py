@@ -1,0 +1,172 @@
+"""fineweb-cpu: the record recipe in small, on GPT-2 tokens of any FineWeb-format folder.
+
+What        stdlib with the GPT-2 vocabulary, padded to 50,304: most of the work is the head, so the model is narrow
+            and the loss goes over a few tokens at a time. Attention stays within a document. Training scores a sixth
+            of the vocabulary, the tokens most frequent so far and a sample of the others, in 0.35 of the time of all:
+            its losses are estimates. Evaluation scores all.
+Source      modded-nanogpt records 3 to 21 for the parts; Jean et al. 2015 for a sampled softmax; sizes and rates tried
+            here, on two CPU cores.
+Hardware    two CPU cores, one to two minutes: 6.6 nats/token on 1.8 M tokens of English web text, most of it
+            encyclopedia articles (not FineWeb: with other text the same target means something else).
+Parent      fineweb-cpu-full, which scores all of the vocabulary in training too: records/ideas/fineweb_cpu_full.py
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.nn import initializers
+
+from jspeed.model.attention import attention, find_documents
+from jspeed.model.fp8 import matmul
+from jspeed.model.layers import relu_squared, rms_norm, rotary
+from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
+from jspeed.model.sampled import by_frequency, columns, count, draw, sampled_cross_entropy
+from jspeed.optim.muon import muon
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+
+# Model
+VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
+BOS = 50_256
+WIDTH = 128
+LAYERS = 4
+HEADS = 2
+MLP_WIDTH = 512
+ATTENTION_SCALE = 0.12
+SOFTCAP = 15.0
+LOSS_CHUNK = 32  # tokens of each lane whose logits exist at once
+EXACT_TOKENS = 5120  # the most frequent so far, which every training step scores
+SAMPLED_ONE_IN = 14  # of the other tokens, drawn anew for each step: 17 % of the head's rows in all
+
+# Batch: lanes x lane length tokens a step
+LANES = 32
+LANE_LEN = 128
+STEPS = 120
+
+# Optimizer
+MUON_LR = 0.035
+HEAD_LR = 0.008
+EMBED_LR = 0.3
+ADAM_BETA1 = 0.8
+ADAM_BETA2 = 0.95
+ADAM_EPS = 1e-10
+MOMENTUM_START = 0.8
+MOMENTUM_END = 0.9
+MOMENTUM_WARMUP = 120  # steps
+COOLDOWN = 0.6  # fraction of the steps
+FINAL_LR = 0.0  # fraction of the peak
+
+# Evaluation
+TARGET_LOSS = 6.7  # nats per token
+EVAL_EVERY = 20
+EVAL_TOKENS = 32_768
+EVAL_LEN = 128
+
+# std 0.5 / sqrt(fan_in), as in record 21
+scaled = initializers.variance_scaling(0.25, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
+zeros = initializers.zeros
+
+PARAMETERS = {
+    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), initializers.normal(1.0), "embed"),
+    "query": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "model", "heads"), scaled, "blocks"),
+    "key": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "model", "heads"), scaled, "blocks"),
+    "value": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "model", "heads"), scaled, "blocks"),
+    "out": ParamSpec((LAYERS, WIDTH, WIDTH), ("matrix", "heads", "model"), zeros, "blocks"),
+    "up": ParamSpec((LAYERS, WIDTH, MLP_WIDTH), ("matrix", "model", "mlp"), scaled, "blocks"),
+    "down": ParamSpec((LAYERS, MLP_WIDTH, WIDTH), ("matrix", "mlp", "model"), zeros, "blocks"),
+    "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), zeros, "head"),
+    "counts": ParamSpec((VOCAB,), ("count",), zeros, "counts"),  # how often each token has been a target
+}
+
+
+def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return what the head reads: fp32 ``[B, T, D]``."""
+    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
+    documents = find_documents(tokens_BT, BOS)
+    x_BTD = rms_norm(params["embed"][tokens_BT])
+    for layer in range(LAYERS):
+        a_BTD = rms_norm(x_BTD)
+        q_BTHK = rotary(rms_norm((a_BTD @ params["query"][layer]).reshape(heads)))
+        k_BTHK = rotary(rms_norm((a_BTD @ params["key"][layer]).reshape(heads)))
+        v_BTHK = (a_BTD @ params["value"][layer]).reshape(heads)
+        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE, documents=documents)
+        x_BTD += y_BTHK.reshape(x_BTD.shape) @ params["out"][layer]
+        h_BTF = relu_squared(rms_norm(x_BTD) @ params["up"][layer])
+        x_BTD += h_BTF @ params["down"][layer]
+    return rms_norm(x_BTD)
+
+
+def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    """Return raw logits ``[B, T, V]``."""
+    return matmul(x_BTD, head_VD, scales=None)
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return softcapped logits ``[B, T, V]``."""
+    return softcap(head(params["head"], hidden(params, tokens_BT, ctx)), sigmoid_cap(SOFTCAP))
+
+
+def loss(
+    params: dict[str, jax.Array],
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    ctx: Context,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weighted sum, loss of every token in nats); in training both are estimates from a sample of tokens."""
+    x_BTD = hidden(params, tokens_BT, ctx)
+    arguments = head, params["head"], x_BTD, targets_BT, weights_BT
+    cap = sigmoid_cap(SOFTCAP)
+    if ctx.training:
+        sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, by_frequency(params["counts"]))
+        total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=cap, chunk=LOSS_CHUNK)
+        return count(total, params["counts"], targets_BT, weights_BT), loss_BT
+    return cross_entropy(*arguments, cap=cap, chunk=LOSS_CHUNK)
+
+
+def falling(peak: float) -> optax.Schedule:
+    """Constant at ``peak``, then linear to ``FINAL_LR * peak`` over the last ``COOLDOWN`` of the steps."""
+    steps = round(COOLDOWN * STEPS)
+    return optax.linear_schedule(peak, FINAL_LR * peak, steps, transition_begin=STEPS - steps)
+
+
+def momentum(step: jax.Array) -> jax.Array:
+    """Muon's momentum, warmed up linearly."""
+    return optax.linear_schedule(MOMENTUM_START, MOMENTUM_END, MOMENTUM_WARMUP)(step)
+
+
+def adam(peak: float) -> optax.GradientTransformation:
+    """Adam with the recipe's constants and schedule."""
+    return optax.adam(falling(peak), b1=ADAM_BETA1, b2=ADAM_BETA2, eps=ADAM_EPS)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Muon on the blocks, Adam on embedding and head; counts add up."""
+    by_group = {
+        "blocks": muon(falling(MUON_LR), momentum, dtype=jnp.float32),
+        "embed": adam(EMBED_LR),
+        "head": adam(HEAD_LR),
+        "counts": optax.identity(),
+    }
+    return optax.partition(by_group, groups(PARAMETERS))
+
+
+STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN, scored=columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN)),)
+
+RECIPE = Recipe(
+    name="fineweb-cpu",
+    parent="fineweb-cpu-full",
+    track="webtext/cpu",
+    data=Data("fineweb", vocab_size=50_257, bos_id=BOS, shuffle_block=LANE_LEN),
+    target_loss=TARGET_LOSS,
+    parameters=PARAMETERS,
+    forward=forward,
+    loss=loss,
+    optimizer=optimizer,
+    stages=STAGES,
+    lanes=LANES,
+    eval_every=EVAL_EVERY,
+    eval_tokens=EVAL_TOKENS,
+    eval_len=EVAL_LEN,
+    attention_width=WIDTH,
+    layers=LAYERS,
+)
