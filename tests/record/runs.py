@@ -73,6 +73,7 @@ def as_run(
         "mesh": {"data": 1},
         "layout": "dp",
         "micro_batch": 8192,
+        "head_chunk": 4096,
         "kernels": {
             "attention": "cudnn",
             "fp8": "native",

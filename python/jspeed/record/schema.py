@@ -207,6 +207,7 @@ class Unsealed(Common):
     container: str | None  # JSPEED_CONTAINER, the image's digest if whoever started it says so
     environment: str  # SHA-256 of the names and versions of all installed packages
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
+    head_chunk: NotRequired[Positive | None]  # tokens of a row whose logits a step had at once; null, or none: all
 
 
 class Run(Unsealed):

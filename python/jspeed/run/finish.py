@@ -108,6 +108,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "mesh": dict(setup.mesh.shape),
         "layout": setup.options.layout,
         "micro_batch": setup.program.micro_tokens,
+        "head_chunk": setup.program.head_chunk,
         "kernels": setup.kernels,
         "data": {
             "name": recipe.data.name,

@@ -37,6 +37,7 @@ from jspeed.run import evaluate
 from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute import accumulators
+from jspeed.run.compute.attempts import in_less_memory
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.malloc import keep_freed_memory
@@ -47,7 +48,6 @@ from jspeed.run.compute.program import (
     state_shardings,
     warm_up,
 )
-from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
@@ -197,14 +197,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
             device = checked.device
-        if program.micro_tokens < (lane := recipe.stages[-1].lane_len):
-            number = lane // program.micro_tokens
-            console.print(
-                f"note: a lane of {lane:,} tokens is cut at document borders into {number} pieces of at most "
-                f"{piece_length(recipe.stages[-1], number):,}, one at a time: the same training in less memory",
-                markup=False,
-                soft_wrap=True,
-            )
+        for note in in_less_memory(recipe.stages[-1], program.micro_tokens, program.head_chunk):
+            console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))

@@ -5,7 +5,7 @@ import numpy as np
 
 from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.run.compute import program, step
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.train import every_step
 
 
@@ -26,14 +26,17 @@ def start(recipe, mesh, layout="zero1", seed=1):
     return jax.jit(lambda s: step.init_state(recipe, s, layout, mesh), out_shardings=shardings)(np.uint32(seed))
 
 
-def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None):
+def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None, head_chunk=None):
     """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state, losses)."""
     device, state, losses = device_of(mesh), state or start(recipe, mesh, layout, seed), []
     phases = range(recipe.period)
 
     def fit(stage, phase):
         micro_batch = lanes_at_once and int(lanes_at_once * stage.lane_len)
-        return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
+        if head_chunk is None:
+            return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
+        parts = micro_batches(recipe, stage, mesh, device, micro_batch)
+        return program.lower_step(recipe, stage, mesh, layout, device, parts, phase, head_chunk).compile()
 
     compiled = [[fit(stage, phase) for phase in phases] for stage in recipe.stages]
     for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):

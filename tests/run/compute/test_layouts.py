@@ -136,7 +136,7 @@ def test_remat_and_a_loop_over_layers_change_nothing(more):
 def test_states_lie_as_was_asked_and_no_step_compiles_again(caplog):
     recipe, mesh = toy("llmc", "LAYERS=1"), mesh_of(data=4, model=2)
     _, asked = program.state_shardings(recipe, "fsdp+tp", mesh)
-    compiled, _ = program.fit(recipe, recipe.stages[0], mesh, "fsdp+tp", device_of(mesh), None)
+    compiled, *_ = program.fit(recipe, recipe.stages[0], mesh, "fsdp+tp", device_of(mesh), None)
     tokens = [jax.device_put(batch, batch_rows(mesh)) for batch in batches(recipe, 3)]
     state = start(recipe, mesh, "fsdp+tp")
     with jax.log_compiles():

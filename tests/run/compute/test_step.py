@@ -150,7 +150,7 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
 
 def test_state_is_donated():
     recipe, mesh = toy(), mesh_of(1)
-    compiled, _ = program.fit(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), None)
+    compiled, *_ = program.fit(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), None)
     state = start(recipe, mesh)
     old = jax.tree.leaves(state)
     compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))

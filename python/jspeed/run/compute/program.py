@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import accumulators
+from jspeed.run.compute.attempts import attempts
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
 from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
@@ -44,7 +45,8 @@ class Program:
     ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
-    last rows being padding. ``micro_tokens`` are the tokens a device takes at once in the last stage.
+    last rows being padding. In the last stage a device takes ``micro_tokens`` at once, and of a row the head's loss
+    ``head_chunk`` (None: all).
     """
 
     init: Callable[[jax.Array], State]
@@ -52,6 +54,7 @@ class Program:
     evaluate: Callable[[Any, jax.Array], jax.Array]
     micro_tokens: int
     eval_rows: int
+    head_chunk: int | None = None
 
 
 def compile_program(
@@ -72,8 +75,8 @@ def compile_program(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
         fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
-    parts = fitted[-1][1]
-    every, period = [step for step, _ in fitted], recipe.period
+    _, parts, chunk = fitted[-1]
+    every, period = [step for step, *_ in fitted], recipe.period
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
@@ -84,7 +87,7 @@ def compile_program(
             f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
             f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
         )
-    return Program(init, steps, evaluation, micro_tokens, padded)
+    return Program(init, steps, evaluation, micro_tokens, padded, chunk)
 
 
 def eager_program(
@@ -119,34 +122,32 @@ def eager_program(
 
 def fit(
     recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
-) -> tuple[jax.stages.Compiled, int]:
-    """Return (compiled step, micro-batches) of the largest micro-batch that fits in the memory of ``device``.
+) -> tuple[jax.stages.Compiled, int, int | None]:
+    """Return (compiled step, micro-batches, chunk of the head's loss) of the first of :func:`attempts` that fits.
 
-    Where one lane is too much these are pieces of lanes, more than there are lanes. With ``micro_batch`` tokens asked
-    for, that one; raises :class:`BadInput` if it, or every one, needs too much.
+    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. With ``micro_batch``
+    tokens asked for, these; raises :class:`BadInput` if they, or all, need too much.
     """
     wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
     own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
     limit = device.memory or math.inf
+    numbers = [parts for parts in divisions(recipe, stage, mesh) if parts >= wanted]
     too_much = 0  # bytes that the micro-batch asked for would need
-    for parts in divisions(recipe, stage, mesh):
-        if parts < wanted:
-            continue
-        step: jax.stages.Compiled | None = None
-        try:
-            step = compiled(lower_step(recipe, stage, mesh, layout, device, parts, phase), device)
-            need = memory_needed(step)
-        except DoesNotFit as refused:
-            need = refused.bytes
+
+    def lower(parts: int, head_chunk: int | None) -> jax.stages.Lowered:
+        return lower_step(recipe, stage, mesh, layout, device, parts, phase, head_chunk)
+
+    measure = partial(measured, partial(compiled, device=device))
+    for parts, chunk, _, need, step in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
         if step is None or need > limit:
-            too_much = too_much or need
+            too_much = need if parts == wanted else too_much
             continue
         if micro_batch and parts != wanted:
             raise BadInput(
                 f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
                 f"{limit / 1e9:.1f} GB; {own // parts} tokens need {need / 1e9:.1f} GB and fit"
             )
-        return step, parts
+        return step, parts, chunk
     raise BadInput(
         f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with {smallest(recipe, stage, parts, own)} at once "
         f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
@@ -178,20 +179,35 @@ def waiting_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
 
 
 def lower_step(
-    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int, phase: int = -1
+    recipe: Recipe,
+    stage: Stage,
+    mesh: Mesh,
+    layout: str,
+    device: Device,
+    parts: int,
+    phase: int = -1,
+    head_chunk: int | None = None,
 ) -> jax.stages.Lowered:
     """Lower the training step of ``stage`` for ``mesh``, over ``parts`` micro-batches."""
-    return trace_step(recipe, stage, mesh, layout, device, parts, phase).lower()
+    return trace_step(recipe, stage, mesh, layout, device, parts, phase, head_chunk).lower()
 
 
 def trace_step(
-    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, parts: int, phase: int = -1
+    recipe: Recipe,
+    stage: Stage,
+    mesh: Mesh,
+    layout: str,
+    device: Device,
+    parts: int,
+    phase: int = -1,
+    head_chunk: int | None = None,
 ) -> jax.stages.Traced:
     """Trace the training step of ``stage``: its jaxpr, and what can be lowered.
 
     ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
+    ``head_chunk`` is that of :class:`Context`.
     """
-    ctx = step_context(recipe, stage, device, phase)
+    ctx = replace(step_context(recipe, stage, device, phase), head_chunk=head_chunk)
     state, shardings = state_shardings(recipe, layout, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
 
@@ -242,6 +258,17 @@ def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled
         if device.platform != "tpu" or needed is None:
             raise
         raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
+
+
+def measured(
+    build: Callable[[jax.stages.Lowered], jax.stages.Compiled], lowered: jax.stages.Lowered
+) -> tuple[int, jax.stages.Compiled | None]:
+    """Return (bytes of a device that a step needs, step); no step where ``build`` raises :class:`DoesNotFit`."""
+    try:
+        step = build(lowered)
+    except DoesNotFit as refused:
+        return refused.bytes, None
+    return memory_needed(step), step
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:

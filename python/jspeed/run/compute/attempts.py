@@ -1,0 +1,78 @@
+"""What is tried until a step fits in a device's memory: fewer lanes at once, the head's loss in chunks, pieces."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jspeed.recipe import Recipe, Stage, leaves
+from jspeed.run.compute.device import lanes_of_device
+from jspeed.run.compute.split_lanes import piece_length
+from jspeed.sizes import scored_shape
+
+HEAD_CHUNK = 4096  # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
+
+
+class Attempt(NamedTuple):
+    """A step over ``parts`` micro-batches and the bytes of a device that it needs; ``step`` is None if the compiler
+    refused it. The head's loss takes ``head_chunk`` tokens of a row at a time; None: all."""
+
+    parts: int
+    head_chunk: int | None
+    lowered: jax.stages.Lowered
+    need: int
+    step: jax.stages.Compiled | None
+
+
+def attempts(
+    recipe: Recipe,
+    stage: Stage,
+    mesh: Mesh,
+    numbers: Iterable[int],
+    limit: float,
+    lower: Callable[[int, int | None], jax.stages.Lowered],
+    measure: Callable[[jax.stages.Lowered], tuple[int, jax.stages.Compiled | None]],
+) -> Iterator[Attempt]:
+    """Compile the step of ``stage`` over each of ``numbers`` of micro-batches, fewest first.
+
+    What does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks, unless they free too
+    little (:func:`freed`) or the recipe's loss takes none, so that the program would be the same.
+    """
+    for parts in numbers:
+        lowered = lower(parts, None)
+        need, step = measure(lowered)
+        yield Attempt(parts, None, lowered, need, step)
+        fits = step is not None and need <= limit
+        if not fits and max(0, need - limit) < freed(recipe, stage, mesh, parts):
+            chunked = lower(parts, HEAD_CHUNK)
+            if chunked.as_text() != lowered.as_text():
+                yield Attempt(parts, HEAD_CHUNK, chunked, *measure(chunked))
+
+
+def freed(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
+    """Bytes that chunks can free at most, where a device takes one of ``parts`` micro-batches at once.
+
+    They are the logits and their gradient of all tokens but a chunk's. 0 where several lanes are taken at once, of
+    which fewer need less at no cost, where a row is no longer than a chunk, and in a pipeline.
+    """
+    lanes = lanes_of_device(recipe, stage, mesh)
+    if parts < lanes or mesh.shape.get("pipe", 1) > 1:
+        return 0
+    heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
+    logits = [
+        scored_shape(spec, stage)[spec.axes.index("vocab")] * jnp.dtype(spec.compute or spec.dtype).itemsize
+        for spec in heads
+    ]
+    return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
+
+
+def in_less_memory(stage: Stage, micro_tokens: int, head_chunk: int | None) -> Iterator[str]:
+    """Say what a step of ``stage`` does to fit; nothing if a device takes whole lanes, and their logits at once."""
+    if micro_tokens < (lane := stage.lane_len):
+        pieces = lane // micro_tokens
+        longest = f"pieces of at most {piece_length(stage, pieces):,}, one at a time"
+        yield f"a lane of {lane:,} tokens is cut at document borders into {pieces} {longest}"
+    if head_chunk:
+        yield f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"
