@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,10 +14,11 @@ import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
-from jspeed.plan.compile import Hardware, Step, compile_stages, parts_of
+from jspeed.plan.compile import Hardware, compile_stages, fitted
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
+from jspeed.run.compute import attempts
 from jspeed.run.compute.device import Device
 from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
@@ -102,6 +104,8 @@ def test_out_of_memory_is_a_sentence_with_what_fits(plan, rows):
     assert "micro-batch of 1,024 tokens" in sentence and "--micro-batch 512 needs" in sentence
     fits, sentence = fit(FOUND.recipe, hardware_for(memory=small), [plan["step"]])
     assert fits and sentence.startswith("fits: ")
+    _, sentence = fit(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], head_chunk=64)])
+    assert sentence.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
 
 
 def test_search_ends_with_what_does_not_fit(rows):
@@ -134,37 +138,47 @@ def test_lanes_that_do_not_divide_are_a_sentence():
         require_devices(replace(FOUND.recipe, lanes=60), hardware_for())
 
 
-def test_a_plan_takes_the_micro_batch_that_training_would_find(monkeypatch):
-    """Where the first does not fit: the largest that does, here a piece of a lane. Only the choice is looked at."""
-    tried = []
+@pytest.fixture
+def tried(monkeypatch):
+    """What is lowered, (tokens of a lane or less, chunk of the head's loss), and needs so many bytes: nothing is."""
+    found = []
 
-    class Chosen(Exception):
-        pass
+    def lower(recipe, stage, hardware, parts, phase=-1, head_chunk=None):
+        tokens = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] // parts
+        found.append((tokens, head_chunk))
+        return SimpleNamespace(as_text=lambda: str((tokens, head_chunk)), need=1000 * tokens - 10 * (head_chunk or 0))
 
-    def compile_stages(recipe, hardware, micro_batch=None, at_most=None):
-        if at_most:
-            raise Chosen(at_most)
-        [stage] = recipe.stages
-        return [Step(stage, 1, "", {"peak": 100})]
-
-    def lower(recipe, stage, hardware, tokens, phase=-1):
-        tried.append(tokens)
-        return tokens
-
-    recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129"]).recipe
-    hardware = hardware_for(memory=40)
-    monkeypatch.setattr(jspeed.plan.plan, "compile_stages", compile_stages)
     monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
     monkeypatch.setattr(jspeed.plan.compile, "build", lambda lowered, device: lowered)
-    monkeypatch.setattr(jspeed.plan.compile.program, "memory_needed", lambda tokens: tokens)
-    with pytest.raises(Chosen, match="32"):
-        make_plan(replace(FOUND, recipe=recipe), hardware)
-    assert tried == [64, 32]
+    monkeypatch.setattr(jspeed.plan.compile.program, "memory_needed", lambda step: step.need)
+    return found
 
 
-def test_stages_of_several_lengths_take_no_more_than_the_bound():
-    """At 12,288 tokens, a quarter of the last stage's lane, which divides no lane of the others."""
-    recipe, hardware = find("r89", trace=False).recipe, hardware_for()
-    own = [recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] for stage in recipe.stages]
-    parts = [parts_of(recipe, stage, hardware, None, 12_288) for stage in recipe.stages]
-    assert [n // m for n, m in zip(own, parts, strict=True)] == [8192, 8192, 12_288, 12_288]
+def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
+    """Where a lane does not fit: its head's loss in chunks if they can free as much, then pieces, then these."""
+    monkeypatch.setattr(attempts, "HEAD_CHUNK", 48)
+    recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129", "VOCAB=100"]).recipe
+    [stage], mesh = recipe.stages, hardware_for().mesh
+    # Logits and their gradient, fp32, of a lane, of a half and a quarter with a document more, but of 48 tokens.
+    assert [attempts.freed(recipe, stage, mesh, parts) for parts in (1, 2, 4)] == [64_000, 38_400, 12_800]
+
+    def found(memory, micro_batch=None):
+        tried.clear()
+        taken = fitted(recipe, stage, hardware_for(memory=memory), micro_batch)
+        return taken.parts, taken.head_chunk
+
+    assert found(128_000) == (1, None) and tried == [(128, None)]
+    assert found(127_520) == (1, 48) and tried == [(128, None), (128, 48)]
+    assert found(64_000) == (2, None) and tried == [(128, None), (64, None)]
+    assert found(64_001) == (2, None) and tried == [(128, None), (128, 48), (64, None)]
+    assert found(63_600) == (2, 48) and tried == [(128, None), (64, None), (64, 48)]
+    assert found(1000) == (32, None) and tried[-1] == (4, None)  # the least, which does not fit
+    assert found(1000, 64) == (2, None) and tried == [(64, None)]
+    assert found(63_600, 64) == (2, 48) and tried == [(64, None), (64, 48)]
+
+
+def test_stages_of_several_lengths_take_their_own(tried):
+    recipe, hardware = find("r89", trace=False).recipe, hardware_for(memory=12_288_000)
+    for stage, tokens in zip(recipe.stages, (8192, 8192, 12_288, 12_288), strict=True):
+        taken = fitted(recipe, stage, taking(hardware, 65_536))
+        assert recipe.tokens_per_step(stage) // 8 // taken.parts == tokens and taken.head_chunk is None

@@ -20,12 +20,20 @@ PLAN = Path(__file__).parents[2] / "scripts" / "plan.py"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "target"), [("track3", "v5ex8"), ("r29", "v6ex4"), ("r29", "v5px8"), ("track3", "v4x1")]
+    ("name", "target", "layout", "size"),
+    [
+        ("track3", "v5ex8", "zero1", "toy"),
+        ("track3", "v6ex8", "zero1+scan", "toy"),
+        ("r29", "v6ex4", "zero1", "toy"),
+        ("r29", "v5px8", "zero1", "toy"),
+        ("track3", "v4x1", "zero1", "toy"),
+        ("track3", "v5ex8", "zero1+scan", "full"),  # three minutes of a core
+    ],
 )
-def test_a_step_compiles_and_is_read(name, target, tmp_path):
+def test_a_step_compiles_and_is_read(name, target, layout, size, tmp_path):
     if reason := missing(load_target(target.split("x")[0])):
         pytest.skip(reason)
-    sets = [text.replace("COMPUTE=float32", "COMPUTE=bfloat16") for text in TOYS[name]]
+    sets = [text.replace("COMPUTE=float32", "COMPUTE=bfloat16") for text in TOYS[name]] if size == "toy" else []
     # A process of its own: libtpu takes signals for itself, and JAX's settings of this one are for CPUs.
     command = [
         sys.executable,
@@ -33,6 +41,8 @@ def test_a_step_compiles_and_is_read(name, target, tmp_path):
         name,
         "--target",
         target,
+        "--layout",
+        layout,
         "--json",
         str(tmp_path / "plan.json"),
         "--set",

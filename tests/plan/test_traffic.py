@@ -29,6 +29,18 @@ custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/jvp()
   ROOT %same = (f8e4m3fn[49152,768]{1,0}) custom-call(%x, %x), custom_call_target="mosaic_gpu_v2"
 }
 """
+# The gradient in FP8, by the shapes of fused_mlp.squared_relu_gradient_fp8; g and the weights are of two FP8 types.
+OWN_FP8 = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (g: f8e5m2[49152,768], w: f8e5m2[3072,768], s: f32[3], h: f8e4m3fn[49152,3072]) -> f8e5m2[49152,3072] {
+  %g = f8e5m2[49152,768]{1,0} parameter(0)
+  %w = f8e5m2[3072,768]{1,0} parameter(1)
+  %s = f32[3]{0} parameter(2)
+  %h = f8e4m3fn[49152,3072]{1,0} parameter(3)
+  ROOT %own = (f8e5m2[49152,3072]{1,0}, f8e5m2[3072,49152]{1,0}, f32[48,49152]{1,0}) custom-call(%g, %w, %s, %h), \
+custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/transpose(jvp())/kernel/mpmd_map"}
+}
+"""
 
 
 def test_lines_are_sums_over_their_kernels_most_bytes_first():
@@ -63,6 +75,12 @@ def test_a_matmul_of_our_own_has_flops_and_the_bytes_of_its_arrays():
     assert (product.kind, product.dims, product.flops) == ("fp8_matmul", (1, 49152, 768, 3072), 2 * 49152 * 768 * 3072)
     assert product.bytes == 49152 * 768 + 3072 * 768 + 8 + 3 * 49152 * 3072 + 4 * 48 * 49152
     assert (copy.kind, copy.flops) == ("other", 0)
+
+
+def test_so_has_one_of_two_fp8_types_whose_result_is_written_both_ways():
+    (product,) = cost.kernels(OWN_FP8)
+    assert (product.kind, product.dims, product.flops) == ("fp8_matmul", (1, 49152, 768, 3072), 2 * 49152 * 768 * 3072)
+    assert product.bytes == 49152 * 768 + 3072 * 768 + 12 + 3 * 49152 * 3072 + 4 * 48 * 49152
 
 
 def test_the_last_step_of_a_recipe_by_line():

@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
+from jspeed.run.compute.attempts import Attempt, attempts
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
 
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
@@ -31,6 +32,7 @@ class Step:
     memory: dict[str, int]  # bytes: arguments, outputs, aliased, temporaries, peak
     shared: bool = False  # compiled for another stage that differs from this one in attention windows alone
     windows: tuple[tuple[int, int], ...] = ()  # (window that was compiled, window of this stage)
+    head_chunk: int | None = None  # tokens of a row that the head's loss takes at once; None: all
 
     @cached_property
     def kernels(self) -> list[Kernel]:
@@ -72,12 +74,8 @@ def suited(hardware: Hardware, recipe: Recipe) -> Hardware:
     return replace(hardware, device=replace(device, attention=device.attention.replace("fa4", "cudnn")))
 
 
-def compile_stages(
-    recipe: Recipe, hardware: Hardware, micro_batch: int | None = None, at_most: int | None = None
-) -> list[Step]:
-    """Compile the steps of every stage, stages that differ in attention windows alone once.
-
-    ``micro_batch`` tokens of a device at once, or the most of each stage that are ``at_most`` so many.
+def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> list[Step]:
+    """Compile the steps of every stage as :func:`fitted` says, stages that differ in attention windows alone once.
 
     A stage has as many programs as the recipe's period. Whether stages differ in more is seen, not assumed: their
     programs, as JAX hands them to the compiler, must be equal but for the windows that the attention calls name.
@@ -86,34 +84,27 @@ def compile_stages(
     groups: dict[tuple, list[int]] = {}
     for number, stage in enumerate(stages):
         groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, number % period), []).append(number)
-    found: dict[int, Step] = {}
-    jobs: dict[int, Future[jax.stages.Compiled]] = {}
     copies: dict[int, int] = {}
     # Compiled while the next is lowered: that holds one core, and a compiler leaves others free most of its time.
     with pretend(hardware.cluster.target), ThreadPoolExecutor(os.cpu_count()) as pool:
-        for members in groups.values():
-            last = members[-1]
-            lowered = {last: lower(recipe, stages[last], hardware, micro_batch, last % period, at_most)}
-            jobs[last] = pool.submit(build, lowered[last], hardware.device)
-            first = members[0]
-            if first != last:
-                lowered[first] = lower(recipe, stages[first], hardware, micro_batch, first % period, at_most)
-            alike = all(_windows(stages[last], stages[n]) is not None for n in members)
-            if alike and len({WINDOW.sub(r"\1", program_.as_text()) for program_ in lowered.values()}) == 1:
-                copies |= {n: last for n in members[:-1]}
+
+        def start(number: int) -> Future[Attempt]:
+            return pool.submit(fitted, recipe, stages[number], hardware, micro_batch, number % period)
+
+        jobs = {members[-1]: start(members[-1]) for members in groups.values()}
+        for first, *rest in (members for members in groups.values() if len(members) > 1):
+            last = rest[-1]
+            alike = all(_windows(stages[last], stages[n]) is not None for n in (first, *rest))
+            if alike:
+                taken = jobs[last].result()
+                lowered = lower(recipe, stages[first], hardware, taken.parts, first % period, taken.head_chunk)
+                alike = len({WINDOW.sub(r"\1", program_.as_text()) for program_ in (taken.lowered, lowered)}) == 1
+            others = (first, *rest[:-1])
+            if alike:
+                copies |= dict.fromkeys(others, last)
             else:
-                rest = {
-                    n: lower(recipe, stages[n], hardware, micro_batch, n % period, at_most)
-                    for n in members
-                    if n not in lowered
-                }
-                for n, one in sorted((lowered | rest).items()):
-                    if n != last:
-                        jobs[n] = pool.submit(build, one, hardware.device)
-        programs = {number: job.result() for number, job in jobs.items()}
-    for number, built in programs.items():
-        stage = stages[number]
-        found[number] = read(stage, parts_of(recipe, stage, hardware, micro_batch, at_most), built)
+                jobs |= {n: start(n) for n in others}
+        found = {number: read(stages[number], job.result()) for number, job in jobs.items()}
     for number, last in copies.items():
         found[number] = with_stage(found[last], stages[number])
     return [found[number] for number in range(len(stages))]
@@ -136,24 +127,40 @@ def with_stage(step: Step, stage: Stage) -> Step:
 
 
 def lower(
-    recipe: Recipe,
-    stage: Stage,
-    hardware: Hardware,
-    micro_batch: int | None,
-    phase: int = -1,
-    at_most: int | None = None,
+    recipe: Recipe, stage: Stage, hardware: Hardware, parts: int, phase: int = -1, head_chunk: int | None = None
 ) -> jax.stages.Lowered:
     """Lower one stage's step through the code that training runs."""
-    parts = parts_of(recipe, stage, hardware, micro_batch, at_most)
-    return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase)
+    return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk)
 
 
-def parts_of(recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None, at_most: int | None) -> int:
-    """Return into how many micro-batches a device divides its lanes, as :func:`compile_stages` says."""
-    if at_most is None:
-        return micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
-    own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
-    return next(n for n in (*divisions(recipe, stage, hardware.mesh), own) if own // n <= at_most)
+def fitted(
+    recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None = None, phase: int = -1
+) -> Attempt:
+    """Compile a stage's step as training would: the first of its attempts that fits in memory.
+
+    Of attempts with ``micro_batch`` tokens of a device at once, or of all. Where none fits, the last one. Raises
+    :class:`.program.DoesNotFit` where a TPU's compiler refuses that. The target must be pretended.
+    """
+    wanted = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
+    numbers = [wanted] if micro_batch else [n for n in divisions(recipe, stage, hardware.mesh) if n >= wanted]
+    for attempt in tries(recipe, stage, hardware, numbers, phase):
+        if attempt.step and attempt.need <= hardware.limit:
+            break
+    if attempt.step is None:
+        raise program.DoesNotFit(attempt.need)
+    return attempt
+
+
+def tries(
+    recipe: Recipe, stage: Stage, hardware: Hardware, numbers: Sequence[int], phase: int = -1
+) -> Iterator[Attempt]:
+    """Yield the attempts of training with each of ``numbers`` of micro-batches."""
+
+    def lowered(parts: int, head_chunk: int | None) -> jax.stages.Lowered:
+        return lower(recipe, stage, hardware, parts, phase, head_chunk)
+
+    measure = partial(program.measured, partial(build, device=hardware.device))
+    return attempts(recipe, stage, hardware.mesh, numbers, hardware.limit, lowered, measure)
 
 
 def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
@@ -163,34 +170,28 @@ def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     return lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
 
 
-def read(stage: Stage, parts: int, built: jax.stages.Compiled) -> Step:
+def read(stage: Stage, attempt: Attempt) -> Step:
     """Read a compiled step: its text, and what the compiler says of memory."""
-    sizes: Any = built.memory_analysis()
+    built: Any = attempt.step
+    sizes = built.memory_analysis()
     memory = {
         "arguments": sizes.argument_size_in_bytes,
         "outputs": sizes.output_size_in_bytes,
         "aliased": sizes.alias_size_in_bytes,
         "temporaries": sizes.temp_size_in_bytes,
-        "peak": program.memory_needed(built),
+        "peak": attempt.need,
     }
-    return Step(stage, parts, str(built.as_text()), memory)
+    return Step(stage, attempt.parts, str(built.as_text()), memory, head_chunk=attempt.head_chunk)
 
 
-def largest_that_fits(
-    recipe: Recipe, hardware: Hardware, stage: Stage, below: int | None = None, phase: int = -1
-) -> tuple[int, int] | None:
-    """Compile a stage with fewer lanes at once, then pieces of one, until it fits: (micro-batch, bytes), or None."""
+def largest_that_fits(recipe: Recipe, hardware: Hardware, stage: Stage, below: int) -> tuple[int, int] | None:
+    """Compile a stage with fewer than ``below`` tokens at once until it fits: (micro-batch, bytes), or None."""
     own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
-    for parts in divisions(recipe, stage, hardware.mesh):
-        tokens = own // parts
-        if below is None or tokens < below:
-            try:
-                with pretend(hardware.cluster.target):
-                    need = program.memory_needed(build(lower(recipe, stage, hardware, tokens, phase), hardware.device))
-            except program.DoesNotFit:
-                continue
-            if need <= hardware.limit:
-                return tokens, need
+    numbers = [parts for parts in divisions(recipe, stage, hardware.mesh) if own // parts < below]
+    with pretend(hardware.cluster.target):
+        for attempt in tries(recipe, stage, hardware, numbers):
+            if attempt.step and attempt.need <= hardware.limit:
+                return own // attempt.parts, attempt.need
     return None
 
 

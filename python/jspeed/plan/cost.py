@@ -1,13 +1,9 @@
 """What one step costs on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives of its HLO.
 
-Only matmuls have FLOPs; element-wise work counts as bytes. Attention counts the keys that mask, window and longest
-document leave: 2 matmuls forward, 5 backward, which recomputes the scores. jspeed's own attention kernels count whole
-blocks of keys, as they multiply them, and 7 matmuls backward: scores are recomputed in each of two kernels. So does
-splash attention on TPUs, whose blocks do not end with documents, and what it reads again for each block counts again.
-Every other array counts once: what blocks side by side read is taken to be in the L2 cache.
+Only matmuls have FLOPs, attention among them (`kernels/attention.py`); element-wise work counts as bytes. Every array
+counts once, but for what splash attention reads again: what blocks side by side read is taken to be in the L2 cache.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -15,19 +11,8 @@ from typing import NamedTuple
 
 from jspeed.plan import hlo
 from jspeed.plan.hlo import Collective, Instruction
-from jspeed.sizes import mean_context
-from jspeed.stage import Stage
+from jspeed.plan.kernels import attention
 
-ATTENTION = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
-ATTENTION_MATMULS = {"attention_forward": 2, "attention_backward": 5}
-# The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
-TRITON = "__gpu$xla.gpu.triton"
-OWN_ATTENTION = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
-OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
-# JAX's kernels for TPUs: the scope that model/kernels/splash_attention.py names, then the kernel's own name.
-TPU = "tpu_custom_call"
-SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)")
-SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call async after-all partition-id "
@@ -69,78 +54,11 @@ def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
 def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_len: int | None) -> list[Kernel]:
     """Return ``steps`` with other attention windows: ``windows`` maps each one that was compiled to its value."""
     return [
-        step._replace(flops=attention_flops(step.kind, step.instruction, max_doc_len, windows))
-        if step.kind in ATTENTION_MATMULS
+        step._replace(flops=attention.flops_of(step.kind, step.instruction, max_doc_len, windows))
+        if step.kind in attention.MATMULS
         else step
         for step in steps
     ]
-
-
-def attention_flops(
-    kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None
-) -> float:
-    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention."""
-    if step.target == TPU:
-        return _splash(step)[0]
-    if step.target == TRITON:
-        return _own_attention_flops(step, max_doc_len, windows or {})
-    config = _fmha(step)
-    batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
-    width = step.arrays[0].dims[-1]
-    window = int(config["sliding_window_length"])
-    window = (windows or {}).get(window, window)
-    packed = int(config["max_seg_per_batch"]) > 1
-    seen = float(keys)
-    if "CAUSAL" in config["mask_type"]:
-        lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
-        seen = mean_context(lane, window or None)
-    return ATTENTION_MATMULS[kind] * 2 * batch * heads * queries * seen * width
-
-
-def _own_attention_flops(step: Instruction, max_doc_len: int | None, windows: Mapping[int, int]) -> float:
-    """All of every pair of blocks that are visited, if all documents have ``max_doc_len`` tokens."""
-    found = OWN_ATTENTION.search(step.attributes)
-    assert found
-    lanes, length, heads, width = step.arrays[0].dims
-    window, own, visited = map(int, found.groups()[2:])
-    window = windows.get(window, window) or length
-    document = min(length, max_doc_len or length) if found[2] == "packed" else length
-    pairs = _pairs(found[1] == "dk_dv", length, document, window, own, visited)
-    return OWN_MATMULS[found[1]] * 2 * lanes * heads * width * own * visited * pairs
-
-
-def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
-    """Pairs of a block of ``own`` queries and one of ``visited`` keys that it sees; of keys and queries ``by_keys``."""
-    pairs = 0
-    for start in range(0, length, own):
-        end = min(start + own, length)
-        if by_keys:  # blocks of queries, up to the last one that sees the last key
-            last = min((end - 1) // document * document + document, length, end - 1 + window) - 1
-            pairs += last // visited + 1 - start // visited
-        else:
-            first = max(start // document * document, start - window + 1)
-            pairs += -(-end // visited) - first // visited
-    return pairs
-
-
-def _splash(step: Instruction) -> tuple[int, int]:
-    """FLOPs of a call of splash attention, and bytes read again: a block of two arrays for each pair of blocks."""
-    found = SPLASH.search(step.op_name)
-    assert found
-    window, block = int(found[1]), int(found[2])
-    *rows, length, width = next(array.dims for array in step.arrays if array.dtype == "bf16")
-    pairs = _pairs(found[3] == "dkv", length, length, window or length, block, block)
-    channels = math.prod(rows) * width
-    return SPLASH_MATMULS[found[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
-
-
-def attention_kind(step: Instruction) -> str | None:
-    """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
-    if step.target == TRITON and (found := OWN_ATTENTION.search(step.attributes)):
-        return "attention_forward" if found[1] == "forward" else "attention_backward"
-    if step.target == TPU and (found := SPLASH.search(step.op_name)):
-        return "attention_forward" if found[3] == "fwd" else "attention_backward"
-    return ATTENTION.get(step.target)
 
 
 def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
@@ -148,7 +66,7 @@ def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
 
     ``matrices`` holds the (in, out) of each parameter by its path. Parameters of one shape are named together.
     """
-    if step.kind in ATTENTION_MATMULS:
+    if step.kind in attention.MATMULS:
         return "attention scores"
     if step.instruction.op_name and not re.search(r"shard_map|jvp|transpose\(", step.instruction.op_name):
         return "optimizer"
@@ -215,7 +133,7 @@ def _walk(
                 waiting[step.name] = len(found)
             found.append(Kernel("collective", 0.0, 0.0, "", (), times, step, collective, len(found) + 1))
         elif step.opcode in ("while", "conditional", "call", "async", "async-start"):
-            again = times * (_trips(step) if step.opcode == "while" else 1)
+            again = times * (_trips(step, computations) if step.opcode == "while" else 1)
             for called in step.calls:
                 if called in computations:
                     _walk(called, again, computations, collectives, max_doc_len, found)
@@ -232,11 +150,10 @@ def _kernel(
 ) -> Kernel:
     operands = [inside[name] for name in step.operands if name in inside]
     moved = float(_bytes_moved(step, operands, computations))
-    if kind := attention_kind(step):
-        flops = attention_flops(kind, step, max_doc_len)
-        dtype = "bf16" if step.target == TPU else _dtype(step.arrays[0].dtype)
-        moved += _splash(step)[1] if step.target == TPU else 0
-        return Kernel(kind, flops, moved, dtype, (), times, step)
+    if kind := attention.kind_of(step):
+        flops = attention.flops_of(kind, step, max_doc_len)
+        dtype = "bf16" if step.target == attention.TPU else _dtype(step.arrays[0].dtype)
+        return Kernel(kind, flops, moved + attention.read_again(step), dtype, (), times, step)
     if step.opcode in PRODUCTS or "matmul" in step.target:
         flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)
@@ -273,26 +190,41 @@ def _own_matmul(step: Instruction, operands: list[Instruction]) -> tuple[int, ..
 def _bytes_moved(
     step: Instruction, operands: list[Instruction], computations: dict[str, dict[str, Instruction]]
 ) -> int:
-    """Bytes read and written. Where a fusion slices an array or updates it in place, only the slice counts."""
+    """Bytes read and written, off the chip. Where a fusion slices an array or updates it in place, only that counts."""
+    written, read = step.bytes_off_chip, [operand.bytes_off_chip for operand in operands]
+    if step.opcode == "copy-start":  # its result is the copy, and what is copied
+        return written
     if step.opcode in PARTIAL_READS:
-        return 2 * step.bytes
-    written, read = step.bytes, [operand.bytes for operand in operands]
+        return written + (step.bytes if read and read[0] else 0)
     if step.opcode in ("dynamic-update-slice", "scatter"):
         return 2 * sum(read[1:])
     if step.opcode == "fusion" and step.calls and (body := computations.get(step.calls[0])):
-        users: dict[str, list[Instruction]] = {}
-        for inner in body.values():
-            for operand in inner.operands:
-                users.setdefault(operand, []).append(inner)
-        known: dict[str, int] = {}
-        for inner in body.values():
-            if inner.opcode == "parameter" and 0 <= inner.number < len(read):
-                read[inner.number] = min(read[inner.number], _bytes_used(inner, users, body, known))
+        used = _bytes_of_arguments(body, computations)
+        read = [min(size, used.get(number, size)) for number, size in enumerate(read)]
         for inner in body.values():  # an update in place writes its update alone; a scatter reads and writes rows
             if inner.opcode in ("dynamic-update-slice", "scatter"):
                 update = body[inner.operands[1 if inner.opcode == "dynamic-update-slice" else 2]]
                 written += update.bytes - inner.bytes
     return max(written, 0) + sum(read)
+
+
+def _bytes_of_arguments(
+    body: dict[str, Instruction], computations: dict[str, dict[str, Instruction]]
+) -> dict[int, int]:
+    """Bytes that a fusion reads of each of its arguments."""
+    users: dict[str, list[Instruction]] = {}
+    for inner in body.values():
+        for operand in inner.operands:
+            users.setdefault(operand, []).append(inner)
+    known: dict[str, int] = {}
+    for inner in body.values():  # fusions in a fusion, of TPUs
+        if inner.opcode == "fusion" and inner.calls and (within := computations.get(inner.calls[0])):
+            used = _bytes_of_arguments(within, computations)
+            for number, name in enumerate(inner.operands):
+                if users[name] == [inner] and inner.operands.count(name) == 1 and number in used:
+                    known[name] = min(body[name].bytes, used[number])
+    arguments = [inner for inner in body.values() if inner.opcode == "parameter"]
+    return {inner.number: _bytes_used(inner, users, body, known) for inner in arguments}
 
 
 def _bytes_used(
@@ -333,16 +265,21 @@ def _dot_numbers(step: Instruction) -> dict[str, list[int]]:
     return found
 
 
-def _fmha(step: Instruction) -> dict:
-    """What XLA tells cuDNN about one attention call."""
-    config, _ = json.JSONDecoder().raw_decode(step.attributes.partition("backend_config=")[2])
-    return config["cudnn_fmha_backend_config"]
+def _trips(step: Instruction, computations: dict[str, dict[str, Instruction]]) -> int:
+    """How often a loop runs: what XLA found out, or 1.
 
-
-def _trips(step: Instruction) -> int:
-    """How often a loop runs: what XLA found out, or 1."""
-    match = re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', step.attributes)
-    return int(match[1]) if match else 1
+    A TPU's compiler does not write what it found out: there it is the constant below which a loop goes on, since those
+    of JAX count from 0.
+    """
+    if match := re.search(r'known_trip_count"?:\{"?n"?:"?(\d+)', step.attributes):
+        return int(match[1])
+    match = re.search(r"condition=%?([\w.\-]+)", step.attributes)
+    condition = computations.get(match[1], {}) if match else {}
+    *_, last = [None, *condition.values()]
+    if last is None or "direction=LT" not in last.attributes:
+        return 1
+    limits = [condition[name].number for name in last.operands if condition[name].opcode == "constant"]
+    return limits[0] if limits and limits[0] > 0 else 1
 
 
 def _dtype(name: str) -> str:

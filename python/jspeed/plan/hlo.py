@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\]")  # bf16[8,<=128], a bound counting as the size; layouts have no brackets
+# bf16[8,<=128], a bound counting as the size, and the memory space at the end of its layout: {1,0:T(8,128)S(1)}.
+ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{[^{}]*S\((\d+)\)\})?")
+VMEM = "1"  # of a TPU, on the chip
 CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=")
 KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")  # of TPUs: an instruction in three lines
 COLLECTIVES = frozenset(
@@ -24,6 +26,7 @@ class Array(NamedTuple):
 
     dtype: str  # as HLO writes it: bf16, f8e4m3fn, s32, pred
     dims: tuple[int, ...]
+    on_chip: bool = False
 
     @property
     def bytes(self) -> int:
@@ -47,12 +50,17 @@ class Instruction(NamedTuple):
     computation: str
     attributes: str  # all of the text after the operands
     asynchronous: bool = False  # a start and a done, merged by :func:`paired`
-    number: int = -1  # of a parameter: which argument of its computation it is
+    number: int = -1  # of a parameter: which argument of its computation it is; of a whole constant: its value
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole result."""
         return sum(array.bytes for array in self.arrays)
+
+    @property
+    def bytes_off_chip(self) -> int:
+        """Bytes of those arrays of the result that are in the device's memory."""
+        return sum(array.bytes for array in self.arrays if not array.on_chip)
 
 
 class Collective(NamedTuple):
@@ -169,7 +177,10 @@ def _instruction(line: str, computation: str, frames: dict[str, str]) -> Instruc
     return Instruction(
         name=name.removeprefix("%"),
         opcode=opcode,
-        arrays=tuple(Array(dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in ARRAY.findall(shape)),
+        arrays=tuple(
+            Array(dtype, tuple(map(int, re.findall(r"\d+", dims))), space == VMEM)
+            for dtype, dims, space in ARRAY.findall(shape)
+        ),
         operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
         calls=tuple(_called(attributes)),
         target=_quoted(attributes, "custom_call_target="),
@@ -177,7 +188,7 @@ def _instruction(line: str, computation: str, frames: dict[str, str]) -> Instruc
         source=frames.get(_word(attributes, "stack_frame_id="), ""),
         computation=computation,
         attributes=attributes,
-        number=int(rest[len(opcode) + 1 : end - 1]) if opcode == "parameter" else -1,
+        number=int(operands) if opcode in ("parameter", "constant") and operands.isdigit() else -1,
     )
 
 

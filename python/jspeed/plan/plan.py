@@ -46,25 +46,12 @@ def make_plan(
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
-    Without ``micro_batch`` it is the one that training would find: the first that fits in memory. Raises
+    What is taken at once is what training would find, with ``micro_batch`` tokens or the first that fits. Raises
     :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
     recipe, cluster = found.recipe, hardware.cluster
     hardware = suited(hardware, recipe)
-    try:
-        steps = compile_stages(recipe, hardware, micro_batch)
-    except program.DoesNotFit:  # of a TPU, where nothing is compiled that could be described
-        last = recipe.stages[-1]
-        own = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
-        below = own // micro_batches(recipe, last, hardware.mesh, hardware.device, micro_batch)
-        if micro_batch or not (smaller := largest_that_fits(recipe, hardware, last, below)):
-            raise
-        steps = compile_stages(recipe, hardware, at_most=smaller[0])
-    worst = max(steps, key=lambda step: step.memory["peak"])
-    if micro_batch is None and worst.memory["peak"] > hardware.limit:
-        below = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts
-        if smaller := largest_that_fits(recipe, hardware, worst.stage, below, steps.index(worst) % recipe.period):
-            steps = compile_stages(recipe, hardware, at_most=smaller[0])
+    steps = compile_stages(recipe, hardware, micro_batch)
     ideal = ideal_flops(recipe, hardware, steps[-1].parts)
     stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
@@ -145,6 +132,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
         "tokens_per_step": tokens,
         "micro_batches": step.parts,
         "micro_batch_tokens": tokens // hardware.mesh.shape["data"] // step.parts,
+        "head_chunk": step.head_chunk,
         "compiled": not step.shared,
         "memory_bytes": step.memory,
         "memory_by_kind": memory_by_kind(step),
@@ -229,7 +217,9 @@ def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool
     if need <= limit:
         lane = worst.stage.lane_len
         pieces = f", lanes cut at document borders into {lane // tokens}" if tokens < lane else ""
-        return True, f"fits: {need / 1e9:.1f} of {have} a device with a micro-batch of {tokens:,} tokens{pieces}"
+        chunks = f", the head's loss in chunks of {worst.head_chunk:,}" if worst.head_chunk else ""
+        how = f"a micro-batch of {tokens:,} tokens{pieces}{chunks}"
+        return True, f"fits: {need / 1e9:.1f} of {have} a device with {how}"
     start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
     if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
         flag = "--micro-batch " if len({stage.lane_len for stage in recipe.stages}) == 1 else "a micro-batch of "
@@ -287,6 +277,7 @@ def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any
             "layout": hardware.layout,
             "mesh": dict(hardware.mesh.shape),
             "micro_batch_tokens": own // number,
+            "head_chunk": step.head_chunk,
             "peak_bytes": step.memory["peak"],
             "fits": step.memory["peak"] <= hardware.limit,
             "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],

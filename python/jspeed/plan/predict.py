@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jspeed.plan import hlo
-from jspeed.plan.cost import ATTENTION_MATMULS, Kernel
+from jspeed.plan.cost import Kernel
 from jspeed.plan.hlo import Collective
+from jspeed.plan.kernels.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.target import Cluster, Facts
 
 # Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to

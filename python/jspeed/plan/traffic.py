@@ -4,20 +4,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from jspeed.plan import hlo, predict
-from jspeed.plan.compile import Hardware, build, lower, read, suited
+from jspeed.plan.compile import Hardware, fitted, read, suited
 from jspeed.plan.cost import Kernel
 from jspeed.plan.predict import kernel_seconds
 from jspeed.plan.target import Facts, pretend
 from jspeed.recipe import Recipe
-from jspeed.run.compute.device import micro_batches
 
 
 def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> dict[str, Any]:
     """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
     stage, hardware = recipe.stages[-1], suited(hardware, recipe)
     with pretend(hardware.cluster.target):
-        built = build(lower(recipe, stage, hardware, micro_batch), hardware.device)
-    step = read(stage, micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch), built)
+        step = read(stage, fitted(recipe, stage, hardware, micro_batch))
     computing = [kernel for kernel in step.kernels if not kernel.collective]
     seconds = predict.times(step.kernels, hardware.cluster)[0].total
     return {
@@ -26,6 +24,8 @@ def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = N
         "kernels": sum(kernel.times for kernel in computing),
         "bytes": sum(kernel.times * kernel.bytes for kernel in computing),
         "flops": sum(kernel.times * kernel.flops for kernel in computing),
+        "micro_batch_tokens": recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] // step.parts,
+        "head_chunk": step.head_chunk,
         "peak_bytes": step.memory["peak"],
         "roofline_ms": 1e3 * seconds,
         "fitted_ms": 1e3 * seconds * predict.slowdown(),

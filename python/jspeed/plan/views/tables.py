@@ -40,13 +40,13 @@ def stages(plan: Plan) -> Table:
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
          f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
          between(s["predicted_ms"]), *(figures(s["time_ms"][kind]) for kind in kinds), size(s["memory_bytes"]["peak"]),
-         figures(s["flops"], 1e12), size(s["bytes_moved"]), f"{s['micro_batch_tokens']:,} x {s['micro_batches']:,}"]
+         figures(s["flops"], 1e12), size(s["bytes_moved"]), f"{at_once(s)} x {s['micro_batches']:,}"]
         for s in plan["stages"]
     ]  # fmt: skip
     note = (
         "One device, one step; (1/2) is the first of two. Compute and memory are compute-bound and memory-bound "
         "kernels; with the exposed communication they add up to the roofline of the step. Peak: of memory; at once: "
-        "tokens of a micro-batch. *: another stage's program."
+        "tokens of a micro-batch (of a row whose logits exist at once, if not all). *: another stage's program."
     )
     return Table("stages", head, rows, note)
 
@@ -68,7 +68,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield Table("largest buffers", ["buffer", "array", "source", "from"], rows)
     head = ["layout", "mesh", "tokens at once", "peak memory", "fits", "predicted step"]
     rows = [
-        [s["layout"], ", ".join(f"{axis}={n}" for axis, n in s["mesh"].items()), f"{s['micro_batch_tokens']:,}",
+        [s["layout"], ", ".join(f"{axis}={n}" for axis, n in s["mesh"].items()), at_once(s),
          size(s["peak_bytes"]), yes(s["fits"]), between(s["predicted_ms"], "ms")]
         for s in plan.get("search", ())
     ]  # fmt: skip
@@ -139,3 +139,9 @@ def facts(found: Mapping[str, Any]) -> Table:
 def yes(value: bool) -> str:
     """Return ``yes`` or ``no``."""
     return "yes" if value else "no"
+
+
+def at_once(row: Mapping[str, Any]) -> str:
+    """Return the tokens of a micro-batch, and of a row those whose logits exist at once where these are not all."""
+    chunk = row.get("head_chunk")
+    return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspeed.plan.views import compare
-from jspeed.plan.views.tables import Table, stages, tables
+from jspeed.plan.views.tables import Table, at_once, stages, tables
 
 Plan = Mapping[str, Any]
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
@@ -72,7 +72,7 @@ def traffic(found: Plan, console: Console | None = None, lines: int = 40) -> Non
     console.print(
         f"{found['recipe']} on {found['target']}: {found['bytes'] / 1e9:.1f} GB and {found['flops'] / 1e12:.2f} TFLOP "
         f"in {found['kernels']} kernels, {found['roofline_ms']:.1f} ms (fitted {found['fitted_ms']:.1f}), "
-        f"{found['peak_bytes'] / 1e9:.1f} GB of memory"
+        f"{found['peak_bytes'] / 1e9:.1f} GB of memory with {at_once(found)} tokens at once"
     )
     head = ["source", "pass", "kind", "kernels", "GB", "share", "ms"]
     rows = [

@@ -1,0 +1,118 @@
+"""FLOPs of attention, which no compiler's text says: cuDNN's, jspeed's own kernels, JAX's for TPUs.
+
+Attention counts the keys that mask, window and longest document leave: 2 matmuls forward, 5 backward, which recomputes
+the scores. jspeed's own attention kernels count whole blocks of keys, as they multiply them, and 7 matmuls backward:
+scores are recomputed in each of two kernels. So does splash attention on TPUs, whose blocks do not end with documents,
+and what it reads again for each block counts again. Composed heads count all blocks that a window reaches, whether in
+sight or not, in 2 matmuls forward and 7 backward.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from jspeed.plan.hlo import Instruction
+from jspeed.sizes import mean_context
+from jspeed.stage import Stage
+
+CUDNN = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
+MATMULS = {"attention_forward": 2, "attention_backward": 5}
+# The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
+TRITON = "__gpu$xla.gpu.triton"
+OWN = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
+OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
+# Those of model/kernels/composed_heads.py, for a block of tokens and all that it visits.
+COMPOSED = re.compile(r"composed_heads_(forward|dmixed|dq|dk_dv)_(\d+)x(\d+)_blocks(\d+)x(\d+)")
+COMPOSED_MATMULS = {"forward": 2, "dmixed": 1, "dq": 3, "dk_dv": 3}
+# JAX's kernels for TPUs: the scope that model/kernels/splash_attention.py names, then the kernel's own name.
+TPU = "tpu_custom_call"
+SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)")
+SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
+
+
+def kind_of(step: Instruction) -> str | None:
+    """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
+    if step.target == TRITON and (found := OWN.search(step.attributes) or COMPOSED.search(step.attributes)):
+        return "attention_forward" if found[1] == "forward" else "attention_backward"
+    if step.target == TPU and (found := SPLASH.search(step.op_name)):
+        return "attention_forward" if found[3] == "fwd" else "attention_backward"
+    return CUDNN.get(step.target)
+
+
+def flops_of(kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None) -> float:
+    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention.
+
+    ``windows`` maps windows that were compiled to others; those of composed heads have no schedule and stay.
+    """
+    if step.target == TPU:
+        return _splash(step)[0]
+    if step.target == TRITON:
+        composed = COMPOSED.search(step.attributes)
+        return _composed(step, composed) if composed else _own(step, max_doc_len, windows or {})
+    config = _fmha(step)
+    batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
+    width = step.arrays[0].dims[-1]
+    window = int(config["sliding_window_length"])
+    window = (windows or {}).get(window, window)
+    packed = int(config["max_seg_per_batch"]) > 1
+    seen = float(keys)
+    if "CAUSAL" in config["mask_type"]:
+        lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
+        seen = mean_context(lane, window or None)
+    return MATMULS[kind] * 2 * batch * heads * queries * seen * width
+
+
+def read_again(step: Instruction) -> int:
+    """Bytes that a call reads more often than once: splash attention reads a block of two arrays for each pair."""
+    return _splash(step)[1] if step.target == TPU else 0
+
+
+def _own(step: Instruction, max_doc_len: int | None, windows: Mapping[int, int]) -> float:
+    """All of every pair of blocks that are visited, if all documents have ``max_doc_len`` tokens."""
+    found = OWN.search(step.attributes)
+    assert found
+    lanes, length, heads, width = step.arrays[0].dims
+    window, own, visited = map(int, found.groups()[2:])
+    window = windows.get(window, window) or length
+    document = min(length, max_doc_len or length) if found[2] == "packed" else length
+    pairs = _pairs(found[1] == "dk_dv", length, document, window, own, visited)
+    return OWN_MATMULS[found[1]] * 2 * lanes * heads * width * own * visited * pairs
+
+
+def _composed(step: Instruction, found: re.Match[str]) -> float:
+    """All that every block of tokens visits, before the lane and after it too; the first result is ``[B, T, ...]``."""
+    lanes, length = step.arrays[0].dims[:2]
+    heads, width, own, visited = map(int, found.groups()[1:])
+    return COMPOSED_MATMULS[found[1]] * 2 * lanes * heads * width * -(-length // own) * own * visited
+
+
+def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
+    """Pairs of a block of ``own`` queries and one of ``visited`` keys that it sees; of keys and queries ``by_keys``."""
+    pairs = 0
+    for start in range(0, length, own):
+        end = min(start + own, length)
+        if by_keys:  # blocks of queries, up to the last one that sees the last key
+            last = min((end - 1) // document * document + document, length, end - 1 + window) - 1
+            pairs += last // visited + 1 - start // visited
+        else:
+            first = max(start // document * document, start - window + 1)
+            pairs += -(-end // visited) - first // visited
+    return pairs
+
+
+def _splash(step: Instruction) -> tuple[int, int]:
+    """FLOPs of a call of splash attention, and bytes read again: a block of two arrays for each pair of blocks."""
+    found = SPLASH.search(step.op_name)
+    assert found
+    window, block = int(found[1]), int(found[2])
+    *rows, length, width = next(array.dims for array in step.arrays if array.dtype == "bf16")
+    pairs = _pairs(found[3] == "dkv", length, length, window or length, block, block)
+    channels = math.prod(rows) * width
+    return SPLASH_MATMULS[found[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
+
+
+def _fmha(step: Instruction) -> dict:
+    """What XLA tells cuDNN about one attention call."""
+    config, _ = json.JSONDecoder().raw_decode(step.attributes.partition("backend_config=")[2])
+    return config["cudnn_fmha_backend_config"]
