@@ -63,6 +63,10 @@ sys.exit(0 if jax.default_backend() == "gpu" else "error: JAX finds no GPU; the 
       --json "$out/lane-$each.json"
   done
 
+  for each in off on; do
+    part "jspeed2-own-$each" env CUDA_VISIBLE_DEVICES=0 "$python" scripts/bench.py gpu --recipe jspeed2 \
+      --set LANES=1 OWN_KERNELS=$each --json "$out/jspeed2-own-$each.json"
+  done
   part fused "$python" scripts/bench.py fused
 
   for each in cudnn triton fa4; do

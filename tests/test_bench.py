@@ -293,8 +293,10 @@ def test_a_gpu_day_goes_on_after_a_part_that_fails(tmp_path):
     environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "day")}
     done = subprocess.run([SCRIPTS / "gpu_day.sh"], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1, done.stdout
-    passed = "gpu-llmc gpu-r21 gpu-r29 gpu-r62 gpu-r89 lane-r62 lane-r89 fused attention-cudnn attention-triton"
-    assert f"passed: devices tests {passed}\n" in done.stdout.replace("nvidia-smi ", "")
+    passed = "gpu-llmc gpu-r21 gpu-r29 gpu-r62 gpu-r89 lane-r62 lane-r89 jspeed2-own-off jspeed2-own-on fused"
+    assert f"passed: devices tests {passed} attention-cudnn attention-triton\n" in done.stdout.replace(
+        "nvidia-smi ", ""
+    )
     assert "gpu-track3 (4)" in done.stdout and "training: no TOKEN_FOLDER given, skipped" in done.stdout
     assert (tmp_path / "day" / "log.txt").read_text() == done.stdout
 

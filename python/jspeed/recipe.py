@@ -28,12 +28,11 @@ MOST_IDS = 2**31 - 1  # ids are int32 on devices
 class ParamSpec:
     """One parameter array before it exists: this table row gives its start, its sharding and its optimizer.
 
-    ``axes`` names each dimension; layouts go by these names. Three carry meaning of their own: ``matrix`` stacks
-    matrices of one shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks
-    whatever belongs to layers; and an array with a ``token``, ``position`` or ``row`` axis is a table whose rows are
-    looked up, so it costs no matrix-multiplication FLOPs. Of a table with a ``row`` axis, which is its first, no
-    device need ever hold all: its rows come through ``Context.fetch``. The last two axes of a bank's matrix are (in,
-    out): it is used as ``x @ w``.
+    ``axes`` names each dimension; layouts go by these names. Three carry meaning: ``matrix`` stacks matrices of one
+    shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks whatever belongs to
+    layers; and an array with a ``token``, ``position`` or ``row`` axis is a table whose rows are looked up, so it costs
+    no matrix-multiplication FLOPs. Of a table with a ``row`` axis, its first, no device need ever hold all: its rows
+    come through ``Context.fetch``. The last two axes of a bank's matrix are (in, out): it is used as ``x @ w``.
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
     once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
@@ -115,16 +114,16 @@ def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Context:
-    """What ``forward`` and ``loss`` may know besides parameters and tokens; all but ``step`` and ``first_row``
-    fixed at compile time.
+    """What ``forward`` and ``loss`` may know besides parameters and tokens.
 
-    ``attention`` is the backend to call :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix
-    multiplication is on these devices: ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or
-    ``missing``. ``blocks`` is :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the
-    number of steps before this one, an int32 scalar, and ``phase`` its remainder by ``Recipe.period``; ``first_row`` is
-    the number of the first of the rows at hand in the global batch, an int32 scalar: with the step it names a row's
-    random numbers (:func:`jspeed.model.layers.row_keys`), the same on any mesh. Where lanes are cut, a row at hand is
-    one of ``pieces`` of its lane. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, on any device.
+    All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
+    :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix multiplication is on these devices:
+    ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or ``missing``. ``blocks`` is
+    :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the number of steps before this
+    and ``first_row`` that of the global batch's rows before those at hand, int32 scalars: they name a row's random
+    numbers (:func:`jspeed.model.layers.row_keys`) on any mesh. ``phase`` is the step's remainder by ``Recipe.period``.
+    Where lanes are cut, a row at hand is one of ``pieces`` of its lane. ``head_chunk``: the tokens of a row that a loss
+    takes at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, on any device.
     """
 
     stage: Stage
@@ -136,6 +135,7 @@ class Context:
     step: Any = 0
     first_row: Any = 0
     pieces: int = 1
+    head_chunk: int | None = None
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
 
     def use_fp8(self, asked: str) -> bool:

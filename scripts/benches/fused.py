@@ -1,4 +1,4 @@
-"""The fused matmuls beside their references in plain JAX, on one GPU."""
+"""Own kernels beside their references in plain JAX, on one GPU."""
 
 import statistics
 from collections.abc import Callable
@@ -10,15 +10,25 @@ import jax.numpy as jnp
 
 from benches.text import timed
 from jspeed.errors import BadInput
-from jspeed.model.fp8 import E4M3
+from jspeed.model.attention import find_documents
+from jspeed.model.fp8 import E4M3, E5M2
+from jspeed.model.heads import composed
+from jspeed.model.kernels.fp8_cast import cast, cast_reference
 from jspeed.model.kernels.fused_mlp import (
     squared_relu_gradient,
+    squared_relu_gradient_fp8,
+    squared_relu_gradient_fp8_reference,
     squared_relu_gradient_reference,
     squared_relu_matmul,
+    squared_relu_matmul_fp8,
+    squared_relu_matmul_fp8_reference,
     squared_relu_matmul_reference,
 )
+from jspeed.model.kernels.qk_norm import norm_and_turn, norm_and_turn_reference
+from jspeed.model.positions import frequencies
 
-WIDTH, MLP_WIDTH = 768, 3072  # record 89's
+WIDTH, MLP_WIDTH, HEADS = 768, 3072, 6  # record 89's
+DOCUMENT = 700  # tokens
 
 
 def fused(tokens: int = 49_152, rounds: int = 20) -> None:
@@ -37,9 +47,14 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         )
     )
     forward = x.astype(E4M3), up.astype(E4M3), jnp.array([1.0, 1 / 448], jnp.float32)
+    backward = g.astype(E5M2), down.T.astype(E4M3), (h * h).astype(E4M3), jnp.array([1.0, 1.0, 1e-3], jnp.float32)
     cases: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]] = {
         "squared ReLU, FP8": (squared_relu_matmul, squared_relu_matmul_reference, forward),
         "its gradient": (squared_relu_gradient, squared_relu_gradient_reference, (g, down, h * h)),
+        "all in FP8": (squared_relu_matmul_fp8, squared_relu_matmul_fp8_reference, forward),
+        "gradient in FP8": (squared_relu_gradient_fp8, squared_relu_gradient_fp8_reference, backward),
+        "FP8 copies": (partial(cast, dtype=E5M2), partial(cast_reference, dtype=E5M2), (g, jnp.float32(1e-3))),
+        **of_heads(tokens),
     }
     print(
         f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX {jax.__version__}; ms, medians"
@@ -54,3 +69,35 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
                 times.append(1e3 * seconds / 10)
         ours, theirs = map(statistics.median, spent)
         print(f"{name:<20}{ours:8.3f} kernel {theirs:8.3f} XLA   ratio {ours / theirs:.2f}")
+
+
+def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
+    """QK-norm with rotary and composed heads, each with its gradients: kernel, reference, arrays."""
+
+    def drawn(number: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(number), (1, tokens, *shape), jnp.bfloat16)
+
+    width = WIDTH // HEADS
+    angle = jnp.arange(tokens)[:, None, None] * jnp.asarray(frequencies(width // 4), jnp.float32)
+    rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(1), HEADS
+    documents = find_documents(jnp.minimum(jnp.arange(tokens) % DOCUMENT, 1)[None], 0)
+    turn = [with_gradients(lambda y, way=way: way(y, *rest)) for way in (norm_and_turn, norm_and_turn_reference)]
+    mix = [
+        with_gradients(partial(composed, scale=0.1, documents=documents, window=112, own_kernels=own))
+        for own in (True, False)
+    ]
+    heads = *(drawn(n, HEADS, width) for n in range(3)), *(drawn(n, HEADS) for n in (3, 4))
+    return {
+        "QK-norm, rotary": (turn[0], turn[1], (drawn(5, 2 * WIDTH),)),
+        "composed heads": (mix[0], mix[1], heads),
+    }
+
+
+def with_gradients(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what computes ``run`` and its gradients, of ones."""
+
+    def both(*arrays: jax.Array) -> Any:
+        out, back = jax.vjp(run, *arrays)
+        return out, back(jax.tree.map(jnp.ones_like, out))
+
+    return both

@@ -52,6 +52,7 @@ class Row:
     lane_len: int
     longest_window: int | None
     micro_batches: int
+    head_chunk: int | None
     compile_seconds: float
     steps: int
     step_ms_median: float
@@ -89,7 +90,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
         began = now()
         phases = range(recipe.period)
         fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
-        steps, parts = [step for step, _ in fitted], fitted[-1][1]
+        steps, (_, parts, chunk) = [step for step, *_ in fitted], fitted[-1]
         compile_seconds = now() - began
         if state is None:
             init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
@@ -108,6 +109,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             lane_len=stage.lane_len,
             longest_window=max(stage.windows, default=None),
             micro_batches=parts,
+            head_chunk=chunk,
             compile_seconds=compile_seconds,
             steps=setting.steps,
             step_ms_median=1e3 * statistics.median(times["alone"]),

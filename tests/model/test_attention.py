@@ -265,6 +265,14 @@ def test_cudnn_call(cudnn_on_paper, max_docs, window):
             assert dense.distance(out[lane], expected[lane]) < 0.01
 
 
+@pytest.mark.parametrize("marked", [False, True])
+def test_marked_queries_are_not_made_nan_again(cudnn_on_paper, marked):
+    q, k, v, _ = jnp.asarray(normal(2, 20, 2, 8), jnp.bfloat16)
+    documents = find_documents(jnp.full((2, 20), BOS), BOS, 3)
+    out = attention(q, k, v, scale=0.3, documents=documents, backend="cudnn", marked=marked)
+    assert np.isnan(np.asarray(out, np.float32)).all() != marked
+
+
 @pytest.mark.parametrize("max_docs", [None, 3, 4, 9])
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_fa4_call(monkeypatch, max_docs, window):

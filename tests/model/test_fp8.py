@@ -8,6 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+# Private: the interpreter has no public name yet.
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
 from jspeed.model.fp8 import (
     E4M3,
     E5M2,
@@ -19,7 +22,7 @@ from jspeed.model.fp8 import (
     quantise,
     watch,
 )
-from jspeed.model.kernels import fused_mlp
+from jspeed.model.kernels import fp8_cast, fused_mlp
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
 
@@ -205,3 +208,70 @@ def test_mlp_in_own_kernels_is_the_other_one_to_rounding(monkeypatch):
     for a, b in zip(one, two, strict=True):
         assert a.shape == b.shape and np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b)  # as FP8 rounds
     assert one[4] == two[4] > 50  # half of the largest activation
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernels that round, by JAX's interpreters; in ``calls`` the shapes that each was asked for."""
+    calls = []
+
+    def put(module, name, interpret):
+        def run(*arrays):
+            calls.append((name, arrays[0].shape))
+            # The interpreter runs JAX itself, and hangs if more has been sent to its device meanwhile.
+            return jax.block_until_ready(kernel(*jax.block_until_ready(arrays), interpret=interpret))
+
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, run)
+
+    put(fp8_cast, "cast", True)
+    for name in ("squared_relu_matmul_fp8", "squared_relu_gradient_fp8"):
+        put(fused_mlp, name, InterpretGPUParams())
+    return calls
+
+
+@pytest.mark.parametrize("before", [0.0, 0.003])
+@pytest.mark.parametrize("rows", [(2, 128), (2, 60)])
+def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before, rows):
+    """Where sizes are whole blocks; where they are not it is the plain path."""
+    rng = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((*rows, 256), (128, 256), (*rows, 128)))
+
+    def found(own_kernels):
+        run = partial(measured_matmul, share=0.5, own_kernels=own_kernels)
+        y, pull = jax.vjp(run, x, w, jnp.float32(before))
+        return [np.asarray(a, np.float64) for a in (y, *pull(g))]
+
+    one, two = found(True), found(False)
+    assert interpreted == ([] if rows[1] == 60 else [("cast", (256, 128))])
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2**-7, atol=2**-8 * np.abs(b).max())  # sums in another order
+    np.testing.assert_array_equal(one[0], two[0])
+    assert one[3] == two[3] > 0.01
+
+
+@pytest.mark.parametrize("x_largest", [pytest.param(None, marks=pytest.mark.slow), 6.0])
+def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_largest):
+    rng = np.random.default_rng(0)
+    shapes = ((2, 128, 128), (128, 256), (128, 256), (2, 128, 128))
+    x, up, down, g = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    largest = jnp.float32([2000.0, 500.0, 4.0])
+
+    def found(own_kernels, largest=largest):
+        def run(x, up, down, largest):
+            return mlp(x, up, down, largest=largest, share=0.5, x_largest=x_largest, own_kernels=own_kernels)
+
+        y, pull = jax.vjp(run, x, up, down, largest)
+        return [np.asarray(a, np.float64) for a in (y, *pull(g))]
+
+    one, two, plain = found(True), found(False), found(False, None)
+    assert interpreted == [
+        (name, (256, 128)) for name in ("squared_relu_matmul_fp8", "cast", "squared_relu_gradient_fp8")
+    ]
+    for a, b, exact in zip(one[:4], two[:4], plain[:4], strict=True):
+        assert a.shape == b.shape and np.linalg.norm(a - b) < 0.08 * np.linalg.norm(b)  # as FP8 rounds
+        # What FP8 costs anyway is hardly made more.
+        assert np.linalg.norm(a - exact) < 1.1 * np.linalg.norm(b - exact) < 0.2 * np.linalg.norm(exact)
+    assert one[4][0] == pytest.approx(two[4][0], rel=2**-6)  # the other is rounded to bf16, twice
+    assert one[4][2] == two[4][2]
+    assert one[4][1] == pytest.approx(two[4][1], rel=0.26) and (one[4] > 0.5).all()

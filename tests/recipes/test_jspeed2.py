@@ -10,9 +10,12 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed import sizes
+from jspeed.model.kernels import composed_heads
+from jspeed.model.kernels.qk_norm import norm_and_turn
 from jspeed.recipes import jspeed2, r89
 from jspeed.run.find_recipe import find
 
+from ..model import dense
 from ..run.compute.steps import batches, mesh_of, run
 from ..toys import TOYS
 
@@ -80,7 +83,8 @@ def test_fp8_where_it_is_asked_for(toy, training):
     Weights are drawn: with those that start at 0 no gradient would reach what is before them.
     """
     found = {}
-    for way, sets in {"r89": (), "off": ("FP8_GRADIENTS=off", "FP8_PROJECTIONS=off"), "on": ()}.items():
+    ways = {"off": ("FP8_GRADIENTS=off", "FP8_PROJECTIONS=off"), "on": ()} | ({} if training else {"r89": ()})
+    for way, sets in ways.items():
         recipe = toy("r89" if way == "r89" else "jspeed2", *EVERYTHING * (way != "r89"), "FP8=on", *sets)
         params, *arrays = example(recipe, 1)
         draw = np.random.default_rng(0)
@@ -96,6 +100,36 @@ def test_fp8_where_it_is_asked_for(toy, training):
         assert 0.97 < np.dot(one, other) / np.linalg.norm(one) / np.linalg.norm(other) < 0.99999
     largest = np.asarray(grads["largest"])
     assert (largest[:, :3] > 0).all() and (largest[:, 3:] > 0).all(axis=1).sum() == recipe.layers - 1  # one attends not
+
+
+@pytest.mark.slow
+def test_own_kernels_around_attention_give_the_same_loss_and_gradients(toy, monkeypatch):
+    """In pairs, with keys that look back, and composed; in JAX's interpreter of kernels, which have bf16 alone."""
+    called = []
+
+    def interpreted(*args):
+        called.append(args[-1])
+        return norm_and_turn(*args, interpret=True)
+
+    monkeypatch.setattr("jspeed.model.kernels.qk_norm.norm_and_turn", interpreted)
+    compose = functools.partial(composed_heads.compose, interpret=True)
+    monkeypatch.setattr(composed_heads, "compose", compose)
+    found = []
+    for way in ("off", "on"):
+        recipe = toy("jspeed2", *EVERYTHING, "COMPUTE=bfloat16", f"OWN_KERNELS={way}")
+        params, *arrays = example(recipe, 1)
+        draw = np.random.default_rng(0)
+        params |= {name: jnp.asarray(0.1 * draw.normal(size=params[name].shape), jnp.float32) for name in BANKS}
+        params = {path: params[path].astype(spec.compute or jnp.float32) for path, spec in recipe.parameters.items()}
+        ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(2), fp8="native")
+        found.append(
+            jax.jit(jax.value_and_grad(functools.partial(recipe.loss, ctx=ctx), has_aux=True))(params, *arrays)
+        )
+        assert called == ([False, True, True] if way == "on" else [])  # of layers 0, 1 and 3 two look back
+    ((value, _), grads), ((expected, _), wanted) = found[1], found[0]
+    assert float(value) == pytest.approx(float(expected), rel=1e-3)
+    for name in BANKS:
+        assert dense.distance(grads[name], wanted[name]) < 0.03, name
 
 
 @pytest.mark.slow

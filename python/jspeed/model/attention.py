@@ -58,6 +58,7 @@ def attention(
     documents: Documents | None = None,
     window: int | None = None,
     backend: str = "xla",
+    marked: bool = False,
 ) -> jax.Array:
     """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, dtype of ``v_BTHK``.
 
@@ -68,8 +69,10 @@ def attention(
     ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
     :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
     ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
-    than ``max_docs`` documents gives NaN, never a silently wrong mask. Where a mesh has an axis that XLA divides the
-    work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for heads that do not divide.
+    than ``max_docs`` documents gives NaN, never a silently wrong mask. ``marked`` says that its queries are NaN already
+    (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them. Where a mesh has an axis
+    that XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for
+    heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -95,7 +98,8 @@ def attention(
             "or choose backend 'xla'"
         )
     offsets_BO = None if documents is None else documents.offsets
-    run = partial(getattr(attention_backends, backend), scale=scale, offsets_BO=offsets_BO, window=window)
+    path = getattr(attention_backends, backend)
+    run = partial(path, scale=scale, offsets_BO=offsets_BO, window=window, marked=marked)
     return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
 
 

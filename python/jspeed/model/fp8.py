@@ -98,7 +98,13 @@ _forward_matmul.defvjp(_forward_only, _backward_wide)
 
 
 def measured_matmul(
-    x: jax.Array, w_VD: jax.Array, largest: jax.Array, share: float, x_scale: float | jax.Array | None = None
+    x: jax.Array,
+    w_VD: jax.Array,
+    largest: jax.Array,
+    share: float,
+    x_scale: float | jax.Array | None = None,
+    *,
+    own_kernels: bool = False,
 ) -> jax.Array:
     """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2 times what is kept of
     the forward pass, both operands in e4m3.
@@ -106,10 +112,19 @@ def measured_matmul(
     Before it is rounded the gradient is divided by GRADIENT_MARGIN x ``largest`` / 57,344. ``largest`` is a scalar
     parameter, whose own gradient is ``share`` x the largest |gradient| of this step after rounding, as :func:`watch`
     has it; while it is 0, nothing has been measured and nothing is divided.
+
+    With ``own_kernels`` the incoming gradient is rounded by :mod:`jspeed.model.kernels.fp8_cast`, on Hopper in bf16
+    where rows and V are multiples of 128: the same, but its largest entry needs no pass of its own. ``x`` is left to
+    XLA, which rounds it, by rows and by columns, where it is made: for a kernel it would be written in bf16 first.
     """
     x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
-    y_NV = _measured_matmul(x.reshape(-1, x.shape[-1]), w_VD, largest, share, *scales)
+    x_ND, run = x.reshape(-1, x.shape[-1]), _measured_matmul
+    if own_kernels:
+        from jspeed.model.kernels import fp8_cast  # slow to import, and most runs do without
+
+        run = _measured_in_own_kernels if fp8_cast.fits(x_ND.shape[0], w_VD.shape[0]) else run
+    y_NV = run(x_ND, w_VD, largest, share, *scales)
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
 
 
@@ -125,9 +140,7 @@ def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale):
 
 def _measured_backward(saved, g_NV):
     q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
-    limit = float(jnp.finfo(E5M2).max)
-    scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / limit, 1.0)
-    scale = scale_of(g_NV, x_scale.dtype, scale)
+    scale = gradient_scale(largest, x_scale.dtype)
     q_NV = quantise(g_NV, scale.astype(jnp.float32), E5M2)
     dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
     dw_VD = dot(q_NV, q_ND, (0, 0), (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
@@ -137,6 +150,34 @@ def _measured_backward(saved, g_NV):
 
 
 _measured_matmul.defvjp(_measured_forward, _measured_backward)
+
+
+@jax.custom_vjp
+def _measured_in_own_kernels(x_ND, w_VD, largest, share, x_scale, w_scale):
+    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale)[0]
+
+
+def _backward_in_own_kernels(saved, g_NV):
+    from jspeed.model.kernels import fp8_cast
+
+    q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
+    scale = gradient_scale(largest, x_scale.dtype)
+    q_NV, q_VN, most = fp8_cast.cast(g_NV, scale.astype(jnp.float32), E5M2)
+    dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
+    dw_VD = dot(q_VN, q_ND, (1, 0), (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
+    most = jnp.max(most) * scale.astype(jnp.float32) * share
+    return dx_ND, dw_VD, most.astype(largest.dtype), None, None, None
+
+
+_measured_in_own_kernels.defvjp(_measured_forward, _backward_in_own_kernels)
+
+
+def gradient_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return what a gradient is divided by before it is rounded to e5m2, when in the step before ``largest`` was its
+    largest: a scalar of ``dtype``, 1 while ``largest`` is 0."""
+    limit = float(jnp.finfo(E5M2).max)
+    scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / limit, 1.0)
+    return scale_of(scale, dtype, scale)
 
 
 @jax.custom_vjp

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.model.kv_cache import opened
-from jspeed.model.layers import places
+from jspeed.model.layers import places, rms_norm
 
 
 def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
@@ -52,6 +52,37 @@ def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Arr
     turned = [first * cos + second * sin, second * cos - first * sin]
     parts = [*(part.astype(x.dtype) for part in turned), x[..., 2 * count :]]
     return jnp.concatenate(parts, axis=-1).reshape(x_BTHK.shape)
+
+
+def queries_and_keys(
+    y_BTE: jax.Array,
+    shape: Sequence[int],
+    angles: NDArray[np.float64],
+    positions_TP: jax.Array,
+    own_kernels: bool = False,
+    offsets_BO: jax.Array | None = None,
+    look_back: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Split ``y_BTE`` into queries and keys of ``shape`` ``[B, T, H, K]``, normalise each head and :func:`rotate` it.
+
+    With ``look_back`` keys then are what :func:`offset_keys` makes of them.
+
+    With ``own_kernels``, and no key-value cache open, that is one pass, and so is its gradient: the same to rounding
+    (:mod:`jspeed.model.kernels.qk_norm`). The pass also makes NaN of lanes with more documents than ``offsets_BO``
+    (``Documents.offsets``) have slots: call :func:`jspeed.model.attention.attention` with ``marked``. Inside
+    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not take.
+    """
+    if not own_kernels or opened():
+        q, k = jnp.split(y_BTE, 2, axis=-1)
+        q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(shape)), angles, positions_TP) for x in (q, k))
+        return q_BTHK, offset_keys(k_BTHK) if look_back else k_BTHK
+    from jspeed.model.kernels import qk_norm  # slow to import, and most runs do without
+
+    angle_TPF = positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
+    overflown_B = jnp.zeros(shape[0], bool) if offsets_BO is None else offsets_BO[:, -1] < shape[1]
+    factor_B = jnp.where(overflown_B, jnp.nan, 1).astype(jnp.float32)
+    tables = jnp.cos(angle_TPF), jnp.sin(angle_TPF)
+    return qk_norm.norm_and_turn(y_BTE, *tables, factor_B, shape[2], look_back)
 
 
 def shift_right(x_BT: jax.Array) -> jax.Array:

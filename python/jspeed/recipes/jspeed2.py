@@ -6,7 +6,7 @@ What        The model, the optimizer and the schedules of r89. In all but the la
             are also the gradients of the MLP, and the projections around attention with theirs; what is measured for
             it is that of the step before.
 Source      r89; Jean et al. 2015 for a sampled softmax. Predicted times: benchmarks/speed.md. At small size more FP8
-            costs nothing that shows and the sampled softmax 0.01 nats (two pairs of runs); no other size was trained.
+            costs nothing that shows; with the sampled softmax it ends 0.01 nats above r89 (five pairs).
 Hardware    8xH100: compiled for it, not run here.
 Parent      r89
 """
@@ -29,7 +29,7 @@ from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softc
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs
-from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
+from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.model.sampled import by_frequency, columns, count, draw, sampled_cross_entropy
 from jspeed.optim.normuon import normuon
@@ -61,9 +61,9 @@ DC_WINDOW = 112  # tokens
 ATTENTION_SCALE = 0.1  # in the first stage
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of Polar Express
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
-FP8_GRADIENTS = "on"  # of the MLP, but not with OWN_KERNELS: on, off
+FP8_GRADIENTS = "on"  # of the MLP: on, off
 FP8_PROJECTIONS = "on"  # to queries, keys and values, and of what attention gives; their gradients too: on, off
-OWN_KERNELS = "off"  # of the MLP where FP8 is native, on Hopper; no GPU has timed them: on, off
+OWN_KERNELS = "off"  # around FP8 and in composed heads, where FP8 is native, on Hopper; no GPU has timed them: on, off
 
 # Stages
 LANES = 8
@@ -183,13 +183,13 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else None
+    kernels = OWN_KERNELS == "on" and ctx.fp8 == "native"
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / (LANES * ctx.pieces)
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
-        kernels = OWN_KERNELS == "on" and ctx.fp8 == "native"
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
-        narrow = slice(3) if FP8_GRADIENTS == "on" and not kernels else 0
+        narrow = slice(3) if FP8_GRADIENTS == "on" else 0
         watched = None if largest is None else largest[layer, narrow]
         return mlp(a_BTD, up, down, largest=watched, share=share, x_largest=WIDTH**0.5, own_kernels=kernels)
 
@@ -197,7 +197,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         """By ``weights_DE``; ``number`` is the gradient's among the layer's projections."""
         if largest is None or FP8_PROJECTIONS == "off":
             return x_BTD @ weights_DE
-        return fp8.measured_matmul(x_BTD, weights_DE.T, largest[layer, 4 + number], share, x_scale)
+        return fp8.measured_matmul(x_BTD, weights_DE.T, largest[layer, 4 + number], share, x_scale, own_kernels=kernels)
 
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
@@ -208,21 +208,21 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
         positions_TP = pair_positions(length) if paired else jnp.arange(length)[:, None]
         in_order = jnp.moveaxis(own_scale * queries_keys, 0, 1).reshape(WIDTH, -1)
-        q, k = jnp.split(project(a_BTD, in_order, layer, 0, LARGEST_NORMED), 2, axis=-1)
-        q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(heads)), angles, positions_TP) for x in (q, k))
+        y_BTE = project(a_BTD, in_order, layer, 0, LARGEST_NORMED)
+        look_back = layer in LONG_LAYERS
+        q_BTHK, k_BTHK = queries_and_keys(y_BTE, heads, angles, positions_TP, kernels, documents.offsets, look_back)
         v_BTHK = project(a_BTD, own_scale * value, layer, 1, LARGEST_NORMED).reshape(heads) + more
-        if layer in LONG_LAYERS:
-            k_BTHK = offset_keys(k_BTHK)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)
-        y_BTHK = (attention_in_pairs if paired else attention)(
-            q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer], backend=ctx.attention
-        )
+        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=kernels)
+        y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer])
         if layer in XSA_LAYERS:
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
         if layer == LAST:
             mixing = gates["take", layer], gates["give", layer]
-            y_BTHK += composed(q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW)
+            y_BTHK += composed(
+                q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW, own_kernels=kernels
+            )
         if layer in LONG_LAYERS:
             y_BTHK *= gates["heads", layer][..., None]
         y_BTD, scale_y = y_BTHK.reshape(a_BTD.shape), None
@@ -287,7 +287,7 @@ def loss(
     both are estimates from a sample of tokens, but in the last stage."""
     next_BT, counted_BT, exact = targets_BT, weights_BT, EXACT_TOKENS[ctx.stage.own]
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
-    chunk = None if ctx.training else EVAL_CHUNK
+    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     if ctx.training:
         # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
         shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])

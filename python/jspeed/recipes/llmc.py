@@ -123,7 +123,7 @@ def loss(
     ctx: Context,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
-    chunk = None if ctx.training else EVAL_CHUNK
+    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
     return cross_entropy(head, params["embed"], x_BTD, targets_BT, weights_BT, cap=None, chunk=chunk)
 

@@ -171,7 +171,7 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats)."""
     scales = HEAD_SCALES if ctx.use_fp8(FP8) else None
-    chunk = None if ctx.training else EVAL_CHUNK
+    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     x_BTD = hidden(params, tokens_BT, ctx)
 
     def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:

@@ -268,7 +268,7 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
-    chunk = None if ctx.training else EVAL_CHUNK
+    chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     if ctx.training:
         # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
         shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])

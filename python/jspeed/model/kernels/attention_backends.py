@@ -30,6 +30,7 @@ def cudnn(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
+    marked: bool = False,
 ) -> jax.Array:
     """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO`` are given.
 
@@ -59,7 +60,7 @@ def cudnn(
     if offsets_BO is not None:
         mask = fused.MaskType.PADDING_CAUSAL
         lengths_BM, starts_BO = cudnn_slots(offsets_BO, q_BTHK.shape[1])
-        q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+        q_BTHK = q_BTHK if marked else nan_where_overflown(q_BTHK, offsets_BO)
     try:
         return fused.dot_product_attention(
             q_BTHK,
@@ -103,6 +104,7 @@ def fa4(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
+    marked: bool = False,
     implementation: str = "cute",
 ) -> jax.Array:
     """Attend with FlashAttention 4 (fa4-jax), all lanes as one axis of tokens: blocks out of sight are skipped.
@@ -125,7 +127,7 @@ def fa4(
     rest = {"causal": True, "window_size": sides, "scale": scale, "backend": implementation}
     if offsets_BO is None:
         return flash_attn(q_BTHK, k_BTHK, v_BTHK, **rest)
-    q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+    q_BTHK = q_BTHK if marked else nan_where_overflown(q_BTHK, offsets_BO)
     bounds_O = flat_bounds(offsets_BO, q_BTHK.shape[1])
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q_BTHK, k_BTHK, v_BTHK)]
     return flash_attn_varlen(*flat, bounds_O, bounds_O, **rest).reshape(v_BTHK.shape)
@@ -150,6 +152,7 @@ def triton(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
+    marked: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`), for GPUs that the others leave out.
@@ -166,18 +169,18 @@ def triton(
     if q_BTHK.shape[-1] not in TRITON_WIDTHS:
         widths = " and ".join(map(str, TRITON_WIDTHS))
         raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
-    _name_gpus_to_pallas()
+    name_gpus_to_pallas()
     lanes, length = q_BTHK.shape[:2]
     bounds = jnp.zeros((lanes, length), jnp.int32), jnp.full((lanes, length), length, jnp.int32)
     if offsets_BO is not None:
-        q_BTHK = nan_where_overflown(q_BTHK, offsets_BO)
+        q_BTHK = q_BTHK if marked else nan_where_overflown(q_BTHK, offsets_BO)
         bounds = token_bounds(offsets_BO, length)
     ranges = fused_attention.ranges(*bounds, window)
     mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
     return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
 
 
-def _name_gpus_to_pallas() -> None:
+def name_gpus_to_pallas() -> None:
     """Tell Pallas of JAX 0.11 what the GPUs here are: of those that it has no name for (RTX 3090, L40S) it takes none.
 
     Private, as of jax 0.11.0; JAX 0.10 has nothing of the kind, because it leaves the question to XLA.

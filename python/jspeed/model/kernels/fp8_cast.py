@@ -1,0 +1,81 @@
+"""FP8 copies of a matrix by rows and by columns, in one pass over memory: Pallas on Triton, for Hopper.
+
+cuBLASLt multiplies FP8 matrices over the last axis of both alone, so what a product takes by rows, the gradient of its
+weight takes by columns. XLA writes both in one pass too, but finds the largest entry in another. This kernel loads a
+block, rounds it, and stores the block, its transpose and its largest entry. It has a reference in plain JAX with the
+same results. No GPU has run it: JAX's interpreter has, and a compiler for sm_90.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
+
+from jspeed.errors import BadInput
+from jspeed.model.fp8 import quantise
+
+BLOCK = 128  # rows and columns of a program, and the bytes that it writes of a row of either copy
+WARPS = 8
+
+Copies = tuple[jax.Array, jax.Array, jax.Array]
+"""By rows ``[N, M]``, by columns ``[M, N]``, and the largest of each block, fp32 ``[N / BLOCK, M / BLOCK]``."""
+
+
+def fits(*sizes: int) -> bool:
+    """Whether all dimensions are whole blocks, so that the kernels take them; callers take plain JAX if not."""
+    return all(size % BLOCK == 0 for size in sizes)
+
+
+@partial(jax.jit, static_argnames=("dtype", "interpret"))  # one trace: equal calls are equal in HLO
+def cast(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> Copies:
+    """Return ``quantise(x, scale, dtype)`` by rows and by columns, and the largest |number| of each block as rounded.
+
+    ``x_NM`` is bf16 or fp32, ``scale`` an fp32 scalar. Raises BadInput unless N and M are multiples of BLOCK.
+    """
+    n, m = x_NM.shape
+    if not fits(n, m):
+        raise BadInput(f"FP8 cast: rows and columns must be multiples of {BLOCK}, found {n} x {m}; use plain JAX")
+    block, turned = (pl.BlockSpec((BLOCK, BLOCK), index) for index in (lambda j, i: (i, j), lambda j, i: (j, i)))
+    one = pl.BlockSpec((1, 1), lambda j, i: (i, j))
+    results = ((n, m), dtype), ((m, n), dtype), ((n // BLOCK, m // BLOCK), jnp.float32)
+    q_NM, q_MN, largest = pl.pallas_call(
+        partial(_kernel, dtype),
+        grid=(m // BLOCK, n // BLOCK),  # blocks side by side run at once: whole rows are read together
+        in_specs=[block, pl.BlockSpec((1,), lambda j, i: (0,))],
+        out_specs=[block, turned, one],
+        out_shape=[jax.ShapeDtypeStruct(shape, kind) for shape, kind in results],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="fp8_cast",
+    )(x_NM, jnp.asarray(1 / scale, jnp.float32)[None])
+    return q_NM, q_MN, largest
+
+
+def cast_reference(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike) -> Copies:
+    """:func:`cast` in plain JAX."""
+    q_NM = quantise(x_NM, scale, dtype)
+    return q_NM, q_NM.T, _largest(q_NM.reshape(q_NM.shape[0] // BLOCK, BLOCK, -1, BLOCK), (1, 3))
+
+
+def _kernel(dtype: DTypeLike, x_ref: Any, factor_ref: Any, rows_ref: Any, columns_ref: Any, largest_ref: Any) -> None:
+    q = _rounded(x_ref[...].astype(jnp.float32) * factor_ref[0], dtype)
+    rows_ref[...] = q
+    columns_ref[...] = q.T
+    largest_ref[0, 0] = _largest(q)
+
+
+def _rounded(a, dtype):
+    limit = float(jnp.finfo(dtype).max)
+    # Not clip, by which NaN is a number on GPUs.
+    return jnp.where(a > limit, limit, jnp.where(a < -limit, -limit, a)).astype(dtype)
+
+
+def _largest(a, axes=(0, 1)):
+    """The largest |number| of ``a``; NaN if one is: as integers, numbers that are not negative have the same order."""
+    bits = lax.bitcast_convert_type(jnp.abs(a.astype(jnp.float32)), jnp.int32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis=axes), jnp.float32)

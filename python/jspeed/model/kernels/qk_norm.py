@@ -1,0 +1,224 @@
+"""Queries and keys normalised and turned in one pass, and one back: Pallas on Triton, for GPUs.
+
+XLA needs two passes over them, because a row's sum of squares comes before its use, and two over their gradients. A
+program here takes a block of tokens and goes through the heads: it reads the channels of each once, keeps them in
+registers and writes the results; what turns the tokens by is read once for all heads. Nothing but the matmul's output
+is kept for the backward pass, which computes the sums anew. No GPU has run these kernels.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jspeed.errors import BadInput
+from jspeed.model.layers import rms_norm
+
+PARTS = 4  # of a head: the two that turn with one another, and two that do not turn
+TOKENS = 32  # of a program
+WARPS = 4
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def norm_and_turn(
+    y_BTE: jax.Array,
+    cos_TPF: jax.Array,
+    sin_TPF: jax.Array,
+    factor_B: jax.Array,
+    heads: int,
+    look_back: bool = False,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Return queries and keys, bf16 ``[B, T, H, K]``, of ``y_BTE``, bf16 ``[B, T, 2 H K]``, first all of q, then k.
+
+    Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then channel c turns with
+    channel c + F, F = K / 4, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and all is
+    multiplied by ``factor_B``: 1, or NaN. With ``look_back`` the second half of a key is that of the token before,
+    at the first token its own. Sums are fp32. The gradient is that of ``y_BTE`` alone, rounded once.
+
+    Raises BadInput for other types, where K is not 4 F, F no power of two, or H no multiple of P.
+    """
+    return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret)[0]
+
+
+def norm_and_turn_reference(
+    y_BTE: jax.Array,
+    cos_TPF: jax.Array,
+    sin_TPF: jax.Array,
+    factor_B: jax.Array,
+    heads: int,
+    look_back: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`norm_and_turn` in plain JAX."""
+    _, columns, count = cos_TPF.shape
+    cos, sin = (x[None, :, None] for x in (cos_TPF, sin_TPF))
+
+    def one(x_BTE: jax.Array) -> jax.Array:
+        shape = *x_BTE.shape[:2], heads, PARTS * count
+        x = rms_norm(x_BTE.reshape(shape)).reshape(*shape[:2], -1, columns, shape[3])
+        first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
+        turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+        out = jnp.concatenate([turned.astype(x.dtype), x[..., 2 * count :]], axis=-1).reshape(shape)
+        return out * factor_B[:, None, None, None].astype(x.dtype)
+
+    q_BTHK, k_BTHK = map(one, jnp.split(y_BTE, 2, axis=-1))
+    if look_back:
+        own, late = jnp.split(k_BTHK, 2, axis=-1)
+        k_BTHK = jnp.concatenate([own, jnp.concatenate([late[:, :1], late[:, :-1]], axis=1)], axis=-1)
+    return q_BTHK, k_BTHK
+
+
+def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret):
+    (_, columns, count), (rows, length, width) = cos_TPF.shape, y_BTE.shape
+    if width != 2 * heads * PARTS * count or count & (count - 1) or heads % columns:
+        raise BadInput(
+            f"normed queries and keys: the kernel takes heads of {PARTS} channels an angle, a power of two of angles "
+            f"and as many heads for each column of positions, found 2 x {heads} heads in {width} channels, {count} "
+            f"angles, {columns} columns; use the plain path"
+        )
+    if y_BTE.dtype != jnp.bfloat16:
+        raise BadInput(f"normed queries and keys: the kernel takes bfloat16, found {y_BTE.dtype}; use the plain path")
+    outs = [jax.ShapeDtypeStruct((rows, length, heads * PARTS, count), y_BTE.dtype)] * 2
+    arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count)
+    q, k = _call(_forward_kernel, arrays, outs, look_back, interpret)
+    shape = rows, length, heads, PARTS * count
+    return (q.reshape(shape), k.reshape(shape)), (y_BTE, cos_TPF, sin_TPF, factor_B)
+
+
+def _backward(heads, look_back, interpret, kept, gradients):
+    y_BTE, cos_TPF, sin_TPF, factor_B = kept
+    y, dq, dk = (_in_parts(x, cos_TPF.shape[2]) for x in (y_BTE, *gradients))
+    arrays = cos_TPF, sin_TPF, factor_B, y, dq, dk
+    (dy,) = _call(_backward_kernel, arrays, [jax.ShapeDtypeStruct(y.shape, y.dtype)], look_back, interpret)
+    return dy.reshape(y_BTE.shape), None, None, None
+
+
+norm_and_turn.defvjp(_forward, _backward)
+
+
+def _in_parts(x_BT: jax.Array, count: int) -> jax.Array:
+    """``[B, T, parts of all heads, F]``: the same bytes."""
+    return x_BT.reshape(*x_BT.shape[:2], -1, count)
+
+
+def _call(
+    kernel: Callable[..., None],
+    arrays: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    look_back: bool,
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """Run ``kernel`` once for every block of tokens and lane; it gets all of a lane of every array."""
+    cos, sin, factor, *others = arrays
+    tables = [x.reshape(x.shape[0], -1) for x in (cos, sin)]
+    rows, length = others[0].shape[:2]
+
+    def of_lane(x):
+        return pl.BlockSpec((None, *x.shape[1:]), lambda i, b: (b, *(0 for _ in x.shape[1:])))
+
+    def of_all(x):
+        return pl.BlockSpec(x.shape, lambda i, b: tuple(0 for _ in x.shape))
+
+    return pl.pallas_call(
+        partial(kernel, look_back=look_back),
+        grid=(pl.cdiv(length, TOKENS), rows),
+        in_specs=[*map(of_all, tables), pl.BlockSpec((1,), lambda i, b: (b,)), *map(of_lane, others)],
+        out_specs=[of_lane(x) for x in results],
+        out_shape=list(results),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name=f"qk_norm{kernel.__name__.removesuffix('_kernel')}",
+    )(*tables, factor, *others)
+
+
+def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, q_ref, k_ref, *, look_back):
+    def of_head(rows, cos, sin, factor, head):
+        for number, ref in enumerate((q_ref, k_ref)):
+            x = _read(y_ref, rows, head + number * ref.shape[1])
+            scale = (_scale(x) * factor)[:, None]
+            first, second, *rest = ((part * scale).astype(ref.dtype) for part in x)
+            first, second = first.astype(jnp.float32), second.astype(jnp.float32)
+            turned = first * cos + second * sin, second * cos - first * sin
+            for part, value in enumerate((*turned, *rest)):
+                late = look_back and number == 1 and part >= PARTS // 2
+                for at, mask in _places(ref, rows) if late else [(rows, _inside(ref, rows))]:
+                    plgpu.store(ref.at[at, head + part], value.astype(ref.dtype), mask=mask)
+
+    _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref)
+
+
+def _backward_kernel(cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref, *, look_back):
+    def of_head(rows, cos, sin, factor, head):
+        for number, ref in enumerate((dq_ref, dk_ref)):
+            of_y = head + number * ref.shape[1]
+            x, late = _read(y_ref, rows, of_y), PARTS // 2 if look_back and number == 1 else PARTS
+            g = _read(ref, rows, head, range(late))
+            if late < PARTS:
+                moved = (_read(ref, at, head, range(late, PARTS), mask) for at, mask in _places(ref, rows))
+                g += [a + b for a, b in zip(*moved, strict=True)]
+            first, second, *rest = g
+            g = [first * cos - second * sin, first * sin + second * cos, *rest]
+            scale = _scale(x)
+            along = _sum(a * b for a, b in zip(g, x, strict=True)) * (scale * scale / (PARTS * cos.shape[1]))
+            scale, along = (scale * factor)[:, None], along[:, None]
+            for part, (a, b) in enumerate(zip(g, x, strict=True)):
+                value = ((a - b * along) * scale).astype(dy_ref.dtype)
+                plgpu.store(dy_ref.at[rows, of_y + part], value, mask=_inside(dy_ref, rows))
+
+    _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref)
+
+
+def _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref):
+    """Call ``of_head(tokens, cos, sin, factor, its first part)`` for each head; those of a column share the tables."""
+    rows, factor = pl.ds(pl.program_id(0) * TOKENS, TOKENS), factor_ref[0]
+    _, parts, count = y_ref.shape
+    columns = cos_ref.shape[1] // count
+    for column in range(columns):
+        cos, sin = (_load(ref.at[rows, pl.ds(column * count, count)], _inside(ref, rows)) for ref in (cos_ref, sin_ref))
+
+        def step(n, carry, cos=cos, sin=sin, column=column):
+            # JAX's interpreter loads by traced indices alone: n is one, and so is what is made of it.
+            of_head(rows, cos, sin, factor, (n * columns + column) * PARTS)
+            return carry
+
+        lax.fori_loop(0, parts // (2 * PARTS * columns), step, 0)
+
+
+def _read(ref, rows, head, parts=range(PARTS), mask=None):
+    """``parts`` of a head in fp32, each ``[TOKENS, F]``, zeros where ``mask`` (or the lane) leaves tokens out."""
+    mask = _inside(ref, rows) if mask is None else mask
+    return [_load(ref.at[rows, head + part], mask).astype(jnp.float32) for part in parts]
+
+
+def _load(ref, mask):
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+
+
+def _scale(parts):
+    """What ``layers.rms_norm`` multiplies by."""
+    mean = _sum(part * part for part in parts) / (PARTS * parts[0].shape[1])
+    return lax.rsqrt(mean + jnp.finfo(jnp.float32).eps)
+
+
+def _sum(parts):
+    return jnp.sum(reduce(jnp.add, parts), axis=1)
+
+
+def _places(ref, rows):
+    """Where the second halves of the keys of ``rows`` go: to the next token, and at the first token to it too."""
+    after, t = pl.ds(rows.start + 1, rows.size), _tokens(rows)
+    return (after, t + 1 < ref.shape[0]), (rows, t == 0)
+
+
+def _inside(ref, rows):
+    """Which of ``rows`` are in the lane; None where all are, always."""
+    return None if ref.shape[0] % rows.size == 0 else _tokens(rows) < ref.shape[0]
+
+
+def _tokens(rows):
+    """Their numbers, ``[TOKENS, 1]``: a mask made of them selects whole tokens."""
+    return (rows.start + jnp.arange(rows.size))[:, None]

@@ -1,0 +1,71 @@
+"""QK-norm and rotation at full size, as far as the compiler goes without a GPU."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspeed.model.attention import attention, find_documents
+from jspeed.model.heads import attention_in_pairs, pair_positions
+from jspeed.model.kernels.qk_norm import norm_and_turn
+from jspeed.model.positions import frequencies, queries_and_keys
+from jspeed.plan import cost, hlo
+from jspeed.plan.kernels.attention import TRITON
+
+from .calls import custom_calls
+
+T, HEADS, K = 49_152, 6, 128
+
+
+@pytest.mark.parametrize("look_back", [False, True])
+@pytest.mark.parametrize("columns", [1, 2])
+def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, look_back):
+    """Forward and back, in registers; and the bytes are those of the arrays."""
+    lies = NamedSharding(mesh(1), PartitionSpec())
+
+    def gradient(y, cos, sin, factor, dq, dk):
+        out, back = jax.vjp(lambda y: norm_and_turn(y, cos, sin, factor, HEADS, look_back), y)
+        return *out, *back((dq, dk))
+
+    shapes = [((1, T, 2 * HEADS * K), jnp.bfloat16), *[((T, columns, K // 4), jnp.float32)] * 2, ((1,), jnp.float32)]
+    shapes += [((1, T, HEADS, K), jnp.bfloat16)] * 2
+    arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in shapes]
+    lowered = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",))
+    text = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True}).as_text()
+    assert len(custom_calls(text)) == len(custom_calls(text, TRITON)) == 2
+    assert " fusion(" not in text
+    y, tables = 2 * T * 2 * HEADS * K, 2 * 4 * T * columns * K // 4
+    assert sorted(kernel.bytes for kernel in cost.kernels(text)) == [2 * y + tables + 4, 3 * y + tables + 4]
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_nothing_lies_between_a_pass_and_attention(mesh, paired):
+    """Lanes with too many documents are NaN, keys look back and heads lie in pairs, all without another kernel."""
+    length, one = 2048, mesh(1)
+    lies = NamedSharding(one, PartitionSpec("data"))
+    positions = pair_positions(length) if paired else jnp.arange(length)[:, None]
+
+    def gradients(y_BTE, v_BTHK, tokens_BT, dout_BTHK):
+        documents = find_documents(tokens_BT, 0, 64)
+
+        def call(y_BTE, v_BTHK):
+            offsets, look_back = documents.offsets, not paired
+            q, k = queries_and_keys(y_BTE, v_BTHK.shape, frequencies(K // 4), positions, True, offsets, look_back)
+            attend = attention_in_pairs if paired else attention
+            return attend(q, k, v_BTHK, scale=0.1, documents=documents, window=384, backend="cudnn", marked=True)
+
+        out_BTHK, back = jax.vjp(call, y_BTE, v_BTHK)
+        return out_BTHK, *back(dout_BTHK)
+
+    spread = jax.shard_map(
+        gradients, mesh=one, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+    )
+    y = jax.ShapeDtypeStruct((1, length, 2 * HEADS * K), jnp.bfloat16, sharding=lies)
+    v = jax.ShapeDtypeStruct((1, length, HEADS, K), jnp.bfloat16, sharding=lies)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.uint16, sharding=lies)
+    text = jax.jit(spread).trace(y, v, tokens, v).lower(lowering_platforms=("cuda",)).compile().as_text()
+    assert len(custom_calls(text, "__cudnn$fmha")) == len(custom_calls(text, TRITON)) == 2
+    steps = {step.name: step for step in hlo.instructions(text)}
+    others = [kernel.instruction for kernel in cost.kernels(text) if kernel.instruction.opcode != "custom-call"]
+    dtypes = {array.dtype for step in others for name in (step.name, *step.operands) for array in steps[name].arrays}
+    assert "s32" in dtypes and "bf16" not in dtypes  # the others find documents and make the tables
