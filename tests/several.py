@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,17 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
 TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
 TOLD = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def words(count: int, seed: int) -> bytes:

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from jspeed.cluster.rendezvous import free_port, is_open, meet
+from jspeed.cluster.rendezvous import free_port, is_open, meet, reserved_port
 from jspeed.errors import BadInput
 
 from ..several import said
@@ -28,7 +28,7 @@ def meeting(port, *guests, seconds=10, late=0.0):
         if not guest[0]:
             time.sleep(late)
         try:
-            return port_of(meet("127.0.0.1", port, *guest, seconds))
+            return port_of(meet("127.0.0.1", port, *guest, seconds, 10 + guest[0]))
         except BadInput as error:
             return str(error)
 
@@ -37,20 +37,29 @@ def meeting(port, *guests, seconds=10, late=0.0):
 
 
 @pytest.mark.parametrize("late", [0.0, 1.0])
-def test_all_hear_of_one_port_that_is_free_and_the_agreed_one_is_free_again(late):
+def test_all_hear_of_the_first_ones_port_and_the_agreed_one_is_free_again(late):
     agreed = free_port()
     for _ in range(2):
-        ports = meeting(agreed, (0, 3), (1, 3), (2, 3), late=late)
-        assert len(set(ports)) == 1 and ports[0] != agreed
-        with socket.create_server(("", ports[0])):
-            pass
+        assert meeting(agreed, (0, 3), (1, 3), (2, 3), late=late) == [10] * 3
+
+
+def test_a_reserved_port_is_for_a_service_that_shares_its_port_alone():
+    with reserved_port() as port:
+        for family, host in [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]:
+            with pytest.raises(OSError, match="already in use"):
+                socket.create_server((host, port), family=family)
+        with socket.create_server(("", port), reuse_port=True) as service:
+            with socket.create_connection(("127.0.0.1", port), timeout=5), service.accept()[0]:
+                pass
+    with socket.create_server(("", port)):
+        pass
 
 
 def test_the_connections_end_with_the_process():
     port = free_port()
     with ThreadPoolExecutor(3) as pool:
-        guests = [pool.submit(meet, "127.0.0.1", port, index, 3, 10) for index in (1, 2)]
-        _, lines = meet("127.0.0.1", port, 0, 3, 10)
+        guests = [pool.submit(meet, "127.0.0.1", port, index, 3, 10, 9) for index in (1, 2)]
+        _, lines = meet("127.0.0.1", port, 0, 3, 10, 9)
         (_, one), (_, two) = (guest.result() for guest in guests)
     assert sorted(lines) == [1, 2] and all(map(is_open, (*lines.values(), one[0], two[0])))
     two[0].close()
@@ -79,15 +88,15 @@ def test_a_rank_that_comes_twice_is_sent_away_and_the_others_meet():
     with ThreadPoolExecutor(1) as pool:
         two = pool.submit(meeting, port, (0, 3), (1, 3))
         time.sleep(1)
-        assert "another process is process 1 of 3 already" in said(lambda: meet("127.0.0.1", port, 1, 3, 10))
-        third = port_of(meet("127.0.0.1", port, 2, 3, 10))
+        assert "another process is process 1 of 3 already" in said(lambda: meet("127.0.0.1", port, 1, 3, 10, 9))
+        third = port_of(meet("127.0.0.1", port, 2, 3, 10, 9))
         assert two.result() == [third, third]
 
 
 def test_one_that_died_while_it_waited_is_replaced_and_strangers_are_ignored():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, "127.0.0.1", port, 0, 3, 20)
+        first = pool.submit(meet, "127.0.0.1", port, 0, 3, 20, 9)
         time.sleep(0.5)
         for words in (
             b'{"greeting": "jspeed 1", "index": 1, "count": 3}\n',
@@ -103,7 +112,7 @@ def test_one_that_died_while_it_waited_is_replaced_and_strangers_are_ignored():
 def test_a_port_that_is_taken_or_speaks_something_else():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"cannot listen on port {port} (Address already in use)" in said(lambda: meet("", port, 0, 2, 5))
+        assert f"cannot listen on port {port} (Address already in use)" in said(lambda: meet("", port, 0, 2, 5, 9))
 
         def answer():
             with suppress(OSError):  # when the test is over
@@ -112,4 +121,4 @@ def test_a_port_that_is_taken_or_speaks_something_else():
                         guest.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        assert "(something else answers there)" in said(lambda: meet("127.0.0.1", port, 1, 2, 0.5))
+        assert "(something else answers there)" in said(lambda: meet("127.0.0.1", port, 1, 2, 0.5, 9))

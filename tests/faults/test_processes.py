@@ -2,7 +2,8 @@
 
 import signal
 
-from ..several import free_port
+from jspeed.cluster.rendezvous import free_port
+
 from .conftest import Run
 
 SETTLES = 25  # seconds from a fault to the launcher's end: gloo or the service, then launch.py's 5 s and its grace

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..several import free_port
+from jspeed.cluster.rendezvous import free_port
 
 CONFIGURATION = """
 ClusterName=jspeed

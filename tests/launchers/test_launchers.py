@@ -10,8 +10,10 @@ import time
 import numpy as np
 import pytest
 
+from jspeed.cluster.rendezvous import free_port
+
 from ..bare import bare
-from ..several import REPOSITORY, free_port, metrics
+from ..several import REPOSITORY, metrics
 from ..test_package_lists import of_skyward
 from .conftest import SMALL, needs
 from .slurm import slurm

@@ -8,12 +8,13 @@ import json
 import os
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
 
 from jspeed.cluster.rank import Rank, find_rank, local_devices
-from jspeed.cluster.rendezvous import WAIT_SECONDS, meet
+from jspeed.cluster.rendezvous import WAIT_SECONDS, meet, reserved_port
 from jspeed.cluster.tcp_proxy import start_proxy
 from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
@@ -42,18 +43,19 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     wait, silence = seconds_of(WAIT_SECONDS, 120), silence_seconds()
     devices = local_devices(rank, os.environ)
     host, _, agreed_port = (rank.coordinator or _detected(rank)).rpartition(":")
-    port, met = meet(host, int(agreed_port), rank.index, rank.count, wait)
-    connections.update(met)
-    address = f"127.0.0.1:{start_proxy(host, port)}" if rank.index else f"{host}:{port}"
     # With the service on, SIGTERM would be noted by JAX and then ignored.
     jax.config.update("jax_enable_preemption_service", False)
     # gRPC would use a site's HTTP proxy between nodes; JAX only warns of that.
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
     jax.config.update("jax_check_proxy_envs", False)
 
-    def join() -> None:
+    with reserved_port() as own_port:  # process 0's is the service's
+        port, met = meet(host, int(agreed_port), rank.index, rank.count, wait, own_port)
+        connections.update(met)
+        address = f"127.0.0.1:{start_proxy(host, port)}" if rank.index else f"{host}:{port}"
         # JAX aborts with a stack trace when one of its own timeouts expires, so they are longer than ours.
-        jax.distributed.initialize(
+        join = partial(
+            jax.distributed.initialize,
             address,
             rank.count,
             rank.index,
@@ -64,14 +66,13 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
             heartbeat_timeout_seconds=int(2 * silence) + 1,
             shutdown_timeout_seconds=int(2 * silence) + 1,
         )
-
-    try:
-        with_timeout(wait, join)
-    except TimeoutError:
-        raise BadInput(
-            f"process {rank.index} of {rank.count} met the others but JAX could not connect them at {host}:{port} in "
-            f"{wait:g} s; nodes must reach each other at every port, so check the firewall between them"
-        ) from None
+        try:
+            with_timeout(wait, join)
+        except TimeoutError:
+            raise BadInput(
+                f"process {rank.index} of {rank.count} met the others but JAX could not connect them at {host}:{port} "
+                f"in {wait:g} s; nodes must reach each other at every port, so check the firewall between them"
+            ) from None
     _joined = True
 
 

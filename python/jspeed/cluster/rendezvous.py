@@ -1,7 +1,7 @@
 """Rendezvous before JAX starts: every process registers its rank with process 0 and receives the port of JAX's service.
 
 JAX's own service accepts any client: a second run on the same port kills the first, and a duplicate rank or a wrong
-world size aborts or hangs all processes with a C++ stack trace. So JAX's service gets a fresh port, known only to
+world size aborts or hangs all processes with a C++ stack trace. So JAX's service gets a reserved port, known only to
 registered processes, and the agreed port is free again afterwards. The connections stay open: they close when a process
 exits. No jax in here.
 """
@@ -10,7 +10,8 @@ import json
 import os
 import socket
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from jspeed.cluster.timeout import with_timeout
@@ -21,21 +22,35 @@ _GREETING = "jspeed 1"
 _LONGEST = 4096  # bytes of one message
 
 
-def meet(host: str, port: int, index: int, count: int, seconds: float) -> tuple[int, dict[int, socket.socket]]:
-    """Return the port, on process 0's ``host``, for JAX's service, once all ``count`` processes have called this; and
-    the open connections: process 0's to every other, another's to process 0, each under the index of its far end.
+def meet(
+    host: str, port: int, index: int, count: int, seconds: float, service_port: int
+) -> tuple[int, dict[int, socket.socket]]:
+    """Return process 0's ``service_port``, once all ``count`` processes have called this; and the open connections:
+    process 0's to every other, another's to process 0, each under the index of its far end.
 
     Raises :class:`BadInput` when they have not after ``seconds``, when two give one ``index`` or another ``count``,
     and on process 0 when it cannot listen on ``port``.
     """
-    return _visit(host, port, index, count, seconds) if index else _host(port, count, seconds)
+    return _visit(host, port, index, count, seconds) if index else _host(port, count, seconds, service_port)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port that the kernel gives to nobody else meanwhile; only what sets SO_REUSEPORT, as JAX's service does,
+    can listen on it."""
+    both = socket.has_dualstack_ipv6()
+    with socket.socket(socket.AF_INET6 if both else socket.AF_INET) as holder:
+        if both:
+            holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("", 0))
+        yield holder.getsockname()[1]
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A port of this machine that nothing has now."""
+    with reserved_port() as port:
+        return port
 
 
 def is_open(connection: socket.socket) -> bool:
@@ -49,7 +64,7 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _host(port: int, count: int, seconds: float) -> tuple[int, dict[int, socket.socket]]:
+def _host(port: int, count: int, seconds: float, service_port: int) -> tuple[int, dict[int, socket.socket]]:
     guests: dict[int, socket.socket] = {}
     with ExitStack() as open_sockets:
         try:
@@ -80,11 +95,10 @@ def _host(port: int, count: int, seconds: float) -> tuple[int, dict[int, socket.
             )
             _send_to_all(guests, {"error": text})
             raise BadInput(text) from None
-        chosen = free_port()
-        _send_to_all(guests, {"port": chosen})
+        _send_to_all(guests, {"port": service_port})
         open_sockets.pop_all()
         listener.close()
-    return chosen, guests
+    return service_port, guests
 
 
 def _listener(port: int, count: int) -> socket.socket:
