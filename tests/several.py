@@ -15,7 +15,7 @@ from jspeed.errors import BadInput
 
 REPOSITORY = Path(__file__).parents[1]
 TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
-TOLD = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
+TOLD = ("JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
 
 
 def words(count: int, seed: int) -> bytes:

@@ -130,9 +130,9 @@ def test_two_programs_race_on_the_same_tokens(shards, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"]),
-        (["--versus", "true"], ["--versus", "--data"]),
         (["--recipe", "stdlib", "--micro-batch", "7", *GPU_TOY], ["--micro-batch 7", "give one of 16, 32, 64"]),
+        pytest.param(["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"], marks=pytest.mark.slow),
+        pytest.param(["--versus", "true"], ["--versus", "--data"], marks=pytest.mark.slow),
     ],
 )
 def test_bad_input_is_a_sentence(arguments, words):

@@ -13,6 +13,7 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.errors import BadInput
+from jspeed.fields import as_json, recipe_hash
 from jspeed.record.schema import check_plain
 from jspeed.run.find_recipe import find
 from jspeed.run.recipe_names import known_recipes
@@ -79,9 +80,9 @@ def test_gpt2_weights_have_the_spread_that_gpt2_s_have():
 def test_fields_come_back_from_json(name):
     """Records and model folders hold fields as JSON; a run is reproduced, and a model read, with them as --set."""
     found = find(name, trace=False)
-    fields = r.as_json(found.fields)
+    fields = as_json(found.fields)
     check_plain(fields)
-    assert r.recipe_hash(found.source, fields) == found.hash
+    assert recipe_hash(found.source, fields) == found.hash
     again = find(name, [f"{field}={value!r}" for field, value in fields.items()], trace=False)
     assert again.fields == found.fields and again.hash == found.hash
 
@@ -151,6 +152,7 @@ def test_no_position_sees_the_future_by_gradient(recipe):
     assert np.all(by_position[t + 1 :] == 0) and by_position[t] > 0 and by_position[t - 1] > 0
 
 
+@pytest.mark.slow
 def test_no_position_sees_the_future_by_changing_it(recipe):
     length = 16
     params, ctx = noisy(recipe), context(recipe, length)

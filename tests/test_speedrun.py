@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jspeed.commands import main
+from jspeed.errors import BadInput
+
 from .several import words
 from .toys import TOYS
 
@@ -38,7 +41,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def speedrun(cache: Path, tmp_path: Path):
     def call(*arguments: str, script: str = "speedrun.py", **options):
         command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
-        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+        environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
         environment |= {"JSPEED_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
         start = options.pop("start", False)
         settings = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE} | options
@@ -220,6 +223,23 @@ def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
     assert done.returncode == 1 and run["status"] == "diverged" and run["val_loss"] is None and run["steps"] < 50
 
 
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch, capfd):
+    """A call that must end with one sentence with all ``words``, and leave no run directory behind; in this process."""
+
+    def call(words: list[str], *arguments) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(BadInput) as caught:
+            main.call([*map(str, arguments)], "run")
+        sentence = str(caught.value)
+        assert "\n" not in sentence and all(word in sentence for word in words), sentence
+        assert not capfd.readouterr().err
+        runs = tmp_path / "runs"
+        assert not runs.exists() or not any(runs.iterdir())
+
+    return call
+
+
 GOOD = np.full(5000, 1)
 BAD_SHARDS = {
     "wrong magic": (dict(tokens=GOOD, magic=7), "magic"),
@@ -236,10 +256,10 @@ SPLITS = ["train", "val", "train", "val", "train", "val", "train", "val", "train
 
 
 @pytest.mark.parametrize(("name", "split"), list(zip(BAD_SHARDS, SPLITS, strict=True)))
-def test_bad_shards(speedrun, shards, tmp_path, name, split):
+def test_bad_shards(refused, shards, name, split):
     arguments, word = BAD_SHARDS[name]
     write_shard(next(shards.glob(f"*_{split}_*")), **arguments)
-    refused(speedrun, tmp_path, [f"_{split}_", word], "--data", shards, *toy("STEPS=2"))
+    refused([f"_{split}_", word], "--data", shards, *toy("STEPS=2"))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +270,6 @@ def test_bad_shards(speedrun, shards, tmp_path, name, split):
         (["WIDHT", "did you mean 'WIDTH'"], ["--set", "WIDHT=3"]),
         (["WIDTH=wide", "whole number"], ["--set", "WIDTH=wide"]),
         (["nowhere", "jspeed prepare"], ["--data", "nowhere"]),
-        (["3 devices", "2048 tokens"], ["--mesh", "data=3"]),
         (["2048 tokens", "100"], ["--micro-batch", "100"]),
         (["--layout tpp", "dp"], ["--layout", "tpp"]),
         (["--steps 0"], ["--steps", "0"]),
@@ -258,41 +277,36 @@ def test_bad_shards(speedrun, shards, tmp_path, name, split):
         (["fineweb", "--data DIR"], ["fineweb-cpu"]),
     ],
 )
-def test_bad_arguments(speedrun, tmp_path, words, arguments):
-    refused(speedrun, tmp_path, words, *arguments)
+def test_bad_arguments(refused, words, arguments):
+    refused(words, *arguments)
 
 
-def test_bad_folders(speedrun, shards, tmp_path):
+def test_bad_input_is_a_sentence_and_exit_code_2(speedrun):
+    done = speedrun("--mesh", "data=3")
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert "3 devices" in done.stderr and "2048 tokens" in done.stderr
+
+
+def test_bad_folders(refused, shards, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(speedrun, tmp_path, ["empty", "jspeed prepare"], "--data", empty)
+    refused(["empty", "jspeed prepare"], "--data", empty)
     next(shards.glob("*_val_*")).unlink()
-    refused(speedrun, tmp_path, ["shards", "val"], "--data", shards)
+    refused(["shards", "val"], "--data", shards)
     (tmp_path / "no_recipe.py").write_text("x = 1\n")
-    refused(speedrun, tmp_path, ["no_recipe.py", "RECIPE"], tmp_path / "no_recipe.py")
+    refused(["no_recipe.py", "RECIPE"], tmp_path / "no_recipe.py")
 
 
-def test_bad_run_directories(speedrun, shards, tmp_path):
+def test_bad_run_directories(refused, shards, tmp_path):
     held = tmp_path / "held"
     held.mkdir()
     (held / "run.json").write_text("{}")
-    refused(speedrun, tmp_path, ["held", "already holds a run"], "--data", shards, "--run-dir", held)
+    refused(["held", "already holds a run"], "--data", shards, "--run-dir", held)
     assert [path.name for path in held.iterdir()] == ["run.json"]
     blocked = tmp_path / "file"
     blocked.write_text("")
-    refused(speedrun, tmp_path, ["file", "choose a folder"], "--data", shards, "--run-dir", blocked / "run")
+    refused(["file", "choose a folder"], "--data", shards, "--run-dir", blocked / "run")
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o555)
     if not os.access(locked, os.W_OK):  # root may write anywhere
-        refused(speedrun, tmp_path, ["locked", "read-only"], "--data", shards, "--run-dir", locked)
-
-
-def refused(speedrun, tmp_path: Path, words: list[str], *arguments) -> None:
-    """Exit code 2, one sentence with all ``words`` on stderr, and no run directory left behind."""
-    done = speedrun(*arguments)
-    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    for word in words:
-        assert word in done.stderr, done.stderr
-    runs = tmp_path / "runs"
-    assert not runs.exists() or not any(runs.iterdir())
+        refused(["locked", "read-only"], "--data", shards, "--run-dir", locked)

@@ -1,14 +1,16 @@
-"""Values checked against annotations: type, range, finite numbers; no jax in here.
+"""Values checked against annotations: type, range, finite numbers; and the hash of a recipe's. No jax in here.
 
 ``lanes: Count`` in a dataclass, or in a TypedDict of what a JSON file holds, says what ``lanes`` may be, once;
 :func:`misfits` and :func:`check_json` read it.
 """
 
+import hashlib
+import json
 import re
 import reprlib
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Union, get_args, get_origin, get_type_hints
@@ -76,8 +78,8 @@ def check_json(value: Any, hint: Any) -> None:
     the rules of an Annotated is the unit.
     """
     for where, wanted, item in _misfits(value, shape(hint), ""):
-        for python, json in (("True or False", "true or false"), ("None", "null")):
-            wanted = wanted.replace(python, json)
+        for in_python, in_json in (("True or False", "true or false"), ("None", "null")):
+            wanted = wanted.replace(in_python, in_json)
         place = f"field '{where}': " if where else ""
         fields = "" if where else f" with the fields of a {hint.__name__.lower()}"
         raise BadInput(f"{place}expected {wanted}{fields}, found {found(item)}")
@@ -183,3 +185,14 @@ def found(value: Any) -> str:
     if value is MISSING:
         return "no such field"
     return "null" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"
+
+
+def as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields as JSON gives them back: tuples are lists, keys are text."""
+    return json.loads(json.dumps(dict(fields)))
+
+
+def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran one recipe."""
+    text = json.dumps({"fields": as_json(fields), "source": source}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

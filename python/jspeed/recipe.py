@@ -1,8 +1,6 @@
 """What a recipe is: a table of parameters, a list of stages, three functions, and the numbers that follow from them."""
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,7 +116,8 @@ class Context:
 
     All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
     :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix multiplication is on these devices:
-    ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or ``missing``. ``blocks`` is
+    ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or ``missing``; ``own_kernels`` whether
+    those of :mod:`jspeed.model.kernels` for FP8, queries and keys, and composed heads run there. ``blocks`` is
     :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the number of steps before this
     and ``first_row`` that of the global batch's rows before those at hand, int32 scalars: they name a row's random
     numbers (:func:`jspeed.model.layers.row_keys`) on any mesh. ``phase`` is the step's remainder by ``Recipe.period``.
@@ -130,6 +129,7 @@ class Context:
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
+    own_kernels: bool = False
     blocks: Callable[..., Any] = run_blocks
     phase: int = 0
     step: Any = 0
@@ -139,18 +139,24 @@ class Context:
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
 
     def use_fp8(self, asked: str) -> bool:
-        """Decide on a recipe's FP8 field: ``on``, ``off``, or ``auto`` (in training, where it is native).
+        """Decide on a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).
 
         Evaluation is never in FP8. Raises :class:`BadInput` for another word, or ``on`` where FP8 is missing.
         """
+        why = "these GPUs have no FP8 matrix multiplication (it needs compute capability 8.9 or newer: H100, L40S)"
+        return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
+
+    def use_own_kernels(self, asked: str) -> bool:
+        """Decide likewise on OWN_KERNELS: kernels of :mod:`jspeed.model.kernels` in place of parts of a recipe."""
+        why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
+        return self._use("OWN_KERNELS", asked, self.own_kernels, None if self.own_kernels else why)
+
+    def _use(self, field: str, asked: str, automatic: bool, missing: str | None) -> bool:
         if asked not in ("auto", "on", "off"):
-            raise BadInput(f"field FP8 is {asked!r}; expected 'auto', 'on' or 'off'")
-        if asked == "on" and self.fp8 == "missing":
-            raise BadInput(
-                "field FP8 is 'on' but these GPUs have no FP8 matrix multiplication (it needs compute capability 8.9 "
-                "or newer: H100, H200, B200, L40S); set FP8=auto or FP8=off"
-            )
-        return self.training and (asked == "on" or (asked == "auto" and self.fp8 == "native"))
+            raise BadInput(f"field {field} is {asked!r}; expected 'auto', 'on' or 'off'")
+        if asked == "on" and missing and self.training:
+            raise BadInput(f"field {field} is 'on' but {missing}; set {field}=auto or {field}=off")
+        return self.training and (asked == "on" or (asked == "auto" and automatic))
 
 
 @dataclass(frozen=True)
@@ -332,17 +338,6 @@ def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
     keys = [jax.random.fold_in(key, place[spec.twin or path]) for path, spec in rows]
     arrays = [spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)
-
-
-def as_json(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields as JSON gives them back: tuples are lists, keys are text."""
-    return json.loads(json.dumps(dict(fields)))
-
-
-def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a recipe's source text and resolved fields: two runs with one hash ran one recipe."""
-    text = json.dumps({"fields": as_json(fields), "source": source}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def replace(recipe: Recipe, **changes: Any) -> Recipe:

@@ -27,8 +27,9 @@ FACTS = {
     "r62": ((3, 3), 2 * (40 * 768**2 + 24 * 768 * 3072), 5 * TABLE, 251_520),
     "r89": ((3 + 22, 3 + 22), 2 * (64 * 768 * 256 + 24 * 768**2 + 24 * 768 * 3072), 7 * TABLE, 377_280),
 }
-# The MLP's gradients and the projections with theirs too, of which XLA merges some in the first stage, in bf16.
-FACTS["jspeed2"] = ((126, 3 + 3 * 22 + 3 * 30), *FACTS["r89"][1:])
+# The sampled head has two matmuls for one; four of six of each MLP's (own kernels compute the others) and the
+# projections with their gradients are in FP8 too, of which XLA merges some in the first stage, in bf16.
+FACTS["jspeed2"] = ((104, 6 + 4 * 11 + 3 * 30), *FACTS["r89"][1:])
 
 
 @functools.cache
@@ -92,9 +93,11 @@ def test_tables_are_gathered_in_one_step_and_their_gradients_sent_in_the_other(m
         assert sent == {"all-gather": gathered, "reduce-scatter": scattered, "all-to-all": 2}
 
 
-def test_the_last_step_of_record_89_moves_no_more_than_it_did(mesh):
-    """162.7 GB (benchmarks/speed.md); 168 before, with three copies of Adam's state among them."""
-    _, text, _ = compiled(mesh(8), "r89", -1, 1)
-    assert sum(kernel.times * kernel.bytes for kernel in cost.kernels(text, 2048) if not kernel.collective) < 164e9
+@pytest.mark.parametrize(("name", "most"), [("r89", 164), ("jspeed2", 115)])
+def test_the_last_step_moves_no_more_than_it_did(mesh, name, most):
+    """162.7 and 114.8 GB (benchmarks/speed.md); r89's 168 before, with three copies of Adam's state among them."""
+    _, text, _ = compiled(mesh(8), name, -1, 1)
+    moved = sum(kernel.times * kernel.bytes for kernel in cost.kernels(text, 2048) if not kernel.collective)
+    assert moved < most * GIGABYTE
     copies = [step for step in hlo.running(text) if step.opcode == "copy"]
     assert not [step.name for step in copies if step.arrays[0].dims == (5, 50_304 // 8, 768)]

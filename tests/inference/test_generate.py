@@ -55,7 +55,11 @@ def whole_forward(model):
     return chosen
 
 
-@pytest.mark.parametrize("name", [name for name in known_recipes() if name not in ALIKE])
+SEEN = "stdlib", "track3", "r29", "r89", "microgpt-names"
+OTHERS = [name for name in known_recipes() if name not in (*ALIKE, *SEEN)]
+
+
+@pytest.mark.parametrize("name", [*SEEN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_cached_tokens_are_those_of_whole_forward_passes(name):
     """Prompts of unlike lengths, a document mark inside one of them, windows: all as without a cache."""
     model = toy(name, facts=BYTES | {"bos_id": 5})

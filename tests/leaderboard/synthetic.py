@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from jspeed.fields import recipe_hash
 from jspeed.record import planned, store
 from jspeed.record.runfile import content_hash
-from jspeed.record.verify import recipe_hash
 
 from ..record.runs import START, as_run
 

@@ -166,8 +166,9 @@ def test_value_and_gradients(case, cap, chunk, of, groups):
 
 @pytest.mark.parametrize(
     ("cap", "of", "groups"),
-    [(cap, of, 1) for cap in CAPS for of in ("one", "ahead" if cap == "asymmetric" else "several")]
-    + [("asymmetric", "ahead", 4)],
+    [(cap, "ahead" if cap == "asymmetric" else "several", 1) for cap in CAPS]
+    + [("asymmetric", "ahead", 4)]
+    + [pytest.param(cap, "one", 1, marks=pytest.mark.slow) for cap in CAPS],
 )
 def test_partition_sum_and_its_gradient_are_unbiased(case, cap, of, groups):
     """10,000 draws against float64: of a target that is always in, of others and of one in the last, short stratum."""
@@ -240,7 +241,10 @@ def test_accidental_hits_are_taken_out(case):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
 
 
-@pytest.mark.parametrize(("scales", "of"), [(None, "one"), (None, "several"), (SCALES, "one"), (SCALES, "ahead")])
+@pytest.mark.parametrize(
+    ("scales", "of"),
+    [(None, "several"), (SCALES, "ahead"), *(pytest.param(s, "one", marks=pytest.mark.slow) for s in (None, SCALES))],
+)
 @pytest.mark.parametrize(("exact", "one_in", "groups"), [(VOCAB, 5, 1), (EXACT, 1, 1), (EXACT, 1, 2)])
 def test_a_sample_of_everything_is_the_full_softmax(case, exact, one_in, groups, scales, of):
     """With FP8 too: a target's own row is divided, rounded and multiplied as a column is."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jspeed.commands import main
 from jspeed.commands import plan as planned
 from jspeed.errors import BadInput
 from jspeed.plan.target import missing
@@ -29,16 +30,15 @@ def test_without_a_compiler_there_are_still_counts_memory_and_flops():
     assert "275,743,638" in done.stdout
 
 
-def test_gpt3_by_its_sizes():
-    done = plan("--gpt3", "--target", "h100x64")
-    assert done.returncode == 0, done.stderr
-    assert "174,604,259,328" in done.stdout and "43.65 GB" in done.stdout
+def test_gpt3_by_its_sizes(capsys):
+    assert planned.plan(gpt3=True, target="h100x64") == 0
+    said = capsys.readouterr().out
+    assert "174,604,259,328" in said and "43.65 GB" in said
 
 
-def test_the_best_size_for_an_amount_of_work():
-    done = plan("--flops", "2.21e19")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+def test_the_best_size_for_an_amount_of_work(capsys):
+    assert planned.plan(flops=2.21e19) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("approach 3: 326.1 M parameters, 11.29 B tokens")
     for line in lines:  # all three spend it: 6 N D
         n, d = (float(number) for number in re.search(r"([\d.]+) M parameters, ([\d.]+) B tokens", line).groups())
@@ -57,9 +57,9 @@ def test_the_best_size_for_an_amount_of_work():
     ],
 )
 def test_refuses(arguments, words):
-    done = plan(*arguments)
-    assert done.returncode == 2 and words in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(BadInput) as caught:
+        main.call(arguments, "plan")
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("given", [{"recipe": "llmc", "compile": False}, {"recipe": "gpt2-xl"}, {"gpt3": True}])

@@ -93,7 +93,7 @@ def test_fp8_scales_are_the_records():
     assert r29.HEAD_SCALES == pytest.approx((768**0.5 / 448, 2**-9, 1 / 448))
 
 
-@pytest.mark.parametrize("name", ["track3", "r21", "r29"])
+@pytest.mark.parametrize("name", ["r29", *(pytest.param(n, marks=pytest.mark.slow) for n in ("track3", "r21"))])
 def test_first_loss_at_the_real_vocabulary(name):
     recipe = find(name, [*TOYS[name], "VOCAB=50304"]).recipe
     params = r.init_parameters(recipe.parameters, jax.random.key(0))

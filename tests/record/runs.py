@@ -7,9 +7,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from jspeed.fields import recipe_hash
 from jspeed.record import planned
 from jspeed.record.runfile import write_run
-from jspeed.record.verify import recipe_hash
 
 START = datetime.fromisoformat("2026-01-31T12:00:00+00:00")
 NOW = datetime.fromisoformat("2026-06-01T00:00:00+00:00")
@@ -77,6 +77,7 @@ def as_run(
         "kernels": {
             "attention": "cudnn",
             "fp8": "native",
+            "own": True,
             "checked": ["FP8 matmuls"],
             "refused": ["attention fa4: a test"],
         },

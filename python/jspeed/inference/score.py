@@ -71,7 +71,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
         raise BadInput(f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least as many")
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
     device = device_of(model.mesh, recipe=recipe)
-    device = preflight(recipe, model.mesh, device, None, Console(stderr=True, highlight=False)).device
+    device = preflight(recipe, model.mesh, device, {}, Console(stderr=True, highlight=False)).device
     evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
     padded, lowered = lower_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.place(rows, padded, recipe, model.mesh)

@@ -1,10 +1,10 @@
 """jspeed2: our second attempt. Record 89 with less work in its head, and more of it in FP8.
 
-What        The model, the optimizer and the schedules of r89. In all but the last 15 steps the training softmax scores
-            a sixth of the vocabulary: the tokens most frequent so far and a sample of the others, drawn anew for each
-            step and each sixteenth of a lane. Training losses are estimates until then. Evaluation scores all. In FP8
-            are also the gradients of the MLP, and the projections around attention with theirs; what is measured for
-            it is that of the step before.
+What        The model, the optimizer and the schedules of r89. The training softmax scores a sixth of the vocabulary:
+            the tokens most frequent so far and a sample of the others, drawn anew for each step and each sixteenth of
+            a lane. So training losses are estimates. Evaluation scores all. In FP8 are also the gradients of the MLP,
+            and the projections around attention with theirs; what is measured for it is that of the step before. On
+            Hopper these, squared ReLU, QK-norm and composed heads are in kernels of jspeed's own.
 Source      r89; Jean et al. 2015 for a sampled softmax. Predicted times: benchmarks/speed.md. At small size more FP8
             costs nothing that shows; with the sampled softmax it ends 0.01 nats above r89 (five pairs).
 Hardware    8xH100: compiled for it, not run here.
@@ -63,7 +63,7 @@ COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of P
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
 FP8_GRADIENTS = "on"  # of the MLP: on, off
 FP8_PROJECTIONS = "on"  # to queries, keys and values, and of what attention gives; their gradients too: on, off
-OWN_KERNELS = "off"  # around FP8 and in composed heads, where FP8 is native, on Hopper; no GPU has timed them: on, off
+OWN_KERNELS = "auto"  # around FP8 and in composed heads: auto (on Hopper, where the preflight passes them), on, off
 
 # Stages
 LANES = 8
@@ -79,7 +79,7 @@ TARGETS = (3, 2, 1, 1)  # tokens ahead that a token predicts
 SHARES = ({0: 1.0}, {423: 0.5, 847: 0.0}, {0: 0.25, 423: 0.0})  # of each, lines between steps
 PREFIX_SHARE = {423: 0.25, 847: 0.0}  # of the longest prefix of the next token
 LAST_TIED = 847  # step in which embedding and head are one table
-EXACT_TOKENS = (5248, 5248, 5248, 50_304)  # the most frequent so far, which every token's softmax has in training
+EXACT_TOKENS = 5248  # the most frequent so far, which every token's softmax has in training
 SAMPLED_ONE_IN = 16  # of the others, 2,816, another one for each sixteenth of a lane; both multiples of 128
 
 # Optimizer
@@ -183,7 +183,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else None
-    kernels = OWN_KERNELS == "on" and ctx.fp8 == "native"
+    kernels = ctx.use_own_kernels(OWN_KERNELS)
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / (LANES * ctx.pieces)
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
@@ -284,8 +284,8 @@ def loss(
     params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane, and
-    both are estimates from a sample of tokens, but in the last stage."""
-    next_BT, counted_BT, exact = targets_BT, weights_BT, EXACT_TOKENS[ctx.stage.own]
+    both are estimates from a sample of tokens."""
+    next_BT, counted_BT = targets_BT, weights_BT
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
     chunk = ctx.head_chunk if ctx.training else EVAL_CHUNK
     if ctx.training:
@@ -297,9 +297,9 @@ def loss(
             targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
     x_BTD = hidden(params, tokens_BT, ctx)
     arguments = head, params["head"], x_BTD, targets_BT, weights_BT
-    if ctx.training and exact < VOCAB:
+    if ctx.training and EXACT_TOKENS < VOCAB:
         ranked = by_frequency(params["word_counts"])
-        sample = draw(ctx.step, VOCAB, exact, SAMPLED_ONE_IN, ranked, groups=SAMPLED_ONE_IN)
+        sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, ranked, groups=SAMPLED_ONE_IN)
         total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=CAP)
         return count(total, params["word_counts"], next_BT, counted_BT), loss_BT
     return cross_entropy(*arguments, cap=CAP, chunk=chunk)
@@ -323,8 +323,8 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
 
 
 ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
-SCORED = [columns(VOCAB, exact, SAMPLED_ONE_IN) for exact in EXACT_TOKENS]
-STAGES = tuple(Stage(*row, scored=SCORED[number], own=number) for number, row in enumerate(ROWS))
+SCORED = columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN)
+STAGES = tuple(Stage(*row, scored=SCORED, own=number) for number, row in enumerate(ROWS))
 
 RECIPE = Recipe(
     name="jspeed2",

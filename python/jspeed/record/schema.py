@@ -126,6 +126,7 @@ class Kernels(TypedDict):
 
     attention: str  # backend
     fp8: str  # native, emulated or missing
+    own: NotRequired[bool]  # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
     checked: list[str]  # what the preflight found right; empty without one
     refused: list[str]  # what the device should have and was not used, with the reasons
 

@@ -5,13 +5,13 @@ of their tracks, and against the present. What this cannot see is a forger who c
 number, with their hashes and names: then git's history is left, and ``leaderboard.py reproduce``.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from jspeed.fields import recipe_hash
 from jspeed.record.plan_status import by_folder, extra, missing
 from jspeed.record.planned import Plan, PlannedRun
 from jspeed.record.store import Records, Row
@@ -48,12 +48,6 @@ def recipes(records: Records, now: datetime) -> Iterator[str]:
         if known[digest, fields] != run["recipe_hash"]:
             wanted = f"{known[digest, fields][:12]}..., which follows from fields and source"
             yield wrong(row.path, "recipe_hash", wanted, f"{run['recipe_hash'][:12]}...")
-
-
-def recipe_hash(source: str, fields: Mapping[str, Any]) -> str:
-    """Return :func:`jspeed.recipe.recipe_hash` without importing jax."""
-    text = json.dumps({"fields": dict(fields), "source": source}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def moments(records: Records, now: datetime) -> Iterator[str]:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.errors import BadInput, Terminated, nearest
-from jspeed.fields import expected
-from jspeed.recipe import Context, Recipe, init_parameters, recipe_hash
+from jspeed.fields import expected, recipe_hash
+from jspeed.recipe import Context, Recipe, init_parameters
 from jspeed.run.recipe_names import FOLDER, locate
 
 
@@ -30,7 +30,7 @@ class Found:
 
     @property
     def hash(self) -> str:
-        """Hash of source and resolved fields (see :func:`jspeed.recipe.recipe_hash`)."""
+        """Hash of source and resolved fields (see :func:`jspeed.fields.recipe_hash`)."""
         return recipe_hash(self.source, self.fields)
 
 

@@ -15,8 +15,8 @@ from jspeed.cluster.distributed import process_index
 from jspeed.cluster.launch import RESULT
 from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput
+from jspeed.fields import as_json
 from jspeed.files import write_whole
-from jspeed.recipe import as_json
 from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
 from jspeed.record.runfile import write_run

@@ -132,6 +132,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     limits = [memory for memory in everyones("memory", device.memory) if memory]
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
+    device = dataclasses.replace(
+        device, own_kernels=device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on")
+    )
     parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
@@ -151,7 +154,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     checked = Preflight(device)
     if options.preflight:
         with clock.section("preflight"):
-            checked = preflight(recipe, mesh, device, found.fields.get("FP8"), console)
+            checked = preflight(recipe, mesh, device, found.fields, console)
     device = checked.device
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"

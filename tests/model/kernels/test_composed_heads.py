@@ -84,6 +84,7 @@ def test_lanes_of_few_blocks(interpreted, length):
         np.testing.assert_allclose(one, wanted, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_far_from_float64_as_plain_jax_is(interpreted):
     tokens = lanes(SIZES, SIZES[::-1])
     arrays = draw(tokens, dtype=jnp.bfloat16)

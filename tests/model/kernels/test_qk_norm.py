@@ -79,7 +79,7 @@ def ulps(found, wanted):
     return np.abs(one - other)
 
 
-@pytest.mark.parametrize("look_back", [False, True])
+@pytest.mark.parametrize("look_back", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("width", "paired", "length"), CASES)
 def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back):
     """Lengths that fill the blocks of tokens and that do not; heads that turn by one column, and by two in turn."""
@@ -101,7 +101,7 @@ def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back
         assert dense.distance(one, wanted) <= 1.01 * dense.distance(other, wanted), name
 
 
-@pytest.mark.parametrize("look_back", [False, True])
+@pytest.mark.parametrize("look_back", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_agrees_with_its_reference(look_back):
     (y, grads), positions = arrays(40, 64), positions_of(40, True)
     angle = positions[..., None] * frequencies(16).astype(np.float32)[None, None]

@@ -40,7 +40,8 @@ def compare(tokens, heads, width, window, packed):
 
 @pytest.mark.parametrize(
     ("length", "heads", "width", "window", "packed"),
-    [(300, 1, 128, 60, True), (256, 1, 64, None, True), (20, 2, 16, 7, False)],
+    [(300, 1, 128, 60, True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in ((256, 1, 64, None, True), (20, 2, 16, 7, False))],
 )
 def test_as_a_backend_in_bfloat16(interpreted, length, heads, width, window, packed):
     """Documents without ``max_docs``, windows, lanes that are no whole blocks, heads of less than 128 channels."""

@@ -14,15 +14,17 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends
+from jspeed.model.kernels import attention_backends, composed_heads, qk_norm
+from jspeed.model.kernels.qk_norm import norm_and_turn
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import device, preflight
+from jspeed.run.compute import checks, device, preflight
 from jspeed.run.find_recipe import find
 
 from ...model import dense
 from ...toys import TOYS
 
 RECIPE = find("r29", TOYS["r29"]).recipe
+OF_HEADS = "queries and keys", "composed heads"
 
 
 def one_device():
@@ -32,7 +34,7 @@ def one_device():
 @pytest.fixture
 def said(monkeypatch):
     """A small example, and a console whose text can be read."""
-    monkeypatch.setattr(preflight, "LENGTH", 104)
+    monkeypatch.setattr(checks, "LENGTH", 104)
     return Console(file=io.StringIO(), width=400)
 
 
@@ -70,29 +72,29 @@ BROKEN = {
 def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
     monkeypatch.setattr(attention_backends, "cudnn", wrong)
-    monkeypatch.setattr(preflight, "WINDOW", 30)
-    found = preflight.preflight(RECIPE, one_device(), with_cudnn(), "auto", said)
+    monkeypatch.setattr(checks, "WINDOW", 30)
+    found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {"FP8": "auto"}, said)
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
     [line] = said.file.getvalue().splitlines()
     assert reason in line and line.endswith("attention by xla")
     assert found.record()["refused"] == [line.removeprefix("preflight: ").removesuffix("; attention by xla")]
     with pytest.raises(BadInput, match=f"--attention cudnn: .*{reason}.* give --no-preflight"):
-        preflight.preflight(RECIPE, one_device(), with_cudnn((), asked=True), "auto", said)
+        preflight.preflight(RECIPE, one_device(), with_cudnn((), asked=True), {"FP8": "auto"}, said)
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("gpu", "triton"), ("tpu", "splash")])
 def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said, monkeypatch):
     """In JAX's interpreter; on a CPU without it they cannot run, and XLA's attention makes do."""
-    monkeypatch.setattr(preflight, "WINDOW", 30)
+    monkeypatch.setattr(checks, "WINDOW", 30)
     ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
-    found = preflight.preflight(recipe, one_device(), ours, None, said)
+    found = preflight.preflight(recipe, one_device(), ours, {}, said)
     assert (
         found.device.attention == "xla" and f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
     )
     interpreted = functools.partial(getattr(attention_backends, backend), interpret=True)
     monkeypatch.setattr(attention_backends, backend, interpreted)
-    found = preflight.preflight(recipe, one_device(), ours, None, said)
+    found = preflight.preflight(recipe, one_device(), ours, {}, said)
     assert found.device.attention == backend and found.checks == (f"attention {backend}, packed, heads of 64",)
 
 
@@ -101,71 +103,115 @@ def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
     monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or by_xla(*a, **k))
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of this test"])
     for _ in range(2):
-        found = preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said)
+        found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
         assert found.device.attention == "cudnn" and not found.refused and len(calls) == 1
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["another driver"])
     monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
     for count in (2, 3):
-        assert preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said).device.attention == "xla"
+        assert preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said).device.attention == "xla"
         assert len(calls) == count
 
 
 def test_no_backend_at_all_is_one_sentence(said, monkeypatch):
-    monkeypatch.setattr(preflight, "attention", refuses)
+    monkeypatch.setattr(checks, "attention", refuses)
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["versions of which nothing is known"])
     with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
-        preflight.preflight(RECIPE, one_device(), with_cudnn(), None, said)
+        preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
 
 
 def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatch):
     native = device.Device("gpu", "xla", "native", 512)
-    found = preflight.preflight(RECIPE, one_device(), native, "auto", said)
+    found = preflight.preflight(RECIPE, one_device(), native, {"FP8": "auto"}, said)
     assert found.device.fp8 == "native" and "FP8 matmuls" in found.checks and not said.file.getvalue()
     right = fp8.matmul
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["other versions"])
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
-    found = preflight.preflight(RECIPE, one_device(), native, "auto", said)
+    found = preflight.preflight(RECIPE, one_device(), native, {"FP8": "auto"}, said)
     assert found.device.fp8 == "missing"
-    assert "FP8: the product is off by 1.0" in said.file.getvalue()
+    assert "FP8 matmuls: the product is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
     with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the product is off"):
-        preflight.preflight(RECIPE, one_device(), native, "on", said)
-    assert preflight.preflight(RECIPE, one_device(), native, "off", said).device.fp8 == "native"
+        preflight.preflight(RECIPE, one_device(), native, {"FP8": "on"}, said)
+    assert preflight.preflight(RECIPE, one_device(), native, {"FP8": "off"}, said).device.fp8 == "native"
+
+
+OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=True)
+
+
+@pytest.fixture
+def own_kernels(monkeypatch):
+    """Two kernels that are right; the others have no interpreter within ``jax.jit``."""
+    monkeypatch.setattr(qk_norm, "norm_and_turn", lambda *args: norm_and_turn(*args, interpret=True))
+    all_of_them = checks.own_kernels
+    monkeypatch.setattr(checks, "own_kernels", lambda *sizes: {name: all_of_them(*sizes)[name] for name in OF_HEADS})
+    monkeypatch.setattr(composed_heads, "compose", functools.partial(composed_heads.compose, interpret=True))
+    monkeypatch.setattr(checks, "KERNEL_SIZES", (256, 64, 128, 2))
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of own kernels"])
+
+
+def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
+    found = preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "auto"}, said)
+    assert found.device.own_kernels and found.checks[-1] == "own kernels" and found.record()["own"]
+    assert not said.file.getvalue()
+    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of others"])
+    right = composed_heads.compose
+    monkeypatch.setattr(composed_heads, "compose", lambda *a, **k: a_percent_off(right(*a, **k)))
+    found = preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "auto"}, said)
+    assert not found.device.own_kernels and not found.record()["own"]
+    [line] = said.file.getvalue().splitlines()
+    assert "own kernels: composed heads, result 1, is off by 1.0" in line
+    assert line.endswith("attention by xla; XLA's instead of own kernels")
+    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but own kernels fail here: composed heads"):
+        preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "on"}, said)
+    assert preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "off"}, said).checks == found.checks
+
+
+def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
+    def compile_program(recipe, mesh, layout, micro_batch, rows, device):
+        if device.own_kernels:
+            raise attention_backends.Refused("composed heads in own kernels: the window must be 1 to 129 tokens")
+        return types.SimpleNamespace(attention=device.attention)
+
+    monkeypatch.setattr(preflight, "compile_program", compile_program)
+    start = preflight.Preflight(OWN, ("attention xla", "own kernels"))
+    _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
+    assert not found.device.own_kernels and found.checks == ("attention xla",)
+    assert "cannot be compiled with them (composed heads in own kernels: the window" in said.file.getvalue()
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
-    monkeypatch.setattr(preflight, "attention", refuses)
+    monkeypatch.setattr(checks, "attention", refuses)
     mesh = one_device()
-    assert preflight.preflight(RECIPE, mesh, device.device_of(mesh), "auto", said) == preflight.Preflight(
+    assert preflight.preflight(RECIPE, mesh, device.device_of(mesh), {"FP8": "auto"}, said) == preflight.Preflight(
         device.device_of(mesh)
     )
 
 
 def test_what_is_remembered_depends_on_our_own_calls_of_kernels(monkeypatch):
     before = preflight.versions(one_device())
-    for ours in ("def attention(", "def matmul(", "def _dk_dv_kernel(", "class _Window("):
+    for ours in ("def attention(", "def matmul(", "def _dk_dv_kernel(", "class _Window(", "def own_kernels_error("):
         assert any(ours in text for text in before)
 
 
 def test_collectives_are_tried_in_every_run(said, monkeypatch):
     calls, mesh = [], make_mesh({"data": 2}, devices=jax.devices()[:2])
-    monkeypatch.setattr(preflight, "collectives_error", lambda mesh: calls.append(1))
+    monkeypatch.setattr(checks, "collectives_error", lambda mesh: calls.append(1))
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of collectives"])
     for _ in range(2):
-        found = preflight.preflight(RECIPE, mesh, device.Device("gpu", "xla", "missing", 512), None, said)
+        found = preflight.preflight(RECIPE, mesh, device.Device("gpu", "xla", "missing", 512), {}, said)
         assert found.checks[-1] == "all-reduce and reduce-scatter over 2 devices"
     assert len(calls) == 2
 
 
 def test_sums_over_devices(said, monkeypatch):
     mesh = make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
-    assert preflight.collectives_error(mesh) is None
+    assert checks.collectives_error(mesh) is None
     right = jax.lax.psum_scatter
     monkeypatch.setattr(jax.lax, "psum_scatter", lambda *a, **k: right(*a, **k) + 1)
-    found = preflight.collectives_error(mesh)
+    found = checks.collectives_error(mesh)
     assert found is not None and found.startswith("the part of the sum that")
     monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
-    found = preflight.collectives_error(mesh)
+    found = checks.collectives_error(mesh)
     assert found is not None and found.startswith("the sum of all devices is wrong")
 
 
@@ -173,7 +219,7 @@ def test_float64_reference_is_that_of_the_attention_tests():
     tokens = np.zeros((2, 40), int)
     tokens[0, [1, 30]] = 1
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 2, 40, 3, 8))
-    found = preflight.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7)
+    found = checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7)
     seen = dense.mask(tokens, 1, 7)
     wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g)
     for one, other in zip(found, wanted, strict=True):

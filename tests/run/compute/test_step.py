@@ -213,7 +213,8 @@ def test_bf16_trains_as_fp32_does(name):
     assert found[0] < 4.6 and abs(found[0] - found[1]) < 0.03
 
 
-@pytest.mark.parametrize("make", [bigrams, pytest.param(toy, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [bigrams, toy])
 def test_without_jit_three_steps_are_the_same(make):
     recipe = make()
     mesh, tokens, losses = mesh_of(1), batches(recipe, 3), []

@@ -26,8 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.errors import BadInput
-from jspeed.model.kernels.attention_backends import name_gpus_to_pallas
+from jspeed.model.kernels.attention_backends import Refused, name_gpus_to_pallas
 from jspeed.model.kernels.fused_attention import LOG2_E, MASKED
 
 SIZE = 64  # tokens of a block
@@ -56,17 +55,17 @@ def compose(
     each lane; a query sees its document's last ``window`` tokens, itself among them. ``interpret=True`` runs JAX's
     interpreter of kernels, in any float type, for tests. Inside ``jax.shard_map`` this needs ``check_vma=False``.
 
-    Raises BadInput for other types, for a head width that is no power of two from 16 to 128, and for windows of more
+    Raises Refused for other types, for a head width that is no power of two from 16 to 128, and for windows of more
     than 129 tokens, or less than 1.
     """
     width, most = q_BTHK.shape[-1], (MOST_BLOCKS - 1) * SIZE + 1
     if width not in (16, 32, 64, 128):
-        raise BadInput(f"composed heads in own kernels: the head width must be 16, 32, 64 or 128, found {width}")
+        raise Refused(f"composed heads in own kernels: the head width must be 16, 32, 64 or 128, found {width}")
     if not 1 <= window <= most:
-        raise BadInput(f"composed heads in own kernels: the window must be 1 to {most} tokens, found {window}")
+        raise Refused(f"composed heads in own kernels: the window must be 1 to {most} tokens, found {window}")
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHK), ("give", give_BTH)):
         if x.dtype != jnp.bfloat16 and not interpret:
-            raise BadInput(f"composed heads in own kernels take bfloat16, found {name} in {x.dtype}")
+            raise Refused(f"composed heads in own kernels take bfloat16, found {name} in {x.dtype}")
     if not interpret:
         name_gpus_to_pallas()
     return _compose(q_BTHK, k_BTHK, v_BTHK, take_BTH, give_BTH, ids_BT, scale, window, interpret)

@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from jspeed.errors import BadInput
 from jspeed.model.fp8 import quantise
+from jspeed.model.kernels.attention_backends import Refused
 
 BLOCK = 128  # rows and columns of a program, and the bytes that it writes of a row of either copy
 WARPS = 8
@@ -35,11 +35,11 @@ def fits(*sizes: int) -> bool:
 def cast(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> Copies:
     """Return ``quantise(x, scale, dtype)`` by rows and by columns, and the largest |number| of each block as rounded.
 
-    ``x_NM`` is bf16 or fp32, ``scale`` an fp32 scalar. Raises BadInput unless N and M are multiples of BLOCK.
+    ``x_NM`` is bf16 or fp32, ``scale`` an fp32 scalar. Raises Refused unless N and M are multiples of BLOCK.
     """
     n, m = x_NM.shape
     if not fits(n, m):
-        raise BadInput(f"FP8 cast: rows and columns must be multiples of {BLOCK}, found {n} x {m}; use plain JAX")
+        raise Refused(f"FP8 cast: rows and columns must be multiples of {BLOCK}, found {n} x {m}; use plain JAX")
     block, turned = (pl.BlockSpec((BLOCK, BLOCK), index) for index in (lambda j, i: (i, j), lambda j, i: (j, i)))
     one = pl.BlockSpec((1, 1), lambda j, i: (i, j))
     results = ((n, m), dtype), ((m, n), dtype), ((n // BLOCK, m // BLOCK), jnp.float32)

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-from jspeed.errors import BadInput
 from jspeed.model.fp8 import E4M3, E5M2
+from jspeed.model.kernels.attention_backends import Refused
 
 ROWS, COLUMNS = 128, 128  # of the output, for one warpgroup; two lie side by side
 STRIP = 64  # columns that leave the registers at once
@@ -43,12 +43,12 @@ def matmul(
     each STRIP columns. ``finish(product, others, beside)`` gets fp32 ``[ROWS, STRIP]`` of the product, references to
     ``others`` and a block of ``beside_NF``, if given, and returns a block of each output: ``[ROWS, STRIP]`` for ``NF``
     and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they may be of both
-    types. Raises BadInput unless N is a multiple of 128, F of 256, and K of 128 bytes.
+    types. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
     """
     (n, k), f = a_NK.shape, b.shape[0 if b_in_rows else 1]
     for what, size, unit in (("rows", n, ROWS), ("columns", f, WIDE), ("contracted", k, LINE // a_NK.dtype.itemsize)):
         if size % unit:
-            raise BadInput(
+            raise Refused(
                 f"fused matmul: {what} must be a multiple of {unit}, found {size}; use the reference in plain JAX"
             )
     mixed = None

@@ -27,7 +27,7 @@ def squared_relu_matmul(
     """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the largest ``h`` of each 64, fp32.
 
     ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and what the copy is
-    divided by before it is clipped to 448. The largest are ``[F / 64, N]``, of 64 columns each. Raises BadInput
+    divided by before it is clipped to 448. The largest are ``[F / 64, N]``, of 64 columns each. Raises Refused
     unless N is a multiple of 128, F of 256, and D of 128.
     """
 
@@ -57,7 +57,7 @@ def squared_relu_matmul_reference(
 def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, interpret: Any = False) -> jax.Array:
     """Return ``(g w) 2 sqrt(h)``: the gradient before a squared ReLU whose output was ``h``. bf16 ``[N, F]``, as all.
 
-    Raises BadInput unless N is a multiple of 128, F of 256, and D of 64.
+    Raises Refused unless N is a multiple of 128, F of 256, and D of 64.
     """
 
     def finish(product, _, h):
@@ -117,7 +117,7 @@ def squared_relu_gradient_fp8(
     ``g_ND`` is e5m2, ``w_FD`` and ``h_NF`` are e4m3: ``h`` as :func:`squared_relu_matmul_fp8` returns it. ``scales_3``
     are fp32: what the matmul is multiplied by, what ``h`` is, and what the result is divided by before it is clipped
     to 57,344. The largest are ``[F / 64, N]``, absolute values of what is returned, so in units of the last scale.
-    Raises BadInput unless N is a multiple of 128, F of 256, and D of 128.
+    Raises Refused unless N is a multiple of 128, F of 256, and D of 128.
 
     The factor is that of the rounded ``h``, which is kept anyway. ``h`` is off by 1/16 of itself at most and its root
     by 1/32, less than the 1/8 of e5m2. Where ``h`` over its scale is below 2^-6 (it may be 448) it is off by 2^-10 at

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.errors import BadInput
+from jspeed.model.kernels.attention_backends import Refused
 from jspeed.model.layers import rms_norm
 
 PARTS = 4  # of a head: the two that turn with one another, and two that do not turn
@@ -40,7 +40,7 @@ def norm_and_turn(
     multiplied by ``factor_B``: 1, or NaN. With ``look_back`` the second half of a key is that of the token before,
     at the first token its own. Sums are fp32. The gradient is that of ``y_BTE`` alone, rounded once.
 
-    Raises BadInput for other types, where K is not 4 F, F no power of two, or H no multiple of P.
+    Raises Refused for other types, where K is not 4 F, F no power of two, or H no multiple of P.
     """
     return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret)[0]
 
@@ -75,13 +75,13 @@ def norm_and_turn_reference(
 def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret):
     (_, columns, count), (rows, length, width) = cos_TPF.shape, y_BTE.shape
     if width != 2 * heads * PARTS * count or count & (count - 1) or heads % columns:
-        raise BadInput(
+        raise Refused(
             f"normed queries and keys: the kernel takes heads of {PARTS} channels an angle, a power of two of angles "
             f"and as many heads for each column of positions, found 2 x {heads} heads in {width} channels, {count} "
             f"angles, {columns} columns; use the plain path"
         )
     if y_BTE.dtype != jnp.bfloat16:
-        raise BadInput(f"normed queries and keys: the kernel takes bfloat16, found {y_BTE.dtype}; use the plain path")
+        raise Refused(f"normed queries and keys: the kernel takes bfloat16, found {y_BTE.dtype}; use the plain path")
     outs = [jax.ShapeDtypeStruct((rows, length, heads * PARTS, count), y_BTE.dtype)] * 2
     arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count)
     q, k = _call(_forward_kernel, arrays, outs, look_back, interpret)

@@ -28,7 +28,8 @@ class Device:
     """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest, in tokens.
 
     Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none where it was
-    ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels.
+    ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels. Those of jspeed
+    that replace parts of a recipe (OWN_KERNELS) run with ``own_kernels``.
     """
 
     platform: str
@@ -39,6 +40,7 @@ class Device:
     fallbacks: tuple[str, ...] = ()
     asked: bool = False
     note: str | None = None
+    own_kernels: bool = False
 
 
 def device_of(
@@ -73,6 +75,7 @@ def device_of(
         fallbacks=tuple(rest),
         asked=attention is not None,
         note=None if cuda else note_of(first),
+        own_kernels=cuda and capability_of(first) == HOPPER,
     )
 
 
@@ -131,14 +134,21 @@ def micro_batch_of(memory: int | None) -> int:
 
 
 def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
-    """Return (names, explanation) of what computes attention and, with a recipe's FP8 field ``fp8``, FP8 matmuls."""
-    if fp8 is None:
-        return device.attention, "attention backend"
+    """Return (names, explanation) of what computes attention, with a recipe's FP8 field ``fp8`` FP8 matmuls, and what
+    has own kernels."""
+    names, words = [device.attention], ["attention backend"]
     if fp8 == "off" or (fp8 == "auto" and device.fp8 != "native"):
+        names.append("FP8 off")
         why = "FP8=off" if fp8 == "off" else "FP8=auto, and there are no FP8 matmuls here"
-        return f"{device.attention}, FP8 off", f"attention backend; matmuls in the compute dtype ({why})"
-    how = "on tensor cores" if device.fp8 == "native" else "rounded to FP8, multiplied in the compute dtype: no faster"
-    return f"{device.attention}, FP8 {device.fp8}", f"attention backend; FP8 matmuls, {how}"
+        words.append(f"matmuls in the compute dtype ({why})")
+    elif fp8 is not None:
+        names.append(f"FP8 {device.fp8}")
+        emulated = "rounded to FP8, multiplied in the compute dtype: no faster"
+        words.append(f"FP8 matmuls, {'on tensor cores' if device.fp8 == 'native' else emulated}")
+    if device.own_kernels:
+        names.append("own kernels")
+        words.append("parts of the recipe in jspeed's own kernels")
+    return ", ".join(names), "; ".join(words)
 
 
 def memory_of(device: Any) -> int | None:

@@ -220,7 +220,8 @@ def trace_step(
 
 def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Context:
     """What a training step of ``stage`` runs in whose number is ``phase`` modulo the recipe's period."""
-    return Context(stage, True, attention=device.attention, fp8=device.fp8, phase=phase % recipe.period)
+    ctx = Context(stage, True, attention=device.attention, fp8=device.fp8, own_kernels=device.own_kernels)
+    return replace(ctx, phase=phase % recipe.period)
 
 
 def lower_evaluation(
