@@ -5,6 +5,8 @@ BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
 export PIP_QUIET := 1
+# Python compiles what it imports, and pip need not compile all the rest.
+export PIP_COMPILE := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs' -print -o -name Cargo.toml -print)
 
@@ -95,11 +97,12 @@ clean:
 .venv/built: .venv/bin/python pyproject.toml $(RUST)
 	@echo 'installing packages and building the Rust extension: a few minutes, once'
 	$(BIN)/python -m pip install 'maturin>=1.9.4,<2'
-	$(BIN)/maturin develop --release --quiet
-	@touch $@
+	$(BIN)/maturin develop --release --quiet $(EXTRAS)
+	@echo '$(EXTRAS)' > $@
 
+.venv/dev: EXTRAS := --extras dev
 .venv/dev: .venv/built
-	$(BIN)/maturin develop --release --quiet --extras dev
+	grep -q dev .venv/built || $(BIN)/maturin develop --release --quiet $(EXTRAS)
 	@touch $@
 
 # JAX's CUDA compiler, ptxas and libdevice: all it takes to compile for a GPU that is not here. CUDA's libraries are
