@@ -5,8 +5,9 @@ BIN := .venv/bin
 export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport CONDA_PREFIX
 export PIP_QUIET := 1
-# Python compiles what it imports, and pip need not compile all the rest.
+# Python compiles what it imports, once, and pip need not compile all the rest.
 export PIP_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs' -print -o -name Cargo.toml -print)
 

@@ -16,6 +16,9 @@ from jspeed.errors import BadInput
 REPOSITORY = Path(__file__).parents[1]
 TOY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=32", "EVAL_LEN=32", "EVAL_TOKENS=256"]
 TOLD = ("JAX_NUM_CPU_DEVICES", "RANK", "WORLD_SIZE")
+# Toys take longer to compile than to run. Not what tests/conftest.py asks for besides: without the newer emitter of
+# fusions the same program need not give the same bits twice.
+QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
 def words(count: int, seed: int) -> bytes:
@@ -36,7 +39,9 @@ def shards(folder: Path) -> Path:
 
 def environment(**more: object) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in TOLD}
-    return kept | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"} | {name: str(value) for name, value in more.items()}
+    return (
+        kept | QUICK | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"} | {name: str(value) for name, value in more.items()}
+    )
 
 
 def places(count: int, **more: object) -> list[dict[str, str]]:

@@ -14,12 +14,14 @@ from jax.sharding import PartitionSpec
 
 from jspeed.parallel.mesh import make_mesh
 
+from .several import QUICK
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(cwd, *arguments, seconds=300, **variables):
     kept = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    own = {"JAX_PLATFORMS": "cpu", "JSPEED_CACHE": str(cwd / "cache"), "MPLBACKEND": "Agg"}
+    own = QUICK | {"JAX_PLATFORMS": "cpu", "JSPEED_CACHE": str(cwd / "cache"), "MPLBACKEND": "Agg"}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=kept | own | variables, capture_output=True, text=True, timeout=seconds)
 

@@ -16,7 +16,7 @@ import pytest
 from jspeed.commands import main
 from jspeed.errors import BadInput
 
-from .several import words
+from .several import QUICK, words
 from .toys import TOYS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def speedrun(cache: Path, tmp_path: Path):
     def call(*arguments: str, script: str = "speedrun.py", **options):
         command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
         environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-        environment |= {"JSPEED_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+        environment |= QUICK | {"JSPEED_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
         start = options.pop("start", False)
         settings = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE} | options
         if start:

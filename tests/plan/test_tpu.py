@@ -27,7 +27,9 @@ PLAN = Path(__file__).parents[2] / "scripts" / "plan.py"
         ("r29", "v6ex4", "zero1", "toy"),
         ("r29", "v5px8", "zero1", "toy"),
         ("track3", "v4x1", "zero1", "toy"),
-        ("track3", "v5ex8", "zero1+scan", "full"),  # three minutes of a core
+        ("track3", "v5ex8", "zero1", "full"),  # half a minute of a core
+        ("track3", "v6ex8", "zero1", "full"),  # a minute
+        ("r29", "v6ex8", "zero1", "full"),  # three minutes
     ],
 )
 def test_a_step_compiles_and_is_read(name, target, layout, size, tmp_path):

@@ -11,7 +11,7 @@ from jspeed.errors import BadInput
 from jspeed.model.attention import attention
 from jspeed.model.kernels import attention_backends
 from jspeed.run import setup
-from jspeed.run.compute import device, preflight
+from jspeed.run.compute import checks, device, preflight
 from jspeed.run.train import train
 
 from ..data.on_disk import shard_bytes
@@ -43,7 +43,7 @@ def options(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     for name in ("t_train_000.bin", "t_val_000.bin"):
         (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
-    monkeypatch.setattr(preflight, "LENGTH", 32)
+    monkeypatch.setattr(checks, "LENGTH", 32)
     monkeypatch.setattr(preflight, "versions", lambda mesh: [str(tmp_path)])
     monkeypatch.setattr(setup, "make_mesh", lambda axes: one_device(axes))
 
@@ -87,7 +87,7 @@ def test_a_backend_that_was_asked_for_or_none_at_all_is_one_sentence(options, mo
     monkeypatch.setattr(attention_backends, "cudnn", refuses)
     with pytest.raises(BadInput, match="--attention cudnn: Refused: not here"):
         train(options("asked", attention="cudnn"))
-    monkeypatch.setattr(preflight, "attention", refuses)
+    monkeypatch.setattr(checks, "attention", refuses)
     with pytest.raises(BadInput, match="no attention backend works on these devices"):
         train(options("none"))
     assert not options("asked").run_dir.exists() and not options("none").run_dir.exists()

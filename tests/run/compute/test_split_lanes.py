@@ -183,27 +183,40 @@ def fitted(monkeypatch):
     return fit
 
 
-def test_a_lane_s_loss_is_taken_in_chunks_before_the_lane_in_pieces(fitted, monkeypatch):
-    """One lane of 512 tokens, whose logits and gradient take 16 MB in fp32 and all else less."""
-    recipe = find("r29", [*R29, "LAYERS=2", "VOCAB=4096", "LANE_LEN=512", "LANES=1"]).recipe
-    stage, cpu = recipe.stages[0], device.device_of(mesh_of(1))
-    lane = program.memory_needed(program.lower_step(recipe, stage, mesh_of(1), "zero1", cpu, 1, -1, None).compile())
-    whole, chunked, halves = (1, None), (1, 24), (2, None)
+CHUNKED = [*R29, "LAYERS=2", "VOCAB=4096", "LANE_LEN=512", "LANES=1"]  # logits and gradient take 16 MB, all else less
+WHOLE, IN_CHUNKS, HALVES = (1, None), (1, 24), (2, None)
 
+
+def one_lane():
+    """The recipe and the bytes that a step over its lane needs."""
+    recipe = find("r29", CHUNKED).recipe
+    cpu = device.device_of(mesh_of(1))
+    lowered = program.lower_step(recipe, recipe.stages[0], mesh_of(1), "zero1", cpu, 1, -1, None)
+    return recipe, program.memory_needed(lowered.compile())
+
+
+def test_a_lane_s_loss_is_taken_in_chunks_before_the_lane_in_pieces(fitted, monkeypatch):
+    recipe, lane = one_lane()
     monkeypatch.setattr(attempts, "HEAD_CHUNK", 24)
-    assert fitted(recipe, lane) == (whole, [whole], [whole])
-    assert fitted(recipe, lane - 1) == (chunked, [whole, chunked], [whole, chunked])
+    assert fitted(recipe, lane - 1) == (IN_CHUNKS, [WHOLE, IN_CHUNKS], [WHOLE, IN_CHUNKS])
+
+
+@pytest.mark.slow
+def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
+    recipe, lane = one_lane()
+    monkeypatch.setattr(attempts, "HEAD_CHUNK", 24)
+    assert fitted(recipe, lane) == (WHOLE, [WHOLE], [WHOLE])
 
     def loss(params, tokens, targets, weights, ctx):
         return recipe.loss(params, tokens, targets, weights, dataclasses.replace(ctx, head_chunk=None))
 
     without = dataclasses.replace(recipe, loss=loss)  # as a recipe that does not know of chunks: nothing to compile
-    assert fitted(without, lane - 1) == (halves, [whole, chunked, halves], [whole, halves])
+    assert fitted(without, lane - 1) == (HALVES, [WHOLE, IN_CHUNKS, HALVES], [WHOLE, HALVES])
 
     monkeypatch.setattr(attempts, "HEAD_CHUNK", 400)
-    can = attempts.freed(recipe, stage, mesh_of(1), 1)
+    can = attempts.freed(recipe, recipe.stages[0], mesh_of(1), 1)
     assert can == 2 * 4 * 4096 * (512 - 400)
-    assert fitted(recipe, lane - can) == (halves, [whole, halves], [whole, halves])
+    assert fitted(recipe, lane - can) == (HALVES, [WHOLE, HALVES], [WHOLE, HALVES])
 
 
 def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_not_scored():

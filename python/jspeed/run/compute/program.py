@@ -239,6 +239,11 @@ def lower_evaluation(
     return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
 
 
+TPU_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"
+"""How long libtpu may look for a better program, from -1 to 1: the least unless this variable says otherwise. A core
+compiles track3 for eight v6e in a minute then; with libtpu's own 0 it had not after two hours."""
+
+
 class DoesNotFit(BadInput):
     """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers leave that to us."""
 
@@ -252,6 +257,8 @@ class DoesNotFit(BadInput):
 
 def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
+    if device.platform == "tpu" and TPU_EFFORT not in os.environ:
+        jax.config.update(TPU_EFFORT.lower(), -1.0)
     try:
         return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
     except jax.errors.JaxRuntimeError as error:
