@@ -320,7 +320,9 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
         found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:
         found.append("nothing has run on a TPU: what a kernel reaches of its peak is what was assumed of GPUs")
-        found.append("libtpu compiles with its least effort, as runs do; JAX_EXEC_TIME_OPTIMIZATION_EFFORT changes both")
+        found.append(
+            "libtpu compiles with its least effort, as runs do; JAX_EXEC_TIME_OPTIMIZATION_EFFORT changes both"
+        )
     else:
         found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
     return found
