@@ -60,6 +60,7 @@ def test_the_loader_is_measured(tmp_path):
     assert all(row["what"] in done.stdout for row in rows)
 
 
+@pytest.mark.slow
 def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(STDLIB.read_text().replace("lanes=LANES", "lanes=LANES + 1").replace('name="stdlib"', 'name="odd"'))

@@ -84,6 +84,7 @@ def code_of(name):
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_sizing_notebook_says_the_published_numbers(tmp_path):
     """124,439,808 and 174,604,259,328 parameters, 6 N D over 312e12 x 8 x 0.3 a second, nanoGPT's C."""
     (tmp_path / "notebook.py").write_text("\n".join(code_of("sizing.ipynb")))

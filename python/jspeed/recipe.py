@@ -117,7 +117,7 @@ class Context:
     All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
     :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix multiplication is on these devices:
     ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or ``missing``; ``own_kernels`` whether
-    those of :mod:`jspeed.model.kernels` for FP8, queries and keys, and composed heads run there. ``blocks`` is
+    those of :mod:`jspeed.model.kernels` for parts of a recipe run there, None: not known. ``blocks`` is
     :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the number of steps before this
     and ``first_row`` that of the global batch's rows before those at hand, int32 scalars: they name a row's random
     numbers (:func:`jspeed.model.layers.row_keys`) on any mesh. ``phase`` is the step's remainder by ``Recipe.period``.
@@ -129,7 +129,7 @@ class Context:
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
-    own_kernels: bool = False
+    own_kernels: bool | None = None
     blocks: Callable[..., Any] = run_blocks
     phase: int = 0
     step: Any = 0
@@ -149,7 +149,8 @@ class Context:
     def use_own_kernels(self, asked: str) -> bool:
         """Decide likewise on OWN_KERNELS: kernels of :mod:`jspeed.model.kernels` in place of parts of a recipe."""
         why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
-        return self._use("OWN_KERNELS", asked, self.own_kernels, None if self.own_kernels else why)
+        own = bool(self.own_kernels)
+        return self._use("OWN_KERNELS", asked, own, why if self.own_kernels is False else None) and own
 
     def _use(self, field: str, asked: str, automatic: bool, missing: str | None) -> bool:
         if asked not in ("auto", "on", "off"):

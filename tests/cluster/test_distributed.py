@@ -102,6 +102,7 @@ def test_launch_gathers_the_result_of_every_process(tmp_path):
     assert out.count("nats/") == 1
 
 
+@pytest.mark.slow
 def test_an_error_on_one_process_ends_both_with_its_sentence(tmp_path, data):
     """Another seed on process 1; and the data folder missing on process 1 only. Nothing is left behind."""
     for lines, word in [(["--seed", "2", "--data", data], "seed is 2 here but 1 on"), (["--data", "lost"], "lost")]:

@@ -99,9 +99,10 @@ def test_cut_corrupt_and_short_answers_are_made_good(hub, tmp_path):
     ("fault", "words"),
     [
         (("corrupt",), f"fineweb_train_000001.bin of {REPOSITORY}.*twice came with SHA-256"),
-        (
+        pytest.param(
             ("short", 1000),
             "fineweb_train_000001.bin .* cannot be fetched .*should be of size 18001024 but has size 1000",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -117,7 +118,7 @@ def test_what_stays_wrong_is_said(hub, tmp_path, fault, words):
     assert hub.gets["fineweb_val_000000.bin"] == 1  # what had come is kept
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_killed_download_is_gone_on_with(hub, tmp_path, signal_number):
     hub.faults = {"fineweb_train_000001.bin": [("hang", WRITTEN + 100_000)]}
     line, variables = command(hub, tmp_path, 2)

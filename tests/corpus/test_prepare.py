@@ -269,6 +269,7 @@ def test_gpt2_counts_of_real_text(tmp_path, monkeypatch):
     assert tiktoken.get_encoding("gpt2").encode_ordinary(first) in [piece.tolist() for piece in pieces]
 
 
+@pytest.mark.slow
 def test_ten_short_lines_train(tmp_path):
     """One document of 300 bytes: its last tenth validates."""
     lines = [f"line {n}: the quick brown fox {n}\n" for n in range(10)]

@@ -207,6 +207,7 @@ def test_bad_sampling(sampling, words):
 # Texts
 
 
+@pytest.mark.slow
 def test_seeds_rows_and_meshes():
     """The same seed gives the same text, alone, among others, and from parameters spread over devices."""
     model = toy("stdlib")

@@ -100,6 +100,7 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_sample_script(run, capsys, tmp_path):
     sample_.sample(run.run_dir)
     lines = capsys.readouterr().out.splitlines()

@@ -136,10 +136,10 @@ def test_sizes_of_samples():
     ("cap", "chunk", "of", "groups"),
     [
         *((cap, 4, "ahead" if cap == "asymmetric" else "several", 1) for cap in CAPS),
-        ("sigmoid", None, "several", 1),
-        ("none", 64, "ahead", 1),
         ("asymmetric", None, "ahead", 5),
         ("none", 3, "several", 2),
+        pytest.param("sigmoid", None, "several", 1, marks=pytest.mark.slow),
+        pytest.param("none", 64, "ahead", 1, marks=pytest.mark.slow),
     ],
 )
 def test_value_and_gradients(case, cap, chunk, of, groups):

@@ -76,7 +76,7 @@ def test_every_setting_changes_what_is_trained():
         assert float(norm_of(jax.tree.map(jnp.subtract, base, after_three_steps(change)))) > 1e-4, change
 
 
-@pytest.mark.parametrize("name", ["llmc", "gpt2", "nanogpt"])
+@pytest.mark.parametrize("name", ["nanogpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llmc", "gpt2"))])
 def test_matrices_and_tables_decay_and_vectors_do_not(name):
     recipe = toy(name, "LEARNING_RATE=0.01", "WEIGHT_DECAY=0.5")
     params, optimizer = drawn(recipe), recipe.optimizer()

@@ -159,6 +159,7 @@ def test_the_mean_is_over_the_whole_batch(devices, parts):
         np.testing.assert_allclose(moved, -names.LEARNING_RATE * np.sign(grad[large]), rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_hundred_columns_of_padding_change_nothing():
     wide = find("microgpt-names", ["LANES=8", "LAYERS=2", "LANE_LEN=132", "EVAL_LEN=132"], trace=False).recipe
     drawn, losses = r.init_parameters(wide.parameters, jax.random.key(0)), []

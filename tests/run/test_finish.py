@@ -60,6 +60,7 @@ def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
     return "breaks"
 
 
+@pytest.mark.slow
 def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_not(
     tmp_path, full_for, a_log_that_breaks, monkeypatch, capsys
 ):

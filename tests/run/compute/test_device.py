@@ -258,3 +258,22 @@ def test_the_chain_of_backends(capability, without_documents, with_documents, mo
             recipe = dataclasses.replace(toy, attention_width=64, heads=heads)
             found = device.device_of(cuda(capability), recipe=recipe)
             assert " ".join((found.attention, *found.fallbacks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "used"), [("auto", True, True), ("auto", False, False), ("off", True, False)]
+)
+def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
+    stage = find("stdlib", trace=False).recipe.stages[0]
+    assert Context(stage, training=True, own_kernels=there).use_own_kernels(asked) == used
+    assert not Context(stage, training=False, own_kernels=there).use_own_kernels(asked)
+
+
+def test_own_kernels_that_were_asked_for_and_do_not_run_are_a_sentence():
+    stage = find("stdlib", trace=False).recipe.stages[0]
+    assert Context(stage, training=True, own_kernels=True).use_own_kernels("on")
+    assert not Context(stage, training=True).use_own_kernels("on")  # a recipe is read before devices are known
+    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but these devices do not run jspeed's own kernels"):
+        Context(stage, training=True, own_kernels=False).use_own_kernels("on")
+    with pytest.raises(BadInput, match="field OWN_KERNELS is 'yes'; expected"):
+        Context(stage, training=True, own_kernels=True).use_own_kernels("yes")
