@@ -14,8 +14,8 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs
 speedrun: .venv/built
 	$(BIN)/python scripts/speedrun.py $(ARGS)
 
-test:
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line check
+test: .venv/dev
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync check
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
@@ -80,7 +80,7 @@ check-python: .venv/dev
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest jspeed._dataloader
 
-check-rust: .venv/bin/python
+check-rust: .venv/dev
 	cargo fmt --all --check
 	+cargo clippy --quiet --release --workspace --all-targets -- -D warnings
 	+cargo test --quiet --release --workspace
@@ -98,7 +98,7 @@ clean:
 .venv/built: .venv/bin/python pyproject.toml $(RUST)
 	@echo 'installing packages and building the Rust extension: a few minutes, once'
 	$(BIN)/python -m pip install 'maturin>=1.9.4,<2'
-	+$(BIN)/maturin develop --release --quiet $(EXTRAS)
+	$(BIN)/maturin develop --release --quiet $(EXTRAS)
 	@echo '$(EXTRAS)' > $@
 
 .venv/dev: EXTRAS := --extras dev
