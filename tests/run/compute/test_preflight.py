@@ -250,3 +250,10 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     asked = dataclasses.replace(start, device=with_cudnn((), asked=True))
     with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
         preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
+
+
+def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
+    """At the sizes of the preflight, traced alone: numbers are in tests/model/kernels, compilers in tests/aot."""
+    for name, (own, plain, arrays) in checks.own_kernels(*checks.KERNEL_SIZES).items():
+        found, expected = (jax.tree.leaves(jax.eval_shape(run, *arrays)) for run in (own, plain))
+        assert [one.shape for one in found] == [one.shape for one in expected], name
