@@ -123,6 +123,7 @@ class Context:
     numbers (:func:`jspeed.model.layers.row_keys`) on any mesh. ``phase`` is the step's remainder by ``Recipe.period``.
     Where lanes are cut, a row at hand is one of ``pieces`` of its lane. ``head_chunk``: the tokens of a row that a loss
     takes at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, on any device.
+    ``layer(f)`` is ``f``, one layer of a recipe that loops over them itself, or recomputes it for its gradient.
     """
 
     stage: Stage
@@ -137,6 +138,7 @@ class Context:
     pieces: int = 1
     head_chunk: int | None = None
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
+    layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
 
     def use_fp8(self, asked: str) -> bool:
         """Decide on a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).

@@ -158,7 +158,9 @@ def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, fa
             f"{row.stage}/{row.stages}",
             f"{row.lanes} x {row.lane_len}",
             str(row.longest_window or "-"),
-            f"{row.micro_batches}" + (f", logits of {row.head_chunk:,}" if row.head_chunk else ""),
+            f"{row.micro_batches}"
+            + (f", logits of {row.head_chunk:,}" if row.head_chunk else "")
+            + ", layers recomputed" * row.remat,
             f"{row.compile_seconds:.1f}",
             f"{row.step_ms_median:.2f}",
             f"{row.step_ms_p99:.2f}",

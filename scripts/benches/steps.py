@@ -53,6 +53,7 @@ class Row:
     longest_window: int | None
     micro_batches: int
     head_chunk: int | None
+    remat: bool
     compile_seconds: float
     steps: int
     step_ms_median: float
@@ -90,7 +91,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
         began = now()
         phases = range(recipe.period)
         fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
-        steps, (_, parts, chunk) = [step for step, *_ in fitted], fitted[-1]
+        steps, (_, parts, chunk, remat) = [step for step, *_ in fitted], fitted[-1]
         compile_seconds = now() - began
         if state is None:
             init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
@@ -110,6 +111,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             longest_window=max(stage.windows, default=None),
             micro_batches=parts,
             head_chunk=chunk,
+            remat=remat,
             compile_seconds=compile_seconds,
             steps=setting.steps,
             step_ms_median=1e3 * statistics.median(times["alone"]),

@@ -106,6 +106,8 @@ def test_out_of_memory_is_a_sentence_with_what_fits(plan, rows):
     assert fits and sentence.startswith("fits: ")
     _, sentence = fit(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], head_chunk=64)])
     assert sentence.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
+    _, sentence = fit(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], remat=True)])
+    assert sentence.endswith("with a micro-batch of 512 tokens, layers recomputed for their gradients")
 
 
 def test_search_ends_with_what_does_not_fit(rows):

@@ -74,6 +74,7 @@ def as_run(
         "layout": "dp",
         "micro_batch": 8192,
         "head_chunk": 4096,
+        "remat": False,
         "kernels": {
             "attention": "cudnn",
             "fp8": "native",

@@ -80,7 +80,7 @@ def test_the_types_cover_every_field() -> None:
     assert set(Run.__annotations__) == set(RUN) and set(OldRun.__annotations__) == set(OLD)
 
 
-@pytest.mark.parametrize("name", sorted(set(RUN) - {"kernels", "head_chunk"}))
+@pytest.mark.parametrize("name", sorted(set(RUN) - {"kernels", "head_chunk", "remat"}))
 def test_each_field_is_required(name: str) -> None:
     run = {key: value for key, value in RUN.items() if key != name}
     assert f"field '{name}': expected" in sentence(run) and "found no such field" in sentence(run)
@@ -91,8 +91,8 @@ def test_runs_from_before_the_preflight_have_no_kernels() -> None:
     assert sentence(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
 
 
-def test_runs_from_before_chunks_say_nothing_of_them() -> None:
-    validate({key: value for key, value in RUN.items() if key != "head_chunk"})
+def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
+    validate({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
     validate(RUN | {"head_chunk": None})
     assert "'head_chunk': expected an integer of at least 1 or null" in sentence(changed("head_chunk", 0))
 

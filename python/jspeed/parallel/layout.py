@@ -71,6 +71,11 @@ def find_layout(name: str) -> Layout:
     return replace(LAYOUTS[base], **modes)
 
 
+def with_remat(layout: str) -> str:
+    """Return the name of ``layout`` with remat."""
+    return layout if find_layout(layout).remat else layout + "+remat"
+
+
 def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
     """Raise :class:`BadInput` for a ``layout`` that is unknown, or does not fit ``mesh`` or ``recipe``."""
     found = find_layout(layout)

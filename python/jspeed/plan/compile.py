@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspeed.parallel.layout import with_remat
 from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
@@ -33,6 +34,7 @@ class Step:
     shared: bool = False  # compiled for another stage that differs from this one in attention windows alone
     windows: tuple[tuple[int, int], ...] = ()  # (window that was compiled, window of this stage)
     head_chunk: int | None = None  # tokens of a row that the head's loss takes at once; None: all
+    remat: bool = False  # whether layers are recomputed for their gradients because memory is short
 
     @cached_property
     def kernels(self) -> list[Kernel]:
@@ -97,7 +99,8 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
             alike = all(_windows(stages[last], stages[n]) is not None for n in (first, *rest))
             if alike:
                 taken = jobs[last].result()
-                lowered = lower(recipe, stages[first], hardware, taken.parts, first % period, taken.head_chunk)
+                how = recomputing(hardware) if taken.remat else hardware
+                lowered = lower(recipe, stages[first], how, taken.parts, first % period, taken.head_chunk)
                 alike = len({WINDOW.sub(r"\1", program_.as_text()) for program_ in (taken.lowered, lowered)}) == 1
             others = (first, *rest[:-1])
             if alike:
@@ -133,6 +136,11 @@ def lower(
     return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk)
 
 
+def recomputing(hardware: Hardware) -> Hardware:
+    """Return ``hardware`` with layers recomputed for their gradients."""
+    return replace(hardware, layout=with_remat(hardware.layout))
+
+
 def fitted(
     recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None = None, phase: int = -1
 ) -> Attempt:
@@ -156,8 +164,8 @@ def tries(
 ) -> Iterator[Attempt]:
     """Yield the attempts of training with each of ``numbers`` of micro-batches."""
 
-    def lowered(parts: int, head_chunk: int | None) -> jax.stages.Lowered:
-        return lower(recipe, stage, hardware, parts, phase, head_chunk)
+    def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
+        return lower(recipe, stage, recomputing(hardware) if remat else hardware, parts, phase, head_chunk)
 
     measure = partial(program.measured, partial(build, device=hardware.device))
     return attempts(recipe, stage, hardware.mesh, numbers, hardware.limit, lowered, measure)
@@ -181,7 +189,7 @@ def read(stage: Stage, attempt: Attempt) -> Step:
         "temporaries": sizes.temp_size_in_bytes,
         "peak": attempt.need,
     }
-    return Step(stage, attempt.parts, str(built.as_text()), memory, head_chunk=attempt.head_chunk)
+    return Step(stage, attempt.parts, str(built.as_text()), memory, head_chunk=attempt.head_chunk, remat=attempt.remat)
 
 
 def largest_that_fits(recipe: Recipe, hardware: Hardware, stage: Stage, below: int) -> tuple[int, int] | None:

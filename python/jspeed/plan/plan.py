@@ -133,6 +133,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
         "micro_batches": step.parts,
         "micro_batch_tokens": tokens // hardware.mesh.shape["data"] // step.parts,
         "head_chunk": step.head_chunk,
+        "remat": step.remat,
         "compiled": not step.shared,
         "memory_bytes": step.memory,
         "memory_by_kind": memory_by_kind(step),
@@ -218,7 +219,8 @@ def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool
         lane = worst.stage.lane_len
         pieces = f", lanes cut at document borders into {lane // tokens}" if tokens < lane else ""
         chunks = f", the head's loss in chunks of {worst.head_chunk:,}" if worst.head_chunk else ""
-        how = f"a micro-batch of {tokens:,} tokens{pieces}{chunks}"
+        again = ", layers recomputed for their gradients" if worst.remat else ""
+        how = f"a micro-batch of {tokens:,} tokens{pieces}{chunks}{again}"
         return True, f"fits: {need / 1e9:.1f} of {have} a device with {how}"
     start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
     if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):

@@ -15,6 +15,7 @@ Hardware    8xH100: compiled for it, not run here. On CPU at a small size: bench
 Parent      track3
 """
 
+from functools import partial
 from itertools import groupby
 
 import jax
@@ -126,11 +127,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     value_of |= {LAYERS - VALUE_TABLES + n: value for n, value in enumerate(values)}
     attending = [layer for layer in range(LAYERS) if layer != NO_ATTENTION]
 
-    x_BTD = start_BTD = rms_norm(lookup(params["embed"], tokens_BT))
-    first_half: list[jax.Array] = []
-    for layer in range(LAYERS):
-        if layer >= HALF:
-            x_BTD = mix(x_BTD, first_half.pop(), 1.0, params["skip_scales"][layer - HALF])
+    def block(layer: int, x_BTD: jax.Array, skip_BTD: jax.Array | None) -> jax.Array:
+        if skip_BTD is not None:
+            x_BTD = mix(x_BTD, skip_BTD, 1.0, params["skip_scales"][layer - HALF])
         x_BTD = mix(x_BTD, start_BTD, *params["block_scales"][layer])
         if layer in attending:
             row = 4 * attending.index(layer)
@@ -151,7 +150,12 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             )
             x_BTD += y_BTHK.reshape(x_BTD.shape) @ out
         up, down = params["mlp"][2 * layer : 2 * layer + 2]
-        x_BTD += relu_squared(rms_norm(x_BTD) @ up) @ down.T
+        return x_BTD + relu_squared(rms_norm(x_BTD) @ up) @ down.T
+
+    x_BTD = start_BTD = rms_norm(lookup(params["embed"], tokens_BT))
+    first_half: list[jax.Array] = []
+    for layer in range(LAYERS):
+        x_BTD = ctx.layer(partial(block, layer))(x_BTD, first_half.pop() if layer >= HALF else None)
         if layer < HALF:
             first_half.append(x_BTD)
     return rms_norm(x_BTD)

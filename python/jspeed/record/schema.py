@@ -209,6 +209,7 @@ class Unsealed(Common):
     environment: str  # SHA-256 of the names and versions of all installed packages
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     head_chunk: NotRequired[Positive | None]  # tokens of a row whose logits a step had at once; null, or none: all
+    remat: NotRequired[bool]  # whether layers were recomputed for their gradients because memory was short
 
 
 class Run(Unsealed):

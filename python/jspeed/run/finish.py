@@ -109,6 +109,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "layout": setup.options.layout,
         "micro_batch": setup.program.micro_tokens,
         "head_chunk": setup.program.head_chunk,
+        "remat": setup.program.remat,
         "kernels": setup.kernels,
         "data": {
             "name": recipe.data.name,

@@ -200,7 +200,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
             device = checked.device
-        for note in in_less_memory(recipe.stages[-1], program.micro_tokens, program.head_chunk):
+        for note in in_less_memory(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):

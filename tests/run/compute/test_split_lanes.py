@@ -158,11 +158,12 @@ def test_what_fits_is_found_largest_first():
 
 @pytest.fixture
 def fitted(monkeypatch):
-    """``fitted(recipe, memory)``: what fits (micro-batches, chunk), what was lowered for it, and what was compiled."""
+    """``fitted(recipe, memory)``: what fits (micro-batches, chunk, whether layers are recomputed), what was lowered for
+    it, and what was compiled."""
     lower, compile_, lowered, built = program.lower_step, program.compiled, [], []
 
     def lower_step(*arguments):
-        lowered.append(((arguments[5], arguments[7]), found := lower(*arguments)))
+        lowered.append(((arguments[5], arguments[7], "remat" in arguments[3]), found := lower(*arguments)))
         return found
 
     def compiled(one, device):
@@ -184,7 +185,7 @@ def fitted(monkeypatch):
 
 
 CHUNKED = [*R29, "LAYERS=2", "VOCAB=4096", "LANE_LEN=512", "LANES=1"]  # logits and gradient take 16 MB, all else less
-WHOLE, IN_CHUNKS, HALVES = (1, None), (1, 24), (2, None)
+WHOLE, IN_CHUNKS, HALVES = (1, None, False), (1, 24, False), (2, None, False)
 
 
 def one_lane():
@@ -230,11 +231,58 @@ def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_n
     assert attempts.freed(recipe, sampled, mesh, 8) == 4 * 5000 * tokens[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "sets", "expected"),
+    [
+        # Documents of any length, a loop of the recipe's own over layers that differ.
+        ("r21", ["LANES=2", "LAYERS=2"], [(1, None, False), (2, None, False), (2, None, True)]),
+        # Layers that are alike; the head's loss stays in chunks.
+        ("track3", ["LANES=1", "LAYERS=1"], [(1, None, False), (1, 4, False), (1, 4, True)]),
+        # Pieces, and no layer that could be recomputed by itself.
+        ("r29", [*R29, "LANES=1", "LAYERS=2"], [(parts, None, False) for parts in (1, 2, 4, 8, 16, 32)]),
+    ],
+)
+def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, monkeypatch):
+    recipe, mesh = find(name, [*TOYS[name], *sets]).recipe, mesh_of(1)
+    stage, cpu = recipe.stages[0], device.device_of(mesh)
+    monkeypatch.setattr(attempts, "HEAD_CHUNK", 4 if name == "track3" else stage.lane_len)
+
+    def lower(parts, head_chunk, remat):
+        layout = "zero1+remat" if remat else "zero1"
+        return program.lower_step(recipe, stage, mesh, layout, cpu, parts, -1, head_chunk)
+
+    def tried(fits):
+        numbers = device.divisions(recipe, stage, mesh)
+        found = attempts.attempts(recipe, stage, mesh, numbers, 1, lower, lambda lowered: (2 - fits, lowered))
+        return [(attempt.parts, attempt.head_chunk, attempt.remat) for attempt in found]
+
+    assert tried(False) == expected and all(way[1:] == (None, False) for way in tried(True))
+
+
+def test_recomputed_layers_have_the_same_gradients():
+    recipe = find("r21", [*TOYS["r21"], "LANES=2", "LAYERS=4"]).recipe
+    stage, params = recipe.stages[0], step.init_state(recipe, jnp.uint32(1))["params"]
+    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(2), p.shape, p.dtype), params)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, stage.lane_len + 1)))
+    ctx = Context(stage, training=True)
+    (wanted, losses), (found, again) = (
+        jax.jit(partial(step.gradients, recipe, how, 1, 1 / tokens[:, 1:].size))(params, tokens)
+        for how in (ctx, dataclasses.replace(ctx, layer=jax.checkpoint))
+    )
+    np.testing.assert_allclose(again, losses, rtol=1e-6)
+    for grad, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(grad, expected, atol=1e-6 * np.abs(expected).max())
+
+
 def test_what_is_done_in_less_memory_is_said():
     stage = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
-    assert not [*attempts.in_less_memory(stage, 65_536, None), *attempts.in_less_memory(stage, 49_152, None)]
-    pieces, chunks = attempts.in_less_memory(stage, 24_576, 4096)
+    assert not [
+        *attempts.in_less_memory(stage, 65_536, None, False),
+        *attempts.in_less_memory(stage, 49_152, None, False),
+    ]
+    pieces, chunks, remat = attempts.in_less_memory(stage, 24_576, 4096, True)
     assert pieces == (
         "a lane of 49,152 tokens is cut at document borders into 2 pieces of at most 26,752, one at a time"
     )
     assert chunks == "the head's loss is computed in chunks, from logits of 4,096 tokens at a time"
+    assert remat == "layers are recomputed for their gradients instead of kept"

@@ -1,4 +1,4 @@
-"""What is tried until a step fits in a device's memory: fewer lanes at once, the head's loss in chunks, pieces."""
+"""What is tried until a step fits in a device's memory: fewer lanes, the head's loss in chunks, pieces, remat."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspeed.recipe import Recipe, Stage, leaves
-from jspeed.run.compute.device import lanes_of_device
+from jspeed.run.compute.device import divisions, lanes_of_device
 from jspeed.run.compute.split_lanes import piece_length
 from jspeed.sizes import scored_shape
 
@@ -17,10 +17,12 @@ HEAD_CHUNK = 4096  # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's 
 
 class Attempt(NamedTuple):
     """A step over ``parts`` micro-batches and the bytes of a device that it needs; ``step`` is None if the compiler
-    refused it. The head's loss takes ``head_chunk`` tokens of a row at a time; None: all."""
+    refused it. The head's loss takes ``head_chunk`` tokens of a row at a time; None: all. ``remat``: layers are
+    recomputed for their gradients."""
 
     parts: int
     head_chunk: int | None
+    remat: bool
     lowered: jax.stages.Lowered
     need: int
     step: jax.stages.Compiled | None
@@ -32,23 +34,33 @@ def attempts(
     mesh: Mesh,
     numbers: Iterable[int],
     limit: float,
-    lower: Callable[[int, int | None], jax.stages.Lowered],
+    lower: Callable[[int, int | None, bool], jax.stages.Lowered],
     measure: Callable[[jax.stages.Lowered], tuple[int, jax.stages.Compiled | None]],
 ) -> Iterator[Attempt]:
     """Compile the step of ``stage`` over each of ``numbers`` of micro-batches, fewest first.
 
     What does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks, unless they free too
-    little (:func:`freed`) or the recipe's loss takes none, so that the program would be the same.
+    little (:func:`freed`) or the recipe's loss takes none, so that the program would be the same. Of the most that
+    there may be, the smallest, layers are recomputed then: dearer than pieces, so it comes last.
     """
+    most = divisions(recipe, stage, mesh)[-1]
     for parts in numbers:
-        lowered = lower(parts, None)
+        lowered = lower(parts, None, False)
         need, step = measure(lowered)
-        yield Attempt(parts, None, lowered, need, step)
-        fits = step is not None and need <= limit
-        if not fits and max(0, need - limit) < freed(recipe, stage, mesh, parts):
-            chunked = lower(parts, HEAD_CHUNK)
+        yield Attempt(parts, None, False, lowered, need, step)
+        if step is not None and need <= limit:
+            continue
+        frees = freed(recipe, stage, mesh, parts)
+        if max(0, need - limit) < frees:
+            chunked = lower(parts, HEAD_CHUNK, False)
             if chunked.as_text() != lowered.as_text():
-                yield Attempt(parts, HEAD_CHUNK, chunked, *measure(chunked))
+                need, step = measure(chunked)
+                yield Attempt(parts, HEAD_CHUNK, False, chunked, need, step)
+        if parts == most and (step is None or need > limit):
+            chunk = HEAD_CHUNK if frees else None
+            recomputed = lower(parts, chunk, True)
+            if recomputed.as_text() != lower(parts, chunk, False).as_text():
+                yield Attempt(parts, chunk, True, recomputed, *measure(recomputed))
 
 
 def freed(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
@@ -68,7 +80,7 @@ def freed(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
     return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
 
 
-def in_less_memory(stage: Stage, micro_tokens: int, head_chunk: int | None) -> Iterator[str]:
+def in_less_memory(stage: Stage, micro_tokens: int, head_chunk: int | None, remat: bool) -> Iterator[str]:
     """Say what a step of ``stage`` does to fit; nothing if a device takes whole lanes, and their logits at once."""
     if micro_tokens < (lane := stage.lane_len):
         pieces = lane // micro_tokens
@@ -76,3 +88,5 @@ def in_less_memory(stage: Stage, micro_tokens: int, head_chunk: int | None) -> I
         yield f"a lane of {lane:,} tokens is cut at document borders into {pieces} {longest}"
     if head_chunk:
         yield f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"
+    if remat:
+        yield "layers are recomputed for their gradients instead of kept"

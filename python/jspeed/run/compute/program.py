@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import check_layout, partitions
+from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import accumulators
@@ -45,8 +45,8 @@ class Program:
     ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
-    last rows being padding. In the last stage a device takes ``micro_tokens`` at once, and of a row the head's loss
-    ``head_chunk`` (None: all).
+    last rows being padding. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
+    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``.
     """
 
     init: Callable[[jax.Array], State]
@@ -55,6 +55,7 @@ class Program:
     micro_tokens: int
     eval_rows: int
     head_chunk: int | None = None
+    remat: bool = False
 
 
 def compile_program(
@@ -75,7 +76,7 @@ def compile_program(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
         fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
-    _, parts, chunk = fitted[-1]
+    _, parts, chunk, remat = fitted[-1]
     every, period = [step for step, *_ in fitted], recipe.period
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
@@ -87,7 +88,7 @@ def compile_program(
             f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
             f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
         )
-    return Program(init, steps, evaluation, micro_tokens, padded, chunk)
+    return Program(init, steps, evaluation, micro_tokens, padded, chunk, remat)
 
 
 def eager_program(
@@ -122,8 +123,9 @@ def eager_program(
 
 def fit(
     recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
-) -> tuple[jax.stages.Compiled, int, int | None]:
-    """Return (compiled step, micro-batches, chunk of the head's loss) of the first of :func:`attempts` that fits.
+) -> tuple[jax.stages.Compiled, int, int | None, bool]:
+    """Return (compiled step, micro-batches, chunk of the head's loss, whether layers are recomputed for gradients) of
+    the first of :func:`attempts` that fits.
 
     Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. With ``micro_batch``
     tokens asked for, these; raises :class:`BadInput` if they, or all, need too much.
@@ -134,11 +136,12 @@ def fit(
     numbers = [parts for parts in divisions(recipe, stage, mesh) if parts >= wanted]
     too_much = 0  # bytes that the micro-batch asked for would need
 
-    def lower(parts: int, head_chunk: int | None) -> jax.stages.Lowered:
-        return lower_step(recipe, stage, mesh, layout, device, parts, phase, head_chunk)
+    def lower(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
+        how = with_remat(layout) if remat else layout
+        return lower_step(recipe, stage, mesh, how, device, parts, phase, head_chunk)
 
     measure = partial(measured, partial(compiled, device=device))
-    for parts, chunk, _, need, step in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
+    for parts, chunk, remat, _, need, step in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
         if step is None or need > limit:
             too_much = need if parts == wanted else too_much
             continue
@@ -147,7 +150,7 @@ def fit(
                 f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
                 f"{limit / 1e9:.1f} GB; {own // parts} tokens need {need / 1e9:.1f} GB and fit"
             )
-        return step, parts, chunk
+        return step, parts, chunk, remat
     raise BadInput(
         f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with {smallest(recipe, stage, parts, own)} at once "
         f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
