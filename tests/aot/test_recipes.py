@@ -89,7 +89,7 @@ def test_one_device_accumulates_in_less_than_60_gigabytes(name, mesh):
 
 
 def test_layers_that_are_recomputed_free_half_of_the_memory(mesh):
-    """Four layers in a row, as r21 runs them: the compiler recomputes each when its gradient is due, not all at once."""
+    """Layers in a row, as r21 runs them: the compiler recomputes each when its gradient is due, not all at once."""
     recipe = find("r21", ["LAYERS=4", "NO_ATTENTION=4", "VOCAB=1024", "LANES=1", "LANE_LEN=16384"]).recipe
     device, needs = device_of(mesh(1)), []
     for layout in ("zero1", "zero1+remat"):
