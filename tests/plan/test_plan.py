@@ -114,6 +114,24 @@ def test_search_ends_with_what_does_not_fit(rows):
     assert [(row["micro_batch_tokens"], row["fits"]) for row in rows] == [(512, True), (1024, False)]
 
 
+def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
+    """What training falls back to at last, its smallest micro-batch with remat, is not the best with remat."""
+
+    def until_it_fits(recipe, hardware):
+        remat = hardware.layout.endswith("+remat")
+        for tokens in (1024, 512):
+            row = {"layout": hardware.layout, "micro_batch_tokens": tokens, "fits": remat, "peak_bytes": 1}
+            yield row | {"predicted_ms": [1, 2]}
+            if remat:
+                return
+        yield row | {"layout": hardware.layout + "+remat", "fits": True, "predicted_ms": [3, 4]}
+
+    monkeypatch.setattr(jspeed.plan.plan, "_until_it_fits", until_it_fits)
+    found = search(replace(FOUND, recipe=replace(FOUND.recipe, alike=True)), [hardware_for()])
+    first, *others = [(row["layout"].endswith("+remat"), row["micro_batch_tokens"], row["fits"]) for row in found]
+    assert first == (True, 1024, True) and sorted(others) == [(False, 512, False), (False, 1024, False)]
+
+
 def test_tables_and_comparison(plan, rows):
     console = Console(file=io.StringIO(), width=140)
     terminal.plan(plan | {"search": rows}, console)

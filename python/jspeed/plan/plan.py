@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import LAYOUTS
+from jspeed.parallel.layout import LAYOUTS, with_remat
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import doctor, hlo, predict
 from jspeed.plan.collectives import describe_collectives
@@ -260,8 +260,10 @@ def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]
     rows = []
     for hardware in (suited(candidate, found.recipe) for candidate in candidates):
         tried = list(_until_it_fits(found.recipe, hardware))
-        if not tried[-1]["fits"] and found.recipe.alike:
-            tried += _until_it_fits(found.recipe, replace(hardware, layout=hardware.layout + "+remat"))
+        plain = [row for row in tried if row["fits"] and row["layout"] == hardware.layout]
+        if not plain and found.recipe.alike:
+            tried = [row for row in tried if row["layout"] == hardware.layout]  # with remat the largest, not the last
+            tried += _until_it_fits(found.recipe, replace(hardware, layout=with_remat(hardware.layout)))
         rows += tried
     return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
 
@@ -276,7 +278,7 @@ def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any
         step = compile_stages(change(recipe, stages=(last,)), hardware, own // number)[-1]
         seconds = predict.times(step.kernels, hardware.cluster)[0].total
         yield {
-            "layout": hardware.layout,
+            "layout": with_remat(hardware.layout) if step.remat else hardware.layout,
             "mesh": dict(hardware.mesh.shape),
             "micro_batch_tokens": own // number,
             "head_chunk": step.head_chunk,

@@ -26,6 +26,7 @@ def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = N
         "flops": sum(kernel.times * kernel.flops for kernel in computing),
         "micro_batch_tokens": recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] // step.parts,
         "head_chunk": step.head_chunk,
+        "remat": step.remat,
         "peak_bytes": step.memory["peak"],
         "roofline_ms": 1e3 * seconds,
         "fitted_ms": 1e3 * seconds * predict.slowdown(),

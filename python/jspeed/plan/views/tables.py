@@ -143,5 +143,5 @@ def yes(value: bool) -> str:
 
 def at_once(row: Mapping[str, Any]) -> str:
     """Return the tokens of a micro-batch, and of a row those whose logits exist at once where these are not all."""
-    chunk = row.get("head_chunk")
-    return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "")
+    chunk, again = row.get("head_chunk"), row.get("remat", False)
+    return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "") + " recomputed" * again
