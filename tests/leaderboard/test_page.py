@@ -2,6 +2,7 @@
 
 import ast
 import json
+import shutil
 import time
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -179,19 +180,25 @@ def test_the_committed_page_and_readme_are_what_the_records_make():
 
 @pytest.mark.slow
 def test_ten_thousand_runs(tmp_path):
-    """Seconds of this process, because other processes are not its fault: 4 s to verify and 5 s for the page."""
-    count = synthetic.fill(tmp_path, "fineweb/8xH100", 700, 8) + synthetic.fill(tmp_path, "stdlib/cpu", 880, 5)
-    history = REPOSITORY / "records" / "history" / "modded-nanogpt.csv"
-    (tmp_path / "history").mkdir()
-    (tmp_path / "history" / history.name).write_bytes(history.read_bytes())
-    began = time.process_time()
-    records = store.read(tmp_path)
-    assert verify.verify(records, synthetic.NOW) == [] and len(records.rows) == count == 10_000
-    verified = time.process_time()
-    html, _ = made(records)
-    assert verified - began < 10 and time.process_time() - began < 10
+    """Ten times the runs are verified and shown in at most twice ten times the processor's seconds."""
+
+    def shown(folder: Path, part: int) -> tuple[str, float]:
+        count = synthetic.fill(folder, "fineweb/8xH100", 700 // part, 8)
+        count += synthetic.fill(folder, "stdlib/cpu", 880 // part, 5)
+        (folder / "history").mkdir()
+        shutil.copy(REPOSITORY / "records" / "history" / "modded-nanogpt.csv", folder / "history")
+        began = time.process_time()
+        records = store.read(folder)
+        assert verify.verify(records, synthetic.NOW) == [] and len(records.rows) == count == 10_000 // part
+        html, _ = made(records)
+        return html, time.process_time() - began
+
+    seconds = shown(tmp_path / "few", 10)[1]
+    html, longer = shown(tmp_path / "many", 1)
+    assert longer < 20 * seconds
     assert len(html.encode()) < 2_000_000 and "640 more entries are in leaderboard.json" in html
 
-    source = next(tmp_path.rglob("recipe-*.py"))
+    source = next((tmp_path / "many").rglob("recipe-*.py"))
     source.write_text(source_of())
-    assert len(verify.verify(store.read(tmp_path), synthetic.NOW)) >= 2, "one wrong among ten thousand is found"
+    problems = verify.verify(store.read(tmp_path / "many"), synthetic.NOW)
+    assert len(problems) >= 2, "one wrong among ten thousand is found"
