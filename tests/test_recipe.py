@@ -212,7 +212,7 @@ def test_a_document_does_not_see_another(name):
     assert np.any(np.abs(np.asarray(before - after))[:, :9] > 1e-3)
 
 
-@pytest.mark.parametrize("looks_back", [False, True])
+@pytest.mark.parametrize("looks_back", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", ["r62", "r89"])
 def test_what_leaks_over_a_document_border_is_one_position(name, looks_back):
     """As the records have it: smear and bigram read the last token before the border, keys that look back its state."""

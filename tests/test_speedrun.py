@@ -215,6 +215,7 @@ def test_a_shard_that_goes_bad_in_mid_run_leaves_a_record(speedrun, shards, tmp_
     assert run["status"] == "interrupted" and 0 < run["steps"] < 500 and run["val_loss"] is None
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
     done = speedrun("--data", shards, "--run-dir", tmp_path / "r", *toy("STEPS=50", "EMBED_LR=1e38", "MUON_LR=1e38"))
     run = read(tmp_path / "r")

@@ -83,6 +83,7 @@ def test_evaluation_repeats_the_run_s_own(run):
     assert found.loss == pytest.approx(record(run)["val_loss"], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_going_on_from_a_model(run, tmp_path, capsys):
     """The first loss is where the model was; the run is marked as another recipe; from scratch is worse."""
     again = vars(run) | {"run_dir": tmp_path / "again", "init_from": run.run_dir, "progress": False}

@@ -46,7 +46,7 @@ def normal(*shape, seed=0):
     return np.random.default_rng(seed).normal(size=(4, *shape)).astype(np.float32)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [pytest.param("unrolled", marks=pytest.mark.slow), "looped"])
 @few
 @given(st.data(), st.integers(1, 40), st.sampled_from([2, 4, 9, None, 30]), st.sampled_from([3, 8]))
 def test_agrees_with_dense_mask(path, data, length, window, block):

@@ -250,7 +250,8 @@ def test_products_by_own_kernels_are_the_others_to_rounding(interpreted, before,
     assert one[3] == two[3] > 0.01
 
 
-@pytest.mark.parametrize("x_largest", [pytest.param(None, marks=pytest.mark.slow), 6.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("x_largest", [None, 6.0])
 def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_largest):
     rng = np.random.default_rng(0)
     shapes = ((2, 128, 128), (128, 256), (128, 256), (2, 128, 128))

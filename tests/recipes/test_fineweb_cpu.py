@@ -65,7 +65,7 @@ def test_in_training_alone_and_no_position_sees_the_future():
     assert np.any(np.abs(changed - sampled)[:, 9:] > 1e-3)
 
 
-@pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (2, 2)])
+@pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_counts_are_those_of_all_targets_so_far(devices, lanes_at_once):
     tokens = batches(toy(), 3)
     state, _ = run(toy(), mesh_of(devices), lanes_at_once, tokens)

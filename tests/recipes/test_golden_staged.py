@@ -114,6 +114,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert found[key] == pytest.approx(value, rel=1e-4 if isinstance(value, dict) else 1e-5), key
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "r62" else n for n in GOLDEN])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GOLDEN)
 def test_recipes_give_the_numbers_of_the_records(name):
     same(measure(name), GOLDEN[name])

@@ -64,7 +64,8 @@ def example(recipe, number):
     return params, tokens[:, :-1], tokens[:, 1:], jnp.full((1, tokens.shape[1] - 1), 1 / (tokens.shape[1] - 1))
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
 def test_where_everything_is_sampled_the_loss_is_that_of_r89(toy, number):
     """With several targets a token and their prefixes; embedding and head are one table, then two."""
     found = []

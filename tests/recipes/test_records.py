@@ -172,6 +172,7 @@ def test_r89_starts_with_the_published_coefficients():
         np.testing.assert_allclose(coefficients(x, params, "mudd", n, 0.1)[0, 1], starts, atol=4e-3)
 
 
+@pytest.mark.slow
 def test_r89_counts_the_longest_prefix_of_the_next_token(monkeypatch):
     """Against the plain sum of the record, in the first two stages and not in the third."""
     prefixes = np.random.default_rng(0).integers(-100, 272, size=272).astype(np.int32)

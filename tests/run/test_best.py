@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
+import pytest
 
 from jspeed.record.runfile import read_run
 from jspeed.run.best import keep_best
@@ -15,6 +16,7 @@ from jspeed.run.train import train
 from ..several import TOY, shards
 
 
+@pytest.mark.slow
 def test_a_run_stops_at_its_target(tmp_path):
     run_dir = tmp_path / "run"
     sets = (*TOY, "LAYERS=1", "STEPS=40", "EVAL_EVERY=3")

@@ -13,8 +13,10 @@ from jspeed.parallel import layout as layouts
 from jspeed.run import checkpoint
 from jspeed.run.compute import program
 from jspeed.run.find_recipe import find
+from jspeed.run.setup import Options
+from jspeed.run.train import train
 
-from ..several import ended, environment, metrics, shards, start, toy
+from ..several import TOY, ended, environment, metrics, shards, start, toy
 from ..toys import TOYS
 from .compute.steps import batches, mesh_of, run
 
@@ -67,6 +69,24 @@ def test_hashes_that_say_nothing_are_damage(tmp_path):
     assert checkpoint.steps_in(tmp_path) == [5]
 
 
+def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
+    """The quick form of the next test: in this process, whose programs need not give the same bits twice."""
+    small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=3")
+    options = {"data": shards(tmp_path / "shards"), "sets": (*TOY, *small), "target_loss": 9.0, "progress": False}
+
+    def losses(name, **more):
+        assert train(Options("stdlib", run_dir=tmp_path / name, **options | more)) == 0
+        return [list(metrics(tmp_path / name, kind).values()) for kind in ("train_loss", "val_loss")]
+
+    whole = losses("whole")
+    losses("half", steps=4, checkpoint_every=2)
+    for found, expected in zip(losses("half", resume=True), whole, strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    run = json.loads((tmp_path / "half" / "run.json").read_text())
+    assert run["resumed"] == [4] and run["status"] == "finished" and run["steps"] == 6
+
+
+@pytest.mark.slow
 def test_25_steps_and_25_resumed_are_50_bit_for_bit(runs, tmp_path):
     folder = copy(runs, tmp_path)
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["20", "25"]

@@ -59,6 +59,7 @@ def test_a_kernel_matches_its_reference(request, operands, kernel, reference, dt
     assert np.mean(np.asarray(q_NF != expected_NF)) < 1e-3
 
 
+@pytest.mark.slow
 def test_the_squared_relu_is_near_float64(forward):
     x, w, (factor, scale) = wide(*forward)
     h = np.square(np.maximum(x @ w.T * factor, 0))
@@ -69,6 +70,7 @@ def test_the_squared_relu_is_near_float64(forward):
     assert q_NF.max() == 448 and h.max() > 448 * scale
 
 
+@pytest.mark.slow
 def test_the_gradient_is_near_float64(backward):
     g, w, h, (factor, h_scale, scale) = wide(*backward)
     exact = np.clip(g @ w.T * factor * 2 * np.sqrt(h * h_scale) / scale, -57_344, 57_344)
@@ -80,6 +82,7 @@ def test_the_gradient_is_near_float64(backward):
     assert not q_NF[h == 0].any()
 
 
+@pytest.mark.slow
 def test_nan_stays_nan(forward, backward):
     """In its entry and its transpose. The largest on GPUs: tests/aot; on CPUs a maximum by XLA loses NaN itself."""
     x, w, scales = forward

@@ -79,7 +79,8 @@ def ulps(found, wanted):
     return np.abs(one - other)
 
 
-@pytest.mark.parametrize("look_back", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("look_back", [False, True])
 @pytest.mark.parametrize(("width", "paired", "length"), CASES)
 def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back):
     """Lengths that fill the blocks of tokens and that do not; heads that turn by one column, and by two in turn."""

@@ -146,6 +146,7 @@ def own_kernels(monkeypatch):
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of own kernels"])
 
 
+@pytest.mark.slow
 def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
     found = preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "auto"}, said)
     assert found.device.own_kernels and found.checks[-1] == "own kernels" and found.record()["own"]

@@ -196,6 +196,7 @@ def one_lane():
     return recipe, program.memory_needed(lowered.compile())
 
 
+@pytest.mark.slow
 def test_a_lane_s_loss_is_taken_in_chunks_before_the_lane_in_pieces(fitted, monkeypatch):
     recipe, lane = one_lane()
     monkeypatch.setattr(attempts, "HEAD_CHUNK", 24)
@@ -239,7 +240,10 @@ def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_n
         # Layers that are alike; the head's loss stays in chunks.
         ("track3", ["LANES=1", "LAYERS=1"], [(1, None, False), (1, 4, False), (1, 4, True)]),
         # Pieces, and no layer that could be recomputed by itself.
-        ("r29", [*R29, "LANES=1", "LAYERS=2"], [(parts, None, False) for parts in (1, 2, 4, 8, 16, 32)]),
+        pytest.param(
+            *("r29", [*R29, "LANES=1", "LAYERS=2"], [(parts, None, False) for parts in (1, 2, 4, 8, 16, 32)]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, monkeypatch):
