@@ -79,6 +79,7 @@ def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
         return [list(metrics(tmp_path / name, kind).values()) for kind in ("train_loss", "val_loss")]
 
     whole = losses("whole")
+    assert whole[0][0] - whole[0][4] > 0.01  # a start anew would show
     losses("half", steps=4, checkpoint_every=2)
     for found, expected in zip(losses("half", resume=True), whole, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)

@@ -60,6 +60,12 @@ def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
     return "breaks"
 
 
+def three_steps(tmp_path, **more) -> Options:
+    """A run into ``tmp_path / "run"`` that reaches its target."""
+    fixed = {"sets": (*TOY, "STEPS=3"), "target_loss": 9.0, "progress": False}
+    return Options("stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", **fixed | more)
+
+
 @pytest.mark.slow
 def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_not(
     tmp_path, full_for, a_log_that_breaks, monkeypatch, capsys
@@ -74,9 +80,9 @@ def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_n
         real(self, line)
 
     monkeypatch.setattr(Lines, "write", write)
-    data, run_dir = shards(tmp_path / "shards"), tmp_path / "run"
-    more = {"checkpoint_every": 2, "log": (a_log_that_breaks,), "target_loss": 9.0, "progress": False}
-    sentence = said(lambda: train(Options("stdlib", data=data, run_dir=run_dir, sets=(*TOY, "STEPS=3"), **more)))
+    run_dir = tmp_path / "run"
+    options = three_steps(tmp_path, checkpoint_every=2, log=(a_log_that_breaks,))
+    sentence = said(lambda: train(options))
     for words in ("--log got nothing from step", "a checkpoint could not be written to", "metrics.jsonl cannot be"):
         assert words in sentence, sentence
     assert f"warning: --log {a_log_that_breaks} could not be closed (No space left" in capsys.readouterr().err
@@ -118,8 +124,8 @@ def test_the_picture_marks_where_stages_began(monkeypatch, steps, borders):
 
 
 def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_for, capsys):
-    data, run_dir, told = shards(tmp_path / "shards"), tmp_path / "run", []
-    options = Options("stdlib", data=data, run_dir=run_dir, sets=(*TOY, "STEPS=3"), target_loss=9.0, progress=False)
+    options, told = three_steps(tmp_path), []
+    run_dir = options.run_dir
     asked = full_for("model.safetensors", "loss.svg")
     sentence = said(lambda: train(options, told.append))
     assert asked[-3:] == ["run.json", "model.safetensors", "loss.svg"]
@@ -140,8 +146,8 @@ def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_f
 
 @pytest.mark.slow
 def test_without_room_for_the_record_the_result_is_said_and_the_model_kept(tmp_path, full_for, capsys):
-    data, run_dir, told = shards(tmp_path / "shards"), tmp_path / "run", []
-    options = Options("stdlib", data=data, run_dir=run_dir, sets=(*TOY, "STEPS=3"), target_loss=9.0, progress=False)
+    options, told = three_steps(tmp_path), []
+    run_dir = options.run_dir
     full_for("run.json")
     assert f"{run_dir / 'run.json'} cannot be written" in said(lambda: train(options, told.append))
     assert (run_dir / "model.safetensors").exists() and (run_dir / "loss.svg").exists()

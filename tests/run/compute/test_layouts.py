@@ -47,12 +47,12 @@ WAYS = {  # layout, mesh, lanes a device takes at once
     "fsdp+tp+remat+scan": ("fsdp+tp+remat+scan", {"data": 4, "model": 2}, 4),
     "pp+remat+scan": ("pp+scan+remat", {"data": 4, "pipe": 2}, 1),
 }
-QUICK = ("fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
-CASES = [("track3", QUICK[0])]
-CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way != QUICK[0]]
-CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in QUICK]
+SOME = ("fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
+CASES = [("track3", SOME[0])]
+CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way != SOME[0]]
+CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in SOME]
 # The only one with dropout, whose masks must be the same.
-CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (*QUICK, "tp+scan", "pp+remat+scan")]
+CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (*SOME, "tp+scan", "pp+remat+scan")]
 
 
 @pytest.fixture(autouse=True)

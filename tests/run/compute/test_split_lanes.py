@@ -241,7 +241,9 @@ def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_n
         ("track3", ["LANES=1", "LAYERS=1"], [(1, None, False), (1, 4, False), (1, 4, True)]),
         # Pieces, and no layer that could be recomputed by itself.
         pytest.param(
-            *("r29", [*R29, "LANES=1", "LAYERS=2"], [(parts, None, False) for parts in (1, 2, 4, 8, 16, 32)]),
+            "r29",
+            [*R29, "LANES=1", "LAYERS=2"],
+            [(parts, None, False) for parts in (1, 2, 4, 8, 16, 32)],
             marks=pytest.mark.slow,
         ),
     ],

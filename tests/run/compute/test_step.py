@@ -36,7 +36,7 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-ALL = [(name, *way) for name in TOYS for way in ((8, 1), (4, 1), (2, 4))]
+ALL = [(name, *way) for name in TOYS for way in ((4, 1), (8, 1), (2, 4))]
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,9 @@ def test_without_jit_three_steps_are_the_same(make):
     np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
 
 
-def test_warm_up_leaves_no_trace():
-    recipe, mesh = toy("stdlib", "LAYERS=1"), mesh_of(2)
+@pytest.mark.parametrize("name", ["stdlib", pytest.param("r29", marks=pytest.mark.slow)])
+def test_warm_up_leaves_no_trace(name):
+    recipe, mesh = toy(name), mesh_of(2)
     built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
     validation = evaluate.place(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
