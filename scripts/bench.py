@@ -1,6 +1,6 @@
 """``jspeed bench`` from a checkout: ``python scripts/bench.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

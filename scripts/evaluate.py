@@ -1,6 +1,6 @@
 """``jspeed evaluate`` from a checkout: ``python scripts/evaluate.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

@@ -1,6 +1,6 @@
 """``jspeed export`` from a checkout: ``python scripts/export.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

@@ -1,6 +1,6 @@
 """``jspeed launch`` from a checkout: ``python scripts/launch.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

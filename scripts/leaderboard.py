@@ -1,6 +1,6 @@
 """``jspeed leaderboard`` from a checkout: ``python scripts/leaderboard.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

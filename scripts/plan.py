@@ -1,6 +1,6 @@
 """``jspeed plan`` from a checkout: ``python scripts/plan.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

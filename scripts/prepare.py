@@ -1,6 +1,6 @@
 """``jspeed prepare`` from a checkout: ``python scripts/prepare.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

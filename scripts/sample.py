@@ -1,6 +1,6 @@
 """``jspeed sample`` from a checkout: ``python scripts/sample.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

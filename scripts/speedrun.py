@@ -1,6 +1,6 @@
 """``jspeed run`` from a checkout: ``python scripts/speedrun.py``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

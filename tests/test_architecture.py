@@ -11,7 +11,17 @@ PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
 FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may import, all of it on floors below
     {
         name: set()
-        for name in ("_dataloader", "errors", "fields", "files", "model", "pages", "stage", "recipe", "terminal")
+        for name in (
+            "_dataloader",
+            "errors",
+            "fields",
+            "files",
+            "model",
+            "pages",
+            "stage",
+            "recipe",
+            "standard_streams",
+        )
     },
     {"cluster": set(), "sizes": {"recipe"}},
     {"data": {"_dataloader"}, "parallel": {"cluster", "recipe"}, "record": set()},
@@ -31,7 +41,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     },
     {"__main__": {"commands"}},
 ]
-UNDER_ALL = {"errors", "fields", "files", "pages", "stage", "terminal"}
+UNDER_ALL = {"errors", "fields", "files", "pages", "stage", "standard_streams"}
 WITHOUT_JAX = {"corpus", "leaderboard", "record"}
 DOZEN = 12
 

@@ -269,7 +269,7 @@ def test_curves_are_compared_with_the_first_recipe(monkeypatch):
 def test_kernels_of_a_gpu_are_added_up(monkeypatch):
     """A profile as CUPTI leaves it: streams whose kernels overlap, and a line that repeats them by module."""
     monkeypatch.syspath_prepend(SCRIPTS)
-    from benches.kernels import Kernel, read
+    from benches.kernel_profile import Kernel, read
 
     def line(name: str, *events: tuple[int, int, int]) -> str:
         text = [

@@ -5,7 +5,7 @@ import pytest
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.run.find_recipe import find
 
-from .called import SCRIPTS, call
+from .call_script import SCRIPTS, call
 
 
 @pytest.mark.parametrize(

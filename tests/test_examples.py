@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jspeed.parallel.mesh import make_mesh
 
-from .several import QUICK
+from .multi_process import QUICK
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 

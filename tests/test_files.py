@@ -8,7 +8,7 @@ import pytest
 
 from jspeed.files import Lines, read_json, write_whole
 
-from .several import said
+from .multi_process import said
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from jspeed.run.find_recipe import find
 from jspeed.run.recipe_names import FOLDER
 
-from .called import Done, call
-from .several import shards
+from .call_script import Done, call
+from .multi_process import shards
 from .toys import TOYS
 
 CODES = {0, 1, 2, 130, 143}

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 
 from jspeed.run.recipe_names import known_recipes
 
-from .bare import bare, closure, variables
+from .minimal_venv import closure, minimal_venv, variables
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python" / "jspeed"
@@ -106,7 +106,7 @@ def test_every_list_is_enough(monkeypatch, tmp_path):
     lists = [of_skyward(monkeypatch), of_skypilot(monkeypatch), PROJECT["dependencies"]]
     made = {tuple(sorted(closure(packages))): packages for packages in lists}
     for number, packages in enumerate(made.values()):
-        python = bare(tmp_path / str(number), packages)
+        python = minimal_venv(tmp_path / str(number), packages)
         command = [python, "-c", textwrap.dedent(IMPORT_ALL), *needed()]
         done = subprocess.run(command, env=variables(ROOT / "python"), capture_output=True, text=True, timeout=300)
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
@@ -115,7 +115,7 @@ def test_every_list_is_enough(monkeypatch, tmp_path):
 def test_a_list_without_a_package_is_not_enough(tmp_path):
     """The page's list as it once was: no other package brings safetensors along, and the environment shows it."""
     short = [text for text in PROJECT["dependencies"] if not text.startswith("safetensors")]
-    command = [bare(tmp_path / "venv", short), "-c", "import numpy; import safetensors.numpy"]
+    command = [minimal_venv(tmp_path / "venv", short), "-c", "import numpy; import safetensors.numpy"]
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: No module named 'safetensors'\n")
 

@@ -16,7 +16,7 @@ import pytest
 from jspeed.commands import main
 from jspeed.errors import BadInput
 
-from .several import QUICK, words
+from .multi_process import QUICK, words
 from .toys import TOYS
 
 REPOSITORY = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
 """``python -m jspeed``: the command ``jspeed``."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 

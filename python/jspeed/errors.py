@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from jspeed import terminal
+from jspeed import standard_streams
 
 FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
 
@@ -44,7 +44,7 @@ def as_sentences() -> Iterator[None]:
         say(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, terminal.leave)  # a second one need not wait for what is cleaned up
+        signal.signal(signal.SIGINT, standard_streams.leave)  # a second one need not wait for what is cleaned up
         sys.exit(130)
     except Exception:
         traceback.print_exc()
@@ -57,13 +57,13 @@ def run_script(main: Callable[[], int | None]) -> None:
     A reader of its output that goes away ends printing and nothing else. Output that a full disk has not taken ends
     printing too; it is said at the end, and 0 becomes exit code 2.
     """
-    terminal.guard()
-    terminal.started()
+    standard_streams.guard()
+    standard_streams.started()
     try:
         with as_sentences():
             sys.exit(main() or 0)
     except SystemExit as end:
-        if lost := terminal.lost_output():
+        if lost := standard_streams.lost_output():
             say(
                 f"error: standard output could not be written ({lost.strerror}); make room there, and look at the files"
             )

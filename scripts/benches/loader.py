@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jspeed.commands.flags import File
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
-from jspeed.data.shards import HEADER_BYTES, header, map_tokens
+from jspeed.data.find_shards import HEADER_BYTES, header, map_tokens
 
 BOS = 50_256
 # The record's three stages; the tables of documents are larger because these shards have more short documents.

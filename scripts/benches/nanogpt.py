@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import our_run
-from jspeed.data.shards import HEADER_BYTES, find_split
+from jspeed.data.find_shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.run.find_recipe import find

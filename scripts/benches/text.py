@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.commands.flags import Wants
-from jspeed.corpus import chunks, process_pool, work
+from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
@@ -60,7 +60,7 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
 
     def ours(folder: Path, repeats: int) -> int:
         """The files again and again through one pool; the first time is not measured."""
-        encoded = process_pool.in_order(partial(work.encode, "gpt2", "before"), again(repeats), processes)
+        encoded = process_pool.in_order(partial(parallel_tokenise.encode, "gpt2", "before"), again(repeats), processes)
         with open(folder / "ours.bin", "wb") as file:
             return sum(len(part.tokens) + 0 * file.write(part.tokens.tobytes()) for part in encoded)
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.record import loss_plot
-from jspeed.record.runfile import read_run
+from jspeed.record.run_json import read_run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 # A validation in modded-nanogpt's log: step:125/1770 val_loss:4.6549 train_time:12345ms step_avg:98.76ms

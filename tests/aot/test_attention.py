@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.model.attention import attention, find_documents
 from jspeed.plan import cost
-from jspeed.plan.kernels.attention import TRITON
+from jspeed.plan.custom_calls.attention import TRITON
 from jspeed.plan.target import Target, load_target, pretend, target_mesh
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 BOS = 50_256
 SHAPE = (4, 2048, 6, 128)

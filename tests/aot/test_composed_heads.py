@@ -9,12 +9,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.attention import find_documents
-from jspeed.model.heads import composed
+from jspeed.model.attention_heads import composed
 from jspeed.plan import cost
-from jspeed.plan.kernels.attention import TRITON
+from jspeed.plan.custom_calls.attention import TRITON
 from jspeed.plan.target import COMPILER_OPTIONS
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 TOKENS, HEADS, WIDTH, WINDOW = 49_152, 6, 128, 112
 SPILLS = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}

@@ -12,10 +12,10 @@ from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels import fp8_cast
 from jspeed.model.mlp import mlp
 from jspeed.plan import cost, hlo
-from jspeed.plan.kernels.attention import TRITON
+from jspeed.plan.custom_calls.attention import TRITON
 from jspeed.plan.target import COMPILER_OPTIONS
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 N, D = 49_152, 768
 BF16, F32 = jnp.bfloat16, jnp.float32

@@ -12,7 +12,7 @@ from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels import fused_mlp
 from jspeed.plan import cost
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 N, F, D = 49_152, 3072, 768
 CASES = {

@@ -17,7 +17,7 @@ from jspeed.model.sampled import columns, draw, sampled_cross_entropy
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 WIDTH, VOCAB = 768, 50_304
 SCALES = fp8.Scales(100 / 448, 1.6 / 448, 0.75 / 448)

@@ -15,7 +15,7 @@ from jspeed.run.find_recipe import find
 
 from .test_recipes import compiled
 
-BAD = str(Path(__file__).parents[1] / "plan" / "bad.py")
+BAD = str(Path(__file__).parents[1] / "plan" / "faulty_recipe.py")
 EIGHT = parse_target("h100x8")
 MEMORY = {"arguments": 0, "outputs": 0, "aliased": 0, "temporaries": 2**35}
 
@@ -62,7 +62,7 @@ def test_rooflines_of_published_programs(mesh, name):
 
 
 def test_memory_is_the_compilers(mesh):
-    """bad.py: arguments and peak as memory_analysis has them; parameters, optimizer and batch counted by hand."""
+    """faulty_recipe.py: arguments and peak as memory_analysis has them; parameters, optimizer and batch counted by hand."""
     hardware = hardware_for(EIGHT, "zero1")
     found = find(BAD)
     [step] = compile_stages(found.recipe, hardware)

@@ -6,13 +6,13 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.heads import attention_in_pairs, pair_positions
+from jspeed.model.attention_heads import attention_in_pairs, pair_positions
 from jspeed.model.kernels.qk_norm import norm_and_turn
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.plan import cost, hlo
-from jspeed.plan.kernels.attention import TRITON
+from jspeed.plan.custom_calls.attention import TRITON
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 T, HEADS, K = 49_152, 6, 128
 

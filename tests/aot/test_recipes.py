@@ -12,7 +12,7 @@ from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find_recipe import find
 
-from .calls import custom_calls
+from .custom_calls import custom_calls
 
 GIGABYTE = 1e9
 ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}

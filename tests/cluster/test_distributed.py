@@ -14,7 +14,7 @@ from jspeed.cluster.rank import Rank
 from jspeed.corpus.tokenise import prepare_text
 from jspeed.data import TokenLoader, open_shards
 
-from ..several import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
+from ..multi_process import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
 
 
 @pytest.fixture

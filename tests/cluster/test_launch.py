@@ -13,7 +13,7 @@ from jspeed.commands.flags import parse
 from jspeed.commands.launch import COMMAND
 from jspeed.errors import BadInput
 
-from ..several import REPOSITORY
+from ..multi_process import REPOSITORY
 
 LAUNCH = [sys.executable, str(REPOSITORY / "scripts" / "launch.py")]
 

@@ -11,7 +11,7 @@ import pytest
 from jspeed.cluster.rendezvous import free_port, is_open, meet, reserved_port
 from jspeed.errors import BadInput
 
-from ..several import said
+from ..multi_process import said
 
 
 def port_of(met):

@@ -16,7 +16,7 @@ from jspeed.corpus import chunks, sources, tokenise
 from jspeed.corpus import split as splits
 from jspeed.errors import BadInput
 
-from ..called import call
+from ..call_script import call
 from .prepared import (
     SHARED,
     VOCABULARY,

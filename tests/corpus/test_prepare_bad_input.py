@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from jspeed.corpus import named, tokenise
+from jspeed.corpus import named_data_sets, tokenise
 from jspeed.errors import BadInput
 
 from .prepared import byte_documents, jsonl, prepare_bytes, script
@@ -67,7 +67,7 @@ def test_missing_input_and_empty_folder(tmp_path):
     os.mkfifo(tmp_path / "with" / "pipe.txt")
     with pytest.raises(BadInput, match=r"with/pipe.txt cannot be read \(not a regular file\)"):
         prepare_bytes(tmp_path / "with", out=tmp_path / "out")
-    for made in (named.prepare_names, partial(named.prepare_shakespeare, characters=True)):
+    for made in (named_data_sets.prepare_names, partial(named_data_sets.prepare_shakespeare, characters=True)):
         with pytest.raises(BadInput, match=r"input .*pipe.txt cannot be read \(not a regular file\)"):
             made(tmp_path / "out", given=tmp_path / "pipe.txt")
     with pytest.raises(BadInput, match="no input was given"):

@@ -18,12 +18,12 @@ from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare
 INTERRUPTED = """
 import sys, time
 from pathlib import Path
-from jspeed.corpus import chunks, tokenise, work
+from jspeed.corpus import chunks, tokenise, parallel_tokenise
 from jspeed.errors import run_script
 
 chunks.PIECE_BYTES = 1000
 stop = int(sys.argv[3])
-encode = work.encode
+encode = parallel_tokenise.encode
 
 def slow(*arguments):
     global stop
@@ -33,7 +33,7 @@ def slow(*arguments):
     stop -= 1
     return encode(*arguments)
 
-work.encode = slow
+parallel_tokenise.encode = slow
 run_script(lambda: tokenise.prepare_text([Path(sys.argv[1])], Path(sys.argv[2]), "bytes", processes=1) and None)
 """
 
@@ -65,8 +65,8 @@ def test_interrupted_work_is_taken_up(tmp_path, signal_number, code, monkeypatch
     assert len(journal.read_text().splitlines()) == 8
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
     encoded = []
-    real = tokenise.work.encode
-    monkeypatch.setattr(tokenise.work, "encode", lambda *a: (encoded.append(a), real(*a))[1])
+    real = tokenise.parallel_tokenise.encode
+    monkeypatch.setattr(tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1])
     prepare_bytes(source, out=out, processes=1)
     assert content_of(out) == wanted and os.listdir(out.parent) == ["out"]
     assert len(encoded) == len(list(chunks.pieces([source]))) - 8
@@ -160,8 +160,8 @@ def test_failure_while_writing_removes_everything(tmp_path):
 
 def test_input_that_changes_between_the_readings(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", "ab")
-    real = tokenise.work.tokenise
-    monkeypatch.setattr(tokenise.work, "tokenise", lambda *a: (real(*a), jsonl(source, "abc")))
+    real = tokenise.parallel_tokenise.tokenise
+    monkeypatch.setattr(tokenise.parallel_tokenise, "tokenise", lambda *a: (real(*a), jsonl(source, "abc")))
     with pytest.raises(BadInput, match="changed while it was read"):
         prepare_bytes(source, out=tmp_path / "out")
     assert os.listdir(tmp_path) == ["a.jsonl"]

@@ -8,7 +8,7 @@ import pytest
 
 from jspeed.corpus import tokenise, tokenizers
 from jspeed.data import find_split
-from jspeed.data.shards import map_tokens
+from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
 
 from .prepared import VOCABULARY, jsonl, needs_gpt2

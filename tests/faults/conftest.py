@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ..several import REPOSITORY, environment, metrics, shards, toy
+from ..multi_process import REPOSITORY, environment, metrics, shards, toy
 
 FIELDS = toy("STEPS=160", "EVAL_EVERY=80")  # about 30 ms a step
 SAVE_EVERY = 20

@@ -8,7 +8,7 @@ import pytest
 
 from jspeed.run.checkpoint import NOTES, UNFINISHED, damage, newest
 
-from ..several import ended, metrics, places, start, toy
+from ..multi_process import ended, metrics, places, start, toy
 from .conftest import Run
 
 

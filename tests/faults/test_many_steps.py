@@ -1,6 +1,6 @@
 """Eight virtual devices on two cores: XLA-CPU ends a process in which too many steps wait for each other."""
 
-from ..several import ended, environment, metrics, start, toy
+from ..multi_process import ended, environment, metrics, start, toy
 from .conftest import QUICK
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.record.runfile import read_run
+from jspeed.record.run_json import read_run
 
-from ..several import REPOSITORY, environment, start, toy
+from ..multi_process import REPOSITORY, environment, start, toy
 from .conftest import QUICK
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "scripts").glob("*.py"))
@@ -136,7 +136,7 @@ def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder,
         words, pipe = list(map(str, command)), subprocess.PIPE
         with subprocess.Popen(words, cwd=tmp_path, env=variables, stderr=pipe, stdout=pipe) as process:
             assert process.stderr
-            while b"jspeed.terminal" not in process.stderr.readline():
+            while b"jspeed.standard_streams" not in process.stderr.readline():
                 pass
             process.stderr.readline()
             time.sleep(delay)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ..corpus.prepared import SCRIPT
-from ..several import environment
+from ..multi_process import environment
 
 SECONDS = 3.0  # to end in, on a busy machine; a moment on a quiet one
 

@@ -7,7 +7,7 @@ import pytest
 
 from jspeed.model.attention import BACKENDS
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import checks
+from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import HOPPER, NATIVE_FP8, backends, capability_of
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "cpu", reason="needs a GPU or TPU and JSPEED_TEST_GPU=1")
@@ -21,22 +21,22 @@ def test_attention(backend, packed, width):
         pytest.skip(f"this device is not given {backend}")
     if backend == "fa4" and importlib.util.find_spec("fa4_jax") is None:
         pytest.skip("fa4-jax is not installed")
-    assert checks.attention_error(backend, width, packed) is None
+    assert preflight_checks.attention_error(backend, width, packed) is None
 
 
 def test_fp8():
     if (capability_of(jax.devices()[0]) or (0,)) < NATIVE_FP8:
         pytest.skip("this GPU has no FP8 matmuls")
-    assert checks.fp8_error() is None
+    assert preflight_checks.fp8_error() is None
 
 
 def test_own_kernels():
     if capability_of(jax.devices()[0]) != HOPPER:
         pytest.skip("not a Hopper GPU")
-    assert checks.own_kernels_error() is None
+    assert preflight_checks.own_kernels_error() is None
 
 
 def test_collectives():
     if jax.device_count() < 2:
         pytest.skip("one device")
-    assert checks.collectives_error(make_mesh()) is None
+    assert preflight_checks.collectives_error(make_mesh()) is None

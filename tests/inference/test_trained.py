@@ -10,7 +10,7 @@ import pytest
 from jspeed.commands import sample as sample_
 from jspeed.commands.export import export
 from jspeed.commands.run import speak
-from jspeed.corpus import named
+from jspeed.corpus import named_data_sets
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     """A short run on eight devices, with checkpoints, a trace and TensorBoard."""
     folder = tmp_path_factory.mktemp("names")
     (folder / "names.txt").write_text("\n".join(NAMES))
-    data = named.prepare_names(folder / "data", folder / "names.txt")
+    data = named_data_sets.prepare_names(folder / "data", folder / "names.txt")
     facts = json.loads((data / "manifest.json").read_text())
     ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
     options = Options("microgpt-names", data=data, run_dir=folder / "run", sets=(*SETS, *ids), target_loss=9.0)

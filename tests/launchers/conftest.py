@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ..several import REPOSITORY, TOY, ended, environment, metrics
+from ..multi_process import REPOSITORY, TOY, ended, environment, metrics
 
 PAGE = (REPOSITORY / "docs" / "launch.md").read_text()
 SMALL = "stdlib --steps 20 --set " + " ".join([*TOY, "EVAL_EVERY=10"])

@@ -12,8 +12,8 @@ import pytest
 
 from jspeed.cluster.rendezvous import free_port
 
-from ..bare import bare
-from ..several import REPOSITORY, metrics
+from ..minimal_venv import minimal_venv
+from ..multi_process import REPOSITORY, metrics
 from ..test_package_lists import of_skyward
 from .conftest import SMALL, needs
 from .slurm import slurm
@@ -192,6 +192,6 @@ def test_skyward_function(place, expected, monkeypatch):
         f"import sys\nimport cloud\nsys.path.append({str(REPOSITORY)!r})\nsys.exit(cloud.train(*{words!r}))\n"
     )
     (place.folder / "python").symlink_to(REPOSITORY / "python")  # the image's includes, beside scripts
-    node = bare(place.folder / "venv", of_skyward(monkeypatch))
+    node = minimal_venv(place.folder / "venv", of_skyward(monkeypatch))
     place.run(f"{node} node.py 0", beside=f"{node} node.py 1")
     same(place, expected)

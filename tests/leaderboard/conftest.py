@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .judging import rules
+from .races import rules
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from jspeed.errors import BadInput
 from jspeed.leaderboard import compare, judge
 from jspeed.record import store
 
-from ..record.runs import make_run, make_series, source_of
-from .judging import CHILD, PARENT, make_race
+from ..record.synthetic_runs import make_run, make_series, source_of
+from .races import CHILD, PARENT, make_race
 
 RECIPES = Path(__file__).parents[2] / "python" / "jspeed" / "recipes"
 

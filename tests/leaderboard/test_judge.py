@@ -12,8 +12,8 @@ from jspeed.leaderboard import judge
 from jspeed.leaderboard.views import terminal
 from jspeed.record import store
 
-from ..record.runs import START, as_run, make_run, make_series, source_of
-from .judging import CHILD, PARENT, entries, make_race, rules
+from ..record.synthetic_runs import START, as_run, make_run, make_series, source_of
+from .races import CHILD, PARENT, entries, make_race, rules
 
 
 def test_a_planned_series_below_the_target_is_valid(records, tmp_path):

@@ -15,8 +15,8 @@ from jspeed.leaderboard import judge
 from jspeed.leaderboard.views import charts, page, readme
 from jspeed.record import store, verify
 
-from ..record.runs import make_series, source_of
-from . import synthetic
+from ..record.synthetic_runs import make_series, source_of
+from . import many_records
 
 REPOSITORY = Path(__file__).parents[2]
 RULE = ast.get_docstring(ast.parse((REPOSITORY / "python/jspeed/run/clock.py").read_text())) or ""
@@ -54,7 +54,7 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def records(tmp_path_factory) -> store.Records:
     folder = tmp_path_factory.mktemp("demonstration") / "records"
-    synthetic.demonstration(folder)
+    many_records.demonstration(folder)
     return store.load(folder)
 
 
@@ -66,7 +66,7 @@ def made(records: store.Records, out: Path = Path("site")) -> tuple[str, dict]:
 def test_the_same_records_are_the_same_bytes(records):
     first = page.contents(records, RULE, Path("site"))
     assert page.contents(store.load(records.folder), RULE, Path("site")) == first
-    assert verify.verify(records, synthetic.NOW) == []
+    assert verify.verify(records, many_records.NOW) == []
 
 
 def test_the_page_loads_and_runs_nothing_of_others(records):
@@ -183,13 +183,13 @@ def test_ten_thousand_runs(tmp_path):
     """Ten times the runs are verified and shown in at most twice ten times the processor's seconds."""
 
     def shown(folder: Path, part: int) -> tuple[str, float]:
-        count = synthetic.fill(folder, "fineweb/8xH100", 700 // part, 8)
-        count += synthetic.fill(folder, "stdlib/cpu", 880 // part, 5)
+        count = many_records.fill(folder, "fineweb/8xH100", 700 // part, 8)
+        count += many_records.fill(folder, "stdlib/cpu", 880 // part, 5)
         (folder / "history").mkdir()
         shutil.copy(REPOSITORY / "records" / "history" / "modded-nanogpt.csv", folder / "history")
         began = time.process_time()
         records = store.read(folder)
-        assert verify.verify(records, synthetic.NOW) == [] and len(records.rows) == count == 10_000 // part
+        assert verify.verify(records, many_records.NOW) == [] and len(records.rows) == count == 10_000 // part
         html, _ = made(records)
         return html, time.process_time() - began
 
@@ -200,5 +200,5 @@ def test_ten_thousand_runs(tmp_path):
 
     source = next((tmp_path / "many").rglob("recipe-*.py"))
     source.write_text(source_of())
-    problems = verify.verify(store.read(tmp_path / "many"), synthetic.NOW)
+    problems = verify.verify(store.read(tmp_path / "many"), many_records.NOW)
     assert len(problems) >= 2, "one wrong among ten thousand is found"

@@ -14,7 +14,7 @@ from jspeed.plan.views.report import plan_html
 from jspeed.record import store
 
 from ..plan.test_report import PLAN
-from . import chromium, synthetic
+from . import chromium, many_records
 
 # Marks, because pytest takes a module that skips itself for no tests at all, and that for a failure.
 pytestmark = [
@@ -27,7 +27,7 @@ SIZES = [(390, False), (390, True), (1280, False), (1280, True)]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    synthetic.demonstration(folder / "records")
+    many_records.demonstration(folder / "records")
     rule = "The rule <i>of</i> the clock.\n\nIts second part."
     page.write(page.contents(store.load(folder / "records"), rule, folder / "site"))
     return folder / "site" / "index.html"

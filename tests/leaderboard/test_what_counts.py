@@ -7,10 +7,10 @@ import pytest
 
 from jspeed.leaderboard import judge, parents
 from jspeed.leaderboard.views import terminal
-from jspeed.record import planned, store
+from jspeed.record import preregistration, store
 
-from ..record.runs import START, as_run, make_run, make_series, source_of
-from .judging import CHILD, PARENT, entries, make_race
+from ..record.synthetic_runs import START, as_run, make_run, make_series, source_of
+from .races import CHILD, PARENT, entries, make_race
 
 FIRST_SHARD = as_run()["data"]["train_shards"][0]
 OTHER = {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8, "val_fingerprint": "ff" * 8, "name": "stdlib"}
@@ -123,7 +123,7 @@ def test_a_plan_may_span_machines_where_steps_are_ranked(records, tmp_path):
     path = records / "stdlib/cpu/track.toml"
     path.write_text(path.read_text().replace('rank = "timed_seconds"', 'rank = "steps"'))
     folder = make_series(tmp_path / "s", [60.0, 61.0, 62.0])
-    plan = planned.read_plan(folder / "plan.json")
+    plan = preregistration.read_plan(folder / "plan.json")
     place = {"plan": {"sha256": plan["sha256"], "folder": "3-stdlib-s3"}}
     other = as_run()["devices"] | {"kind": "another", "processes": 4}
     make_run(folder / "3-stdlib-s3", 9.0, 3, 1.390, started=START + timedelta(minutes=31), devices=other, **place)
@@ -135,7 +135,7 @@ def test_a_plan_may_span_machines_where_steps_are_ranked(records, tmp_path):
 def test_planned_runs_that_ran_on_other_data_are_missing(records, tmp_path):
     """Nobody gets rid of a bad run by sending it to other data, or to another machine."""
     folder = make_series(tmp_path / "s", [60.0, 61.0, 62.0, 63.0])
-    plan = planned.read_plan(folder / "plan.json")
+    plan = preregistration.read_plan(folder / "plan.json")
     place = {"plan": {"sha256": plan["sha256"], "folder": "4-stdlib-s4"}}
     make_run(folder / "4-stdlib-s4", 9.0, 4, 0.5, started=START + timedelta(minutes=31), **place, **on(**OTHER))
     store.add([folder], records)

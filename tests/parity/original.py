@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .host import (
+from .cpu_stand_ins import (
     OPERATORS,
     Abandoned,
     Anything,

@@ -18,7 +18,7 @@ from jspeed.plan.compile import Hardware, compile_stages, fitted
 from jspeed.plan.plan import fit, make_plan, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
-from jspeed.run.compute import attempts
+from jspeed.run.compute import memory_fallbacks
 from jspeed.run.compute.device import Device
 from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
@@ -26,7 +26,7 @@ from jspeed.sizes import parameter_count
 from ..toys import TOYS
 
 SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
-FOUND = find(str(Path(__file__).with_name("bad.py")), SMALL)
+FOUND = find(str(Path(__file__).with_name("faulty_recipe.py")), SMALL)
 
 
 def hardware_for(layout: str = "zero1", memory: int = 10**10) -> Hardware:
@@ -176,11 +176,11 @@ def tried(monkeypatch):
 
 def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
     """Where a lane does not fit: its head's loss in chunks if they can free as much, then pieces, then these."""
-    monkeypatch.setattr(attempts, "HEAD_CHUNK", 48)
+    monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 48)
     recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129", "VOCAB=100"]).recipe
     [stage], mesh = recipe.stages, hardware_for().mesh
     # Logits and their gradient, fp32, of a lane, of a half and a quarter with a document more, but of 48 tokens.
-    assert [attempts.freed(recipe, stage, mesh, parts) for parts in (1, 2, 4)] == [64_000, 38_400, 12_800]
+    assert [memory_fallbacks.freed(recipe, stage, mesh, parts) for parts in (1, 2, 4)] == [64_000, 38_400, 12_800]
 
     def found(memory, micro_batch=None):
         tried.clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.plan.views import format
+from jspeed.plan.views import formatting
 from jspeed.plan.views.plot import plan_svg
 from jspeed.plan.views.report import page, plan_html
 
@@ -219,9 +219,9 @@ def test_no_findings_no_search_and_two_programs(no_picture: None) -> None:
 
 
 def test_numbers_as_text() -> None:
-    assert format.duration([90_000, 200_000]) == "1.04 to 2.31 days"
-    assert format.duration([115, 165]) == "1.92 to 2.75 min" and format.duration([1, 2]) == "1 to 2 s"
-    assert format.size(21.5e9) == "21.50 GB" and format.size(98_306) == "98.3 kB"
-    assert format.figures(None) == "-"
-    assert format.figures(12_345) == "12,345" and format.figures(3.35e12) == "3.35e+12"
-    assert format.percent(0, 5) == "0 %" and format.percent(1, 1e6) == "under 0.1 %"
+    assert formatting.duration([90_000, 200_000]) == "1.04 to 2.31 days"
+    assert formatting.duration([115, 165]) == "1.92 to 2.75 min" and formatting.duration([1, 2]) == "1 to 2 s"
+    assert formatting.size(21.5e9) == "21.50 GB" and formatting.size(98_306) == "98.3 kB"
+    assert formatting.figures(None) == "-"
+    assert formatting.figures(12_345) == "12,345" and formatting.figures(3.35e12) == "3.35e+12"
+    assert formatting.percent(0, 5) == "0 %" and formatting.percent(1, 1e6) == "under 0.1 %"

@@ -87,7 +87,7 @@ def test_the_last_step_of_a_recipe_by_line():
     found = traffic.of_last_step(FOUND.recipe, hardware_for())
     assert json.loads(json.dumps(found)) == found  # all of it is plain
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
-    assert found["fitted_ms"] > 0 and any(row["source"].startswith("bad.py:") for row in found["lines"])
+    assert found["fitted_ms"] > 0 and any(row["source"].startswith("faulty_recipe.py:") for row in found["lines"])
     console = Console(file=io.StringIO(), width=120)
     terminal.traffic(found, console)
     assert found["lines"][0]["source"] in console.file.getvalue()

@@ -8,7 +8,7 @@ import pytest
 from jspeed.record import remarks, store
 from jspeed.run.output.console import closing
 
-from .runs import SHA, as_run, make_run, source_of
+from .synthetic_runs import SHA, as_run, make_run, source_of
 
 PINS = f"""
 title = "A track in a test"

@@ -13,10 +13,10 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.record import consistent
-from jspeed.record.runfile import parse_run, read_run, seals, write_run
+from jspeed.record.run_json import parse_run, read_run, seals, write_run
 from jspeed.record.schema import OldRun, Run, validate
 
-from .runs import as_run
+from .synthetic_runs import as_run
 
 OLD_FILE = next((Path(__file__).parents[2] / "records/stdlib/cpu/stdlib").glob("20261120T183857Z-*.json"))
 OLD = json.loads(OLD_FILE.read_text())

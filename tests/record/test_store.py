@@ -11,7 +11,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.record import store
 
-from .runs import make_run, make_series, source_of
+from .synthetic_runs import make_run, make_series, source_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_what_is_not_a_result_is_refused(tmp_path: Path, changes: dict[str, Any]
 
 
 def test_a_failed_probe_is_refused(tmp_path: Path) -> None:
-    from .runs import as_run
+    from .synthetic_runs import as_run
 
     probes = as_run()["probes"] | {"causality": {"passed": False}}
     run_dir = make_run(tmp_path / "run", probes=probes, reached=False)

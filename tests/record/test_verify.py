@@ -10,10 +10,10 @@ import pytest
 
 from jspeed.fields import recipe_hash
 from jspeed.record import store, verify
-from jspeed.record.planned import make_plan, write_plan
-from jspeed.record.runfile import seals
+from jspeed.record.preregistration import make_plan, write_plan
+from jspeed.record.run_json import seals
 
-from .runs import NOW, START, as_run, make_run, make_series, rewrite, source_of
+from .synthetic_runs import NOW, START, as_run, make_run, make_series, rewrite, source_of
 
 
 @pytest.fixture

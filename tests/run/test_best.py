@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jspeed.record.runfile import read_run
+from jspeed.record.run_json import read_run
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import steps_in
 from jspeed.run.export import load
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 
-from ..several import TOY, shards
+from ..multi_process import TOY, shards
 
 
 @pytest.mark.slow

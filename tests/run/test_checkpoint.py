@@ -16,7 +16,7 @@ from jspeed.run.find_recipe import find
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 
-from ..several import TOY, ended, environment, metrics, shards, start, toy
+from ..multi_process import TOY, ended, environment, metrics, shards, start, toy
 from ..toys import TOYS
 from .compute.steps import batches, mesh_of, run
 

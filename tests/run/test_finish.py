@@ -12,15 +12,15 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.files import Lines
-from jspeed.record.runfile import read_run, write_run
+from jspeed.record.run_json import read_run, write_run
 from jspeed.run.finish import draw, parent_curve
 from jspeed.run.output import sinks
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 from jspeed.stage import Stage
 
-from ..record.runs import as_run
-from ..several import TOY, said, shards
+from ..multi_process import TOY, said, shards
+from ..record.synthetic_runs import as_run
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from rich.console import Console
 from jspeed.run.checkpoint import MUST_AGREE
 from jspeed.run.run_directory import claim, claim_here, find_checkpoint
 
-from ..several import said
+from ..multi_process import said
 
 SAY = Console(quiet=True)
 

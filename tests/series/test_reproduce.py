@@ -13,16 +13,16 @@ from jspeed.leaderboard import judge
 from jspeed.record import store
 from jspeed.series import reproduce
 
-from ..record.runs import make_series, source_of
-from ..several import REPOSITORY
+from ..multi_process import REPOSITORY
+from ..record.synthetic_runs import make_series, source_of
 
 # What lies in the repository at the record's commit.
 TRAINER = """
     import subprocess, sys
     from pathlib import Path
     sys.path[:0] = [{tests!r}, {python!r}]
-    from record.runs import make_run
-    from jspeed.record.planned import place_in_plan, read_plan
+    from record.synthetic_runs import make_run
+    from jspeed.record.preregistration import place_in_plan, read_plan
     recipe, folder = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--run-dir") + 1])
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
     planned = next(run for run in read_plan(folder.parent / "plan.json")["runs"] if run["folder"] == folder.name)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from jspeed.cluster.coordinator_proxy import start_proxy
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import WAIT_SECONDS, meet, reserved_port
-from jspeed.cluster.tcp_proxy import start_proxy
 from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput
 

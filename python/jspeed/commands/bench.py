@@ -6,7 +6,7 @@ from importlib import import_module
 from jspeed.commands import repository
 from jspeed.commands.flags import Command, Group
 from jspeed.errors import BadInput
-from jspeed.terminal import importing
+from jspeed.standard_streams import importing
 
 BENCHES = {
     "loader": ("loader", "The token loader on synthetic shards; exit code 1 when a gate does not hold"),

@@ -18,8 +18,8 @@ from jspeed.commands.flags import Command
 from jspeed.data.manifest import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
-from jspeed.plan.views.format import size
-from jspeed.terminal import importing
+from jspeed.plan.views.formatting import size
+from jspeed.standard_streams import importing
 
 if TYPE_CHECKING:
     from jspeed.run.compute.device import Device

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from jspeed.commands.flags import Axes, Command, File, Folder, Wants, check_folders, refuse
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, write_whole
-from jspeed.terminal import importing
+from jspeed.standard_streams import importing
 
 
 def evaluate(

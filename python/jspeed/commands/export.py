@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jspeed.commands.flags import Command, Folder, Wants
-from jspeed.terminal import importing
+from jspeed.standard_streams import importing
 
 
 def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder, own: bool = False) -> None:

@@ -14,7 +14,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import shown
 from jspeed.record import store, verify
 from jspeed.record.remarks import remarks
-from jspeed.terminal import importing
+from jspeed.standard_streams import importing
 
 PACKAGE = Path(jspeed.__file__).parent
 RECIPES = PACKAGE / "recipes"
@@ -166,7 +166,7 @@ def race_(
         flags: More flags for each run, in one string: --flags="--data DIR --no-progress"
     """
     with importing():
-        from jspeed.series.announced import race
+        from jspeed.series.preregistered import race
 
     return race(a, b, rounds, run_dir, steps, split_words("--flags", flags))
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union
 from jspeed import __version__
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, run_script
-from jspeed.terminal import importing, starts
+from jspeed.standard_streams import importing, starts
 
 COMMANDS = {
     "run": "Train a recipe to its target loss under the clock",

@@ -12,7 +12,7 @@ from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.plan import MEMORY_FRACTION, TPU_MEMORY_FRACTION
 from jspeed.run.recipe_names import known_recipes
-from jspeed.terminal import importing
+from jspeed.standard_streams import importing
 
 if TYPE_CHECKING:
     from jspeed.plan.compile import Hardware
@@ -71,8 +71,8 @@ def plan(
 
         from jspeed.parallel.mesh import parse_mesh
         from jspeed.plan import chinchilla
-        from jspeed.plan.calculate import PRESETS, preset
         from jspeed.plan.compile import hardware_for
+        from jspeed.plan.estimates import PRESETS, preset
         from jspeed.plan.plan import candidates, make_plan, require_devices, search
         from jspeed.plan.target import missing, parse_target
         from jspeed.plan.traffic import of_last_step
@@ -161,9 +161,9 @@ def without_compiler(
     recipe: Recipe, layout: str, cluster: Cluster, micro_batch: int | None, fraction: float, strict: bool
 ) -> int:
     """Print what needs no compiler; return 1 if ``strict`` and the estimate does not fit."""
-    from jspeed.plan.calculate import verdict, widest_memory
+    from jspeed.plan.estimates import verdict, widest_memory
     from jspeed.plan.views import terminal
-    from jspeed.plan.views.formulas import print_tables
+    from jspeed.plan.views.estimates import print_tables
 
     limit = int(fraction * cluster.facts.hbm_bytes)
     print_tables(terminal.make_console(), recipe, layout, cluster.devices, micro_batch=micro_batch, memory=limit)

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.progress import TransferSpeedColumn as Speed
 
 from jspeed.commands.flags import Command, File, Folder, Wants, group_of
-from jspeed.corpus import fineweb, named, split, tokenise
+from jspeed.corpus import fineweb, named_data_sets, split, tokenise
 from jspeed.corpus.tokenizers import TOKENIZERS
 from jspeed.data.manifest import complete_manifest
 from jspeed.files import cache_folder
@@ -145,7 +145,7 @@ def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B",
     _prepare(lambda progress: fineweb.prepare_fineweb(folder, version, shards, progress), "bytes")
 
 
-def names(input: File | None = None, row: int = named.NAMES_ROW, out: Folder | None = None) -> None:
+def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: Folder | None = None) -> None:
     """Prepare names, one a line, in rows of equal length, for the recipe microgpt-names.
 
     Args:
@@ -154,7 +154,7 @@ def names(input: File | None = None, row: int = named.NAMES_ROW, out: Folder | N
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     folder = out or _default("names")
-    _prepare(lambda progress: named.prepare_names(folder, input, row, progress), "bytes", "microgpt-names")
+    _prepare(lambda progress: named_data_sets.prepare_names(folder, input, row, progress), "bytes", "microgpt-names")
 
 
 def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
@@ -165,7 +165,9 @@ def shakespeare_char(input: File | None = None, out: Folder | None = None) -> No
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     folder = out or _default("shakespeare-char")
-    _prepare(lambda progress: named.prepare_shakespeare(folder, True, input, progress), "bytes", "shakespeare-char")
+    _prepare(
+        lambda progress: named_data_sets.prepare_shakespeare(folder, True, input, progress), "bytes", "shakespeare-char"
+    )
 
 
 def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
@@ -176,7 +178,7 @@ def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
         out: Folder to make; default: one in the cache.
     """
     folder = out or _default("shakespeare")
-    _prepare(lambda progress: named.prepare_shakespeare(folder, False, input, progress), "bytes")
+    _prepare(lambda progress: named_data_sets.prepare_shakespeare(folder, False, input, progress), "bytes")
 
 
 def tinystories(
@@ -198,7 +200,7 @@ def tinystories(
     folder = out or _default("tinystories")
     options = {"mark": end_of_text, "processes": processes}
     _prepare(
-        lambda progress: named.prepare_tinystories(folder, input, val_input, progress, **options),
+        lambda progress: named_data_sets.prepare_tinystories(folder, input, val_input, progress, **options),
         "bytes",
         "tinystories",
     )
@@ -224,7 +226,7 @@ def openwebtext(
     """
     folder = out or _default("openwebtext")
     options = {"mark": end_of_text, "val_fraction": val_fraction, "seed": seed, "processes": processes}
-    _prepare(lambda progress: named.prepare_openwebtext(folder, input, progress, **options), "bytes")
+    _prepare(lambda progress: named_data_sets.prepare_openwebtext(folder, input, progress, **options), "bytes")
 
 
 COMMAND = group_of(

@@ -7,7 +7,7 @@ from jspeed.commands.flags import Axes, Command, Fields, Folder, Wants
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.run.recipe_names import known_recipes
-from jspeed.terminal import escaped, importing
+from jspeed.standard_streams import escaped, importing
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
@@ -123,7 +123,7 @@ def run(
         from jspeed.run.output.console import layout_table, tile_table
         from jspeed.run.setup import Options, find_and_place
         from jspeed.run.train import train
-        from jspeed.series.announced import run_series
+        from jspeed.series.preregistered import run_series
 
     options = Options(
         recipe=default_recipe(data) if recipe is None else recipe,

@@ -8,7 +8,7 @@ from typing import Annotated
 from jspeed.commands.flags import Axes, Command, File, Wants
 from jspeed.errors import BadInput
 from jspeed.fields import MOST
-from jspeed.terminal import escaped, has_reader, importing
+from jspeed.standard_streams import escaped, has_reader, importing
 
 MOST_TEXTS = 10_000  # all are written at the same time
 MOST_BYTES = 10_000_000  # of a prompt

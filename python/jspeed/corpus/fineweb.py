@@ -10,9 +10,9 @@ import numpy as np
 
 from jspeed.corpus import download
 from jspeed.corpus.tokenise import Progress
+from jspeed.data.find_shards import map_tokens, open_shards
 from jspeed.data.folder import lock_folder
 from jspeed.data.manifest import complete_manifest, manifest_of
-from jspeed.data.shards import map_tokens, open_shards
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import sha256_of, write_whole
 

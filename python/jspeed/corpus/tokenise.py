@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.corpus import sources, split, work
+from jspeed.corpus import parallel_tokenise, sources, split
 from jspeed.corpus.chunks import PIECE_BYTES, pieces
 from jspeed.corpus.process_pool import MOST as MOST_PROCESSES
 from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, named_tokenizer
@@ -108,23 +108,26 @@ def prepare_text(
         if progress:
             progress(read, total)
 
-    with work.work_folder(out, hashlib.sha256(identity.encode()).hexdigest()[:12]) as folder:
+    with parallel_tokenise.work_folder(out, hashlib.sha256(identity.encode()).hexdigest()[:12]) as folder:
         paths = [[path for _, path in its] for its in files]
         parts = []
         for name, its in zip(("main", "val"), paths, strict=True):
             (part := folder / name).mkdir(exist_ok=True)
-            work.tokenise(part, pieces(its, used), tokenizer, mark, processes)
+            parallel_tokenise.tokenise(part, pieces(its, used), tokenizer, mark, processes)
             parts.append(part)
         if [sources.text_stamps(its) for its in files] != stamps:
             raise BadInput(f"an input of {out} changed while it was read; try again when it is whole")
-        hashes, tokens_of = work.records(parts[0])["hash"], partial(work.batches, dtype=chosen.dtype)
+        hashes, tokens_of = (
+            parallel_tokenise.records(parts[0])["hash"],
+            partial(parallel_tokenise.batches, dtype=chosen.dtype),
+        )
         if val_inputs:
-            none, all = np.zeros(hashes.size, np.bool_), np.ones(work.records(parts[1]).size, np.bool_)
+            none, all = np.zeros(hashes.size, np.bool_), np.ones(parallel_tokenise.records(parts[1]).size, np.bool_)
             batches: Iterator[Batch] = chain(tokens_of(parts[0], none), tokens_of(parts[1], all))
         elif rows:
             validates = split.by_rows(hashes.size, val_fraction or split.VAL_FRACTION, seed)
             batches = tokens_of(parts[0], validates)
-        elif hashes.size == 1 and work.records(parts[0])["tokens"][0] >= ONE_DOCUMENT_TOKENS:
+        elif hashes.size == 1 and parallel_tokenise.records(parts[0])["tokens"][0] >= ONE_DOCUMENT_TOKENS:
             ((_, only, _),) = tokens_of(parts[0], np.zeros(1, np.bool_))
             batches = _cut(only, val_fraction or ONE_DOCUMENT_VAL, [chosen.bos_id] if mark == "before" else [])
         else:

@@ -11,7 +11,7 @@ from jspeed.data.errors import (
     StateMismatchError,
     TokenRangeError,
 )
-from jspeed.data.shards import find_split, open_shards
+from jspeed.data.find_shards import find_split, open_shards
 from jspeed.stage import Stage
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Say what a folder of token shards holds."""
 
-from jspeed.terminal import starts
+from jspeed.standard_streams import starts
 
 starts(__name__)
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from jspeed.corpus.tokenizers import tokenizer_of
+from jspeed.data.find_shards import find_split, map_tokens
 from jspeed.data.manifest import read_manifest
-from jspeed.data.shards import find_split, map_tokens
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput, run_script
 

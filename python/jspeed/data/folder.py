@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.data.find_shards import HEADER_BYTES, header
 from jspeed.data.manifest import SPLITS, complete_manifest, manifest_of
-from jspeed.data.shards import HEADER_BYTES, header
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import sha256_of, write_whole
 

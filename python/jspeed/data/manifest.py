@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jspeed.data.shards import HEADER_BYTES
+from jspeed.data.find_shards import HEADER_BYTES
 from jspeed.errors import BadInput
 from jspeed.files import read_regular
 

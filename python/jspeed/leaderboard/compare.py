@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, nearest
-from jspeed.leaderboard import as_text, stats
+from jspeed.leaderboard import formatting, stats
 from jspeed.leaderboard.parents import losses, times
-from jspeed.record.plan_status import Rounds
+from jspeed.record.preregistration_status import Rounds
 
 Entry = Mapping[str, Any]
 STATES = ("changed", "new", "gone")
@@ -79,14 +79,16 @@ def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str
     same = a.entry["devices"] == b.entry["devices"]
     if not rounds and not same:
         return [
-            f"Not comparable: they ran on different devices, {as_text.devices(a.entry['devices'])} and "
-            f"{as_text.devices(b.entry['devices'])}, and never in turn. Let them: "
+            f"Not comparable: they ran on different devices, {formatting.devices(a.entry['devices'])} and "
+            f"{formatting.devices(b.entry['devices'])}, and never in turn. Let them: "
             f"jspeed leaderboard race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
-    mean = [as_text.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]
+    mean = [formatting.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]
     how = f"in {ratio.n} rounds in turn" if rounds else "in runs that were not made in turn"
-    lines = [f"{verdict(a.name, b.name, ratio)} It takes {as_text.ratio(ratio._asdict())} of {b.name}'s time, {how}."]
+    lines = [
+        f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(ratio._asdict())} of {b.name}'s time, {how}."
+    ]
     steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
     lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
     return lines + loss(a, b)
@@ -109,7 +111,7 @@ def loss(a: Side, b: Side) -> list[str]:
     """Return the comparison of final losses, in sentences."""
     assert a.entry and b.entry and a.track
     one, two = a.entry["loss"], b.entry["loss"]
-    means = [f"{as_text.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
+    means = [f"{formatting.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
     if a.track["sigma"] is None or a.track["track"] != (b.track or {}).get("track"):
         return [f"Mean losses: {means[0]} and {means[1]}."]
     difference = one["mean"] - two["mean"]
@@ -117,7 +119,7 @@ def loss(a: Side, b: Side) -> list[str]:
     p = min(test.p, 1 - test.p)
     return [
         f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "
-        f"{'lower' if difference < 0 else 'higher'}, one-sided {as_text.chance(p)} with sigma = "
+        f"{'lower' if difference < 0 else 'higher'}, one-sided {formatting.chance(p)} with sigma = "
         f"{a.track['sigma']:.4f}, the standard deviation of a run's loss over seeds. "
         f"Target: {a.track['target_loss']:g}."
     ]

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from jspeed.leaderboard import as_text, stats
+from jspeed.leaderboard import formatting, stats
 from jspeed.leaderboard.parents import compare_with_parent, losses
 from jspeed.leaderboard.recipe_card import card
-from jspeed.record.data_sets import DataSet, data_of_track, data_sets
-from jspeed.record.plan_status import ByFolder, Rounds, by_folder, extra, rounds
+from jspeed.record.preregistration_status import ByFolder, Rounds, by_folder, extra, rounds
+from jspeed.record.same_data import DataSet, data_of_track, data_sets
 from jspeed.record.schema import Run
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, track_without_rules
@@ -278,7 +278,7 @@ def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> s
         return f"missed the target: mean loss {entry['loss']['mean']:.4f}"
     more = entry["more_runs"]
     need = f", needs about {more} more run{'s' if more > 1 else ''}" if more else ""
-    chance = as_text.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
+    chance = formatting.chance(test["p"]) if test else f"n = {entry['loss']['n']}"
     return f"not yet significant ({chance}{need})"
 
 

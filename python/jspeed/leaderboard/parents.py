@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jspeed.leaderboard import stats
-from jspeed.record.plan_status import Rounds
+from jspeed.record.preregistration_status import Rounds
 from jspeed.record.track import Track
 
 Entry = dict[str, Any]

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jspeed.terminal import printable
+from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
     import jinja2

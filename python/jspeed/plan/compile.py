@@ -17,8 +17,8 @@ from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import program
-from jspeed.run.compute.attempts import Attempt, attempts
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
+from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
 

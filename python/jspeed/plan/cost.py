@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jspeed.plan import hlo
+from jspeed.plan.custom_calls import attention
 from jspeed.plan.hlo import Collective, Instruction
-from jspeed.plan.kernels import attention
 
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(

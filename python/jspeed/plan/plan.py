@@ -11,7 +11,7 @@ from typing import Any
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import LAYOUTS, with_remat
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
-from jspeed.plan import doctor, hlo, predict
+from jspeed.plan import findings, hlo, predict
 from jspeed.plan.collectives import describe_collectives
 from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind, suited
 from jspeed.plan.cost import part_of
@@ -56,7 +56,7 @@ def make_plan(
     stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
-    findings, matmuls = examine(recipe, hardware, steps, stages, ideal)
+    problems, matmuls = examine(recipe, hardware, steps, stages, ideal)
     price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
     fits, summary = fit(recipe, hardware, steps)
     return {
@@ -92,11 +92,11 @@ def make_plan(
             "low": seconds[0] / 3600 * price * cluster.devices,
             "high": seconds[1] / 3600 * price * cluster.devices,
         },
-        "doctor": [finding._asdict() | {"threshold": _finite(finding.threshold)} for finding in findings],
+        "doctor": [finding._asdict() | {"threshold": _finite(finding.threshold)} for finding in problems],
         "matmuls": matmuls,
         "warnings": warnings(hardware, steps)
         + ([] if fits else [summary])
-        + [f"{f.name}: {f.text}" for f in findings if f.level != "note"],
+        + [f"{f.name}: {f.text}" for f in problems if f.level != "note"],
         "bounds": BOUNDS,
         "guesses": GUESSES,
     }
@@ -164,33 +164,33 @@ def name_of(recipe: Recipe, number: int) -> str:
 
 def examine(
     recipe: Recipe, hardware: Hardware, steps: Sequence[Step], stages: Sequence[dict], ideal: Mapping[str, float]
-) -> tuple[list[doctor.Finding], list[dict]]:
+) -> tuple[list[findings.Finding], list[dict]]:
     """Run the doctor on the last stage and on the stage with most exposed communication: (findings, matmuls)."""
     step, devices = steps[-1], hardware.cluster.devices
-    matmuls = doctor.matmuls(step.kernels, ideal, devices)
+    matmuls = findings.matmuls(step.kernels, ideal, devices)
     micro = stages[-1]["micro_batch_tokens"]
     heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
     rows = (scored_shape(spec, step.stage)[spec.axes.index("vocab")] for spec in heads)
     vocabulary = max(rows, default=recipe.data.vocab_size)
     _, shardings = program.state_shardings(recipe, hardware.layout, hardware.mesh)
     shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(hardware.mesh).spec)]
-    shapes += [(path, (), cut) for path, cut in doctor.by_path(recipe, hardware.layout, hardware.mesh).items()]
+    shapes += [(path, (), cut) for path, cut in findings.by_path(recipe, hardware.layout, hardware.mesh).items()]
     worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
-    findings = [
-        *doctor.redundant(matmuls, step.kernels),
-        *doctor.placement(shapes, dict(hardware.mesh.shape)),
+    found = [
+        *findings.redundant(matmuls, step.kernels),
+        *findings.placement(shapes, dict(hardware.mesh.shape)),
         *misuse(recipe, hardware, steps[-1].parts),
-        *doctor.whole_leaves(recipe, hardware.layout, hardware.mesh),
-        *doctor.wide_logits(step.text, micro, vocabulary),
-        *doctor.exposed(worst["collectives"], worst["roofline_ms"]),
-        *doctor.slow_scatters(step.text),
+        *findings.whole_leaves(recipe, hardware.layout, hardware.mesh),
+        *findings.wide_logits(step.text, micro, vocabulary),
+        *findings.exposed(worst["collectives"], worst["roofline_ms"]),
+        *findings.slow_scatters(step.text),
     ]
     for row in matmuls:
         row["source"] = hlo.short(row["source"])
-    return findings, matmuls
+    return found, matmuls
 
 
-def misuse(recipe: Recipe, hardware: Hardware, parts: int) -> list[doctor.Finding]:
+def misuse(recipe: Recipe, hardware: Hardware, parts: int) -> list[findings.Finding]:
     """What :func:`.shard_map_checks.manual_mode` finds in the last stage's step, where there are several devices."""
     if hardware.mesh.size == 1:
         return []
@@ -205,7 +205,7 @@ def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, flo
     one = make_mesh({"data": 1}, list(hardware.mesh.devices.flat[:1]))
     with pretend(hardware.cluster.target):
         traced = program.trace_step(recipe, recipe.stages[-1], one, hardware.layout, hardware.device, parts)
-    return doctor.ideal_flops(traced.jaxpr)
+    return findings.ideal_flops(traced.jaxpr)
 
 
 def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool, str]:

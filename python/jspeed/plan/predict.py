@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel
+from jspeed.plan.custom_calls.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.hlo import Collective
-from jspeed.plan.kernels.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.target import Cluster, Facts
 
 # Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to

@@ -11,7 +11,7 @@ import jax
 import jax.extend
 from jax._src import source_info_util
 
-from jspeed.plan.doctor import Finding
+from jspeed.plan.findings import Finding
 
 REDUCE = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 SPREAD = {"psum_scatter", "reduce_scatter", "ppermute", "all_to_all", "axis_index"}

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import MOST_DEVICES, make_mesh
-from jspeed.terminal import without_logs
+from jspeed.standard_streams import without_logs
 
 TARGETS = Path(__file__).with_name("targets")
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")

@@ -9,7 +9,7 @@ import numpy as np
 
 from jspeed.files import write_whole
 from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
-from jspeed.terminal import printable
+from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from jspeed.errors import BadInput
-from jspeed.record.data_sets import DataSet, shards_of
+from jspeed.record.same_data import DataSet, shards_of
 from jspeed.record.schema import Unsealed
 from jspeed.record.track import NAME, read_track
 

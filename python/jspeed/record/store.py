@@ -22,9 +22,9 @@ from pathlib import Path
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import FOLDER
 from jspeed.files import read_regular, write_whole
-from jspeed.record import planned
+from jspeed.record import preregistration
 from jspeed.record.consistent import PROBES
-from jspeed.record.runfile import parse_run, read_content, read_run
+from jspeed.record.run_json import parse_run, read_content, read_run
 from jspeed.record.schema import SCHEMA, PlaceInPlan, Run
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
@@ -61,7 +61,7 @@ class Records:
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
-    plans: dict[str, tuple[Path, planned.Plan]] = field(default_factory=dict)
+    plans: dict[str, tuple[Path, preregistration.Plan]] = field(default_factory=dict)
     sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -120,7 +120,7 @@ def _take(records: Records, path: Path) -> None:
         _in_place(path, within, run_place(run, content, track), records.folder)
         records.rows.append(Row(path, track, run))
     elif PLAN.fullmatch(path.name):
-        plan = planned.parse_plan(content, path)
+        plan = preregistration.parse_plan(content, path)
         wanted = within.parent.parent / planned_recipe(plan) / f"plan-{plan['sha256'][:8]}.json"
         _in_place(path, within, wanted, records.folder)
         records.plans[plan["sha256"]] = path, plan
@@ -162,7 +162,7 @@ def run_place(run: Run, content: bytes, track: str) -> Path:
     return Path(track, run["recipe"], f"{identity}.json")
 
 
-def planned_recipe(plan: planned.Plan) -> str:
+def planned_recipe(plan: preregistration.Plan) -> str:
     """Return the recipe whose folder keeps ``plan``: the one it is about, in a race the challenger, who runs second."""
     return plan["runs"][1 if plan["kind"] == "race" else 0]["recipe"]
 
@@ -231,8 +231,8 @@ def _each(run_dirs: Sequence[Path]) -> list[Path]:
     meant: dict[Path, Path] = {}
     for run_dir in run_dirs:
         inside = [run_dir]
-        if (run_dir / planned.NAME).is_file() and not (run_dir / "run.json").exists():
-            plan = planned.read_plan(run_dir / planned.NAME)
+        if (run_dir / preregistration.NAME).is_file() and not (run_dir / "run.json").exists():
+            plan = preregistration.read_plan(run_dir / preregistration.NAME)
             inside = [
                 run_dir / run["folder"] for run in plan["runs"] if (run_dir / run["folder"] / "run.json").exists()
             ]
@@ -242,11 +242,11 @@ def _each(run_dirs: Sequence[Path]) -> list[Path]:
     return list(meant.values())
 
 
-def _plan_beside(run: Run, source: Path) -> planned.Plan | None:
+def _plan_beside(run: Run, source: Path) -> preregistration.Plan | None:
     if (place := run.get("plan")) is None:
         return None
-    path = source.parent.parent / planned.NAME
-    plan = planned.read_plan(path)
+    path = source.parent.parent / preregistration.NAME
+    plan = preregistration.read_plan(path)
     if plan["sha256"] != place["sha256"]:
         raise BadInput(f"{source}: the run belongs to another plan than {path}; restore it")
     return plan
@@ -263,7 +263,7 @@ def _source_beside(run: Run, source: Path) -> bytes:
     return content
 
 
-def _refuse_what_is_no_result(run: Run, plan: planned.Plan | None, source: Path) -> None:
+def _refuse_what_is_no_result(run: Run, plan: preregistration.Plan | None, source: Path) -> None:
     if run["schema"] != SCHEMA:
         raise BadInput(
             f"{source}: field 'schema': expected {SCHEMA}, which has the evidence, found {run['schema']}; "

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.fields import recipe_hash
-from jspeed.record.plan_status import by_folder, extra, missing
-from jspeed.record.planned import Plan, PlannedRun
+from jspeed.record.preregistration import Plan, PlannedRun
+from jspeed.record.preregistration_status import by_folder, extra, missing
 from jspeed.record.store import Records, Row
 
 

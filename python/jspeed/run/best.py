@@ -11,7 +11,7 @@ from jspeed.cluster.distributed import process_index
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.run import export
-from jspeed.run.output.progress import Progress
+from jspeed.run.output.metrics_log import Progress
 from jspeed.run.run_directory import BEST
 from jspeed.run.setup import Setup
 

@@ -19,7 +19,7 @@ from jspeed.fields import as_json
 from jspeed.files import write_whole
 from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
-from jspeed.record.runfile import write_run
+from jspeed.record.run_json import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
 from jspeed.run.best import gathered, keep_best
@@ -29,7 +29,7 @@ from jspeed.run.evaluate import validation_loss
 from jspeed.run.evidence import probes, provenance
 from jspeed.run.evidence.data import of_data
 from jspeed.run.output import console as say
-from jspeed.run.output.progress import Progress
+from jspeed.run.output.metrics_log import Progress
 from jspeed.run.setup import Setup
 from jspeed.sizes import flops_per_token, parameter_count
 

@@ -14,7 +14,7 @@ from jspeed.cluster.distributed import everyones, process_index, share
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
-from jspeed.record.runfile import read_run
+from jspeed.record.run_json import read_run
 from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now
 from jspeed.run.export import FILE

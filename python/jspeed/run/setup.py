@@ -20,8 +20,8 @@ from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
-from jspeed.data.compatibility import check_fits
 from jspeed.data.manifest import read_manifest
+from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
 from jspeed.files import cache_folder, write_whole
@@ -30,17 +30,17 @@ from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, put, replicated, request_cpu_devices
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
-from jspeed.record.planned import place_in_plan
+from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
 from jspeed.run import evaluate
 from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.attempts import in_less_memory
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.malloc import keep_freed_memory
+from jspeed.run.compute.memory_fallbacks import in_less_memory
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
 from jspeed.run.compute.program import (
     Program,

@@ -27,11 +27,11 @@ from jspeed.run.evaluate import validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish
 from jspeed.run.output.console import Display
+from jspeed.run.output.metrics_log import Progress
 from jspeed.run.output.profile import Profile
-from jspeed.run.output.progress import Progress
 from jspeed.run.output.sinks import sinks
 from jspeed.run.setup import Options, Setup, prepare
-from jspeed.terminal import only_first_prints
+from jspeed.standard_streams import only_first_prints
 
 
 def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:

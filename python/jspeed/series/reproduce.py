@@ -13,12 +13,12 @@ from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
-from jspeed.leaderboard import as_text, stats
+from jspeed.leaderboard import formatting, stats
 from jspeed.leaderboard.parents import by_seed
-from jspeed.record import planned
-from jspeed.record.runfile import read_run
+from jspeed.record import preregistration
+from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
-from jspeed.series.announced import default_folder, make_runs
+from jspeed.series.preregistered import default_folder, make_runs
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
 SURE = 0.001  # a mean loss further off than this is by chance is not the record's
@@ -38,8 +38,8 @@ def reproduce(
     They agree when their mean loss differs from the entry's by no more than chance lets it; ``sigma`` is a run's
     standard deviation. Raises BadInput when the commit is not there, or its extension cannot be built.
     """
-    if not 1 <= n <= planned.MOST_RUNS:
-        raise BadInput(f"--n {n}: expected 1 to {planned.MOST_RUNS} runs")
+    if not 1 <= n <= preregistration.MOST_RUNS:
+        raise BadInput(f"--n {n}: expected 1 to {preregistration.MOST_RUNS} runs")
     recorded = by_seed(entry)
     if not recorded:
         raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
@@ -60,7 +60,9 @@ def reproduce(
         )
     if code is not None:
         return code
-    made = [read_run(folder / run["folder"]) for run in planned.read_plan(folder / planned.NAME)["runs"]]
+    made = [
+        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
+    ]
     agrees, lines = compare_losses(entry, made, recorded, sigma)
     print(f"{folder}: plan.json and {len(made)} runs at commit {entry['git']['commit'][:8]}", *lines, sep="\n")
     return 0 if agrees else 1
@@ -78,7 +80,8 @@ def compare_losses(
     lines = [
         f"mean loss {fmean(found):.4f} (n = {len(found)}) where the record has {loss['mean']:.4f} (n = {loss['n']})",
         f"{equal} of {len(made)} final losses are the record's own, digit for digit",
-        f"mean time {as_text.seconds(here)} where the record has {as_text.seconds(before)}, {here / before:.3f} x it",
+        f"mean time {formatting.seconds(here)} where the record has {formatting.seconds(before)}, "
+        f"{here / before:.3f} x it",
     ]
     if not sigma:
         lines.append("the track has no sigma yet (of a run's loss, over seeds), so that only equal losses agree")
@@ -87,7 +90,7 @@ def compare_losses(
     p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
     agrees = p > SURE and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
-    lines.append(f"{say}: two-sided {as_text.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
+    lines.append(f"{say}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines
 
 

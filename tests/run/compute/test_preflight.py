@@ -16,7 +16,7 @@ from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.kernels import attention_backends, composed_heads
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import checks, device, preflight
+from jspeed.run.compute import device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
 
 from ...model import dense
@@ -32,7 +32,7 @@ def one_device():
 @pytest.fixture
 def said(monkeypatch):
     """A small example, and a console whose text can be read."""
-    monkeypatch.setattr(checks, "LENGTH", 104)
+    monkeypatch.setattr(preflight_checks, "LENGTH", 104)
     return Console(file=io.StringIO(), width=400)
 
 
@@ -70,7 +70,7 @@ BROKEN = {
 def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
     monkeypatch.setattr(attention_backends, "cudnn", wrong)
-    monkeypatch.setattr(checks, "WINDOW", 30)
+    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
     found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {"FP8": "auto"}, said)
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
     [line] = said.file.getvalue().splitlines()
@@ -83,7 +83,7 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
 @pytest.mark.parametrize(("platform", "backend"), [("gpu", "triton"), ("tpu", "splash")])
 def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said, monkeypatch):
     """In JAX's interpreter; on a CPU without it they cannot run, and XLA's attention makes do."""
-    monkeypatch.setattr(checks, "WINDOW", 30)
+    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
     ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
     found = preflight.preflight(recipe, one_device(), ours, {}, said)
@@ -111,7 +111,7 @@ def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
 
 
 def test_no_backend_at_all_is_one_sentence(said, monkeypatch):
-    monkeypatch.setattr(checks, "attention", refuses)
+    monkeypatch.setattr(preflight_checks, "attention", refuses)
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["versions of which nothing is known"])
     with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
         preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
@@ -139,10 +139,10 @@ OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=True)
 @pytest.fixture
 def own_kernels(monkeypatch):
     """One that is right: of the others most have no interpreter within ``jax.jit``."""
-    all_of_them, name = checks.own_kernels, "composed heads"
-    monkeypatch.setattr(checks, "own_kernels", lambda *sizes: {name: all_of_them(*sizes)[name]})
+    all_of_them, name = preflight_checks.own_kernels, "composed heads"
+    monkeypatch.setattr(preflight_checks, "own_kernels", lambda *sizes: {name: all_of_them(*sizes)[name]})
     monkeypatch.setattr(composed_heads, "compose", functools.partial(composed_heads.compose, interpret=True))
-    monkeypatch.setattr(checks, "KERNEL_SIZES", (256, 64, 128, 2))
+    monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", (256, 64, 128, 2))
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of own kernels"])
 
 
@@ -178,7 +178,7 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
-    monkeypatch.setattr(checks, "attention", refuses)
+    monkeypatch.setattr(preflight_checks, "attention", refuses)
     mesh = one_device()
     assert preflight.preflight(RECIPE, mesh, device.device_of(mesh), {"FP8": "auto"}, said) == preflight.Preflight(
         device.device_of(mesh)
@@ -193,7 +193,7 @@ def test_what_is_remembered_depends_on_our_own_calls_of_kernels(monkeypatch):
 
 def test_collectives_are_tried_in_every_run(said, monkeypatch):
     calls, mesh = [], make_mesh({"data": 2}, devices=jax.devices()[:2])
-    monkeypatch.setattr(checks, "collectives_error", lambda mesh: calls.append(1))
+    monkeypatch.setattr(preflight_checks, "collectives_error", lambda mesh: calls.append(1))
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of collectives"])
     for _ in range(2):
         found = preflight.preflight(RECIPE, mesh, device.Device("gpu", "xla", "missing", 512), {}, said)
@@ -203,13 +203,13 @@ def test_collectives_are_tried_in_every_run(said, monkeypatch):
 
 def test_sums_over_devices(said, monkeypatch):
     mesh = make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
-    assert checks.collectives_error(mesh) is None
+    assert preflight_checks.collectives_error(mesh) is None
     right = jax.lax.psum_scatter
     monkeypatch.setattr(jax.lax, "psum_scatter", lambda *a, **k: right(*a, **k) + 1)
-    found = checks.collectives_error(mesh)
+    found = preflight_checks.collectives_error(mesh)
     assert found is not None and found.startswith("the part of the sum that")
     monkeypatch.setattr(jax.lax, "psum", lambda x, axes: x)
-    found = checks.collectives_error(mesh)
+    found = preflight_checks.collectives_error(mesh)
     assert found is not None and found.startswith("the sum of all devices is wrong")
 
 
@@ -217,7 +217,7 @@ def test_float64_reference_is_that_of_the_attention_tests():
     tokens = np.zeros((2, 40), int)
     tokens[0, [1, 30]] = 1
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 2, 40, 3, 8))
-    found = checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7)
+    found = preflight_checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7)
     seen = dense.mask(tokens, 1, 7)
     wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g)
     for one, other in zip(found, wanted, strict=True):
@@ -255,6 +255,6 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
 
 def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
     """At the sizes of the preflight, traced alone: numbers are in tests/model/kernels, compilers in tests/aot."""
-    for name, (own, plain, arrays) in checks.own_kernels(*checks.KERNEL_SIZES).items():
+    for name, (own, plain, arrays) in preflight_checks.own_kernels(*preflight_checks.KERNEL_SIZES).items():
         found, expected = (jax.tree.leaves(jax.eval_shape(run, *arrays)) for run in (own, plain))
         assert [one.shape for one in found] == [one.shape for one in expected], name

@@ -10,7 +10,7 @@ from jspeed.run.recipe_names import FOLDER
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 
-from ...several import shards, toy, words
+from ...multi_process import shards, toy, words
 
 SETS = tuple(toy("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=2", "EVAL_EVERY=2")[2:])
 EMBED = 'rms_norm(params["embed"][tokens_BT])'

@@ -12,8 +12,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from jspeed.leaderboard import as_text
-from jspeed.terminal import printable
+from jspeed.leaderboard import formatting
+from jspeed.standard_streams import printable
 
 Entry = Mapping[str, Any]
 WIDTH, LEFT, RIGHT, TOP = 360.0, 46.0, 8.0, 10.0
@@ -136,7 +136,7 @@ def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], re
         if best := best_so_far(points):
             corners = [*best, (axes.xs[1], best[-1][1])]
             parts.append(path([(axes.x(d), axes.y(v)) for d, v in corners], f"line {kind}", steps=True))
-            now = f"{best[-1][1]:,.0f} steps" if unit == "steps" else as_text.seconds(best[-1][1])
+            now = f"{best[-1][1]:,.0f} steps" if unit == "steps" else formatting.seconds(best[-1][1])
             names.append((f"line {kind}", f"{name}: {now}"))
     parts += [f'<circle class="dot" cx="{axes.x(d):.1f}" cy="{axes.y(v):.1f}" r="3.5"/>' for d, v in ours]
     said = f"Best {unit} over time. {'; '.join(name for _, name in names)}"
@@ -187,7 +187,9 @@ def curves(track: Mapping[str, Any]) -> str:
     parts = axes.grid([(v, f"{v:g} s") for v in ticks(0, right, 4)], [(v, f"{v:g}") for v in ticks(*axes.ys, 4)])
     parts.append(line(LEFT, axes.y(target), WIDTH - RIGHT, axes.y(target), "target"))
     parts += [path([(axes.x(s), axes.y(v)) for s, v in curve], f"line c{n}") for n, curve in enumerate(points)]
-    ends = [f"{name}: {as_text.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)]
+    ends = [
+        f"{name}: {formatting.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)
+    ]
     names = [(f"line c{place}", end) for place, end in enumerate(ends)]
     said = f"Validation loss over timed seconds. {'; '.join(ends)}"
     title = f"Validation loss over seconds, target {target:g}"
@@ -214,7 +216,7 @@ def dots(track: Mapping[str, Any]) -> str:
         mean = axes.x(entry["loss"]["mean"])
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
     said = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{name} mean {as_text.loss(entry['loss']['mean'])} of {len(losses)}"
+        f"{name} mean {formatting.loss(entry['loss']['mean'])} of {len(losses)}"
         for name, entry, losses in zip(names, shown, found, strict=True)
     )
     return figure(f"Final loss of every run, target {target:g}", said, height, parts)
@@ -245,14 +247,14 @@ def waterfall(track: Mapping[str, Any]) -> str:
         y, mean = TOP + 34.0 * place, entry["seconds"]["mean"]
         before = line_of[place - 1]["seconds"]["mean"] if place else mean
         saved = before - mean
-        note = "" if not place else f", {as_text.seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
-        parts.append(word(RIGHT, y + 10, f"{printable(entry['recipe'], 26)}: {as_text.seconds(mean)}{note}"))
+        note = "" if not place else f", {formatting.seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
+        parts.append(word(RIGHT, y + 10, f"{printable(entry['recipe'], 26)}: {formatting.seconds(mean)}{note}"))
         parts.append(f'<rect class="bar" x="{RIGHT:g}" y="{y + 15:.1f}" width="{scale * mean:.1f}" height="9"/>')
         x, width = RIGHT + scale * min(mean, before), scale * abs(saved)
         if place and width >= 0.5:
             kind = "saved" if saved > 0 else "lost"
             parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y + 15:.1f}" width="{width:.1f}" height="9"/>')
     said = "What bought the time: " + "; ".join(
-        f"{e['recipe']} {as_text.seconds(e['seconds']['mean'])}" for e in line_of
+        f"{e['recipe']} {formatting.seconds(e['seconds']['mean'])}" for e in line_of
     )
     return figure("What bought the time, parent by parent", said, height, parts)

@@ -11,14 +11,14 @@ from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import read_regular, write_whole
-from jspeed.leaderboard import as_text
+from jspeed.leaderboard import formatting
 from jspeed.leaderboard.compare import change_lines, changes
 from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
 from jspeed.leaderboard.views import charts
 from jspeed.leaderboard.views.readme import block, with_block
 from jspeed.pages import render
-from jspeed.record.runfile import finite_or_null
+from jspeed.record.run_json import finite_or_null
 from jspeed.record.store import Records
 
 SHOWN = 60  # entries of a track on the page
@@ -118,7 +118,7 @@ def html(
         histories=histories,
         names=NAMES,
         differences=differences(tracks, sources),
-        as_text=as_text,
+        formatting=formatting,
         charts=charts,
         count="{:,}".format,
         shown=SHOWN,

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.leaderboard import as_text
+from jspeed.leaderboard import formatting
 from jspeed.leaderboard.history import NAMES
-from jspeed.terminal import printable
+from jspeed.standard_streams import printable
 
 BEGIN = "<!-- leaderboard: made by scripts/leaderboard.py page -->"
 END = "<!-- /leaderboard -->"
@@ -23,11 +23,11 @@ def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[
         best = next((entry for entry in track["entries"] if entry["valid"]), None)
         if best:
             steps = track["rank"] == "steps"
-            value = f"{best['steps']:,} steps" if steps else as_text.seconds(best["seconds"]["mean"])
+            value = f"{best['steps']:,} steps" if steps else formatting.seconds(best["seconds"]["mean"])
             cells = [
                 value,
                 plain(best["recipe"]),
-                as_text.loss(best["loss"]["mean"]),
+                formatting.loss(best["loss"]["mean"]),
                 str(best["loss"]["n"]),
                 best["date"],
             ]
@@ -36,8 +36,8 @@ def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[
         lines.append(f"| {' | '.join([name, *cells])} |")
         if history := histories.get(track.get("history") or ""):
             last = history[-1]
-            cells = [as_text.seconds(last["seconds"]), f"record {last['record']}", as_text.loss(last["loss"])]
-            cells += [str(last["n"] or as_text.NONE), last["date"]]
+            cells = [formatting.seconds(last["seconds"]), f"record {last['record']}", formatting.loss(last["loss"])]
+            cells += [str(last["n"] or formatting.NONE), last["date"]]
             lines.append(f"| {' | '.join([NAMES.get(track['history'], track['history']), *cells])} |")
     return "\n".join(lines)
 

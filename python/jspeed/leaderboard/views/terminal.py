@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jspeed.errors import BadInput, nearest
-from jspeed.leaderboard import as_text
+from jspeed.leaderboard import formatting
 
 Entry = Mapping[str, Any]
 WIDTH = 80
@@ -78,9 +78,9 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     cells = [
         (str(entry["rank"] or "-"), ""),
         (name, "bold"),
-        (f"{entry['steps']:,}" if steps else as_text.seconds(found and found["mean"]), "bold"),
+        (f"{entry['steps']:,}" if steps else formatting.seconds(found and found["mean"]), "bold"),
         (f"{found['sd']:.2g}" if found and found["sd"] is not None and not steps else "", "dim"),
-        (as_text.loss(entry["loss"] and entry["loss"]["mean"]), ""),
+        (formatting.loss(entry["loss"] and entry["loss"]["mean"]), ""),
         (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         MARKS[entry["valid"]],
         MARKS.get(better, ("?", "yellow")),
@@ -106,13 +106,13 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 def notes(entry: Entry) -> list[str]:
     """Return what is said under an entry's numbers: devices, changed fields, comparison, reasons."""
-    lines = [f"{as_text.devices(entry['devices'])}, {entry['steps']:,} steps, {as_text.commit(entry['git'])}"]
+    lines = [f"{formatting.devices(entry['devices'])}, {entry['steps']:,} steps, {formatting.commit(entry['git'])}"]
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
         lines.append(f"{against(entry['better'])}")
     if entry["anchored"]:
-        lines.append(f"on the track's hardware, by that ratio: {as_text.seconds(entry['anchored']['seconds'])}")
+        lines.append(f"on the track's hardware, by that ratio: {formatting.seconds(entry['anchored']['seconds'])}")
     return lines + list(entry["why_not"])
 
 
@@ -120,4 +120,4 @@ def against(better: Mapping[str, Any]) -> str:
     """Return the comparison with the parent as a phrase."""
     rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
     how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
-    return f"{as_text.ratio(better)} x the time of {better['parent']} ({how})"
+    return f"{formatting.ratio(better)} x the time of {better['parent']} ({how})"

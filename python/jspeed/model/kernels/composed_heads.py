@@ -1,4 +1,4 @@
-"""Composed heads (:func:`jspeed.model.heads.composed`) with the scores of single heads on the chip: Pallas on Triton.
+"""Composed-head attention (DCMHA) that keeps the scores of each head on the chip: Pallas on Triton.
 
 A program takes one block of queries and the blocks of keys that it sees, head by head: scores and their softmax, then
 what all heads mix to, then the output of each head. Of scores only the mixture leaves the chip, once for all heads and
@@ -11,8 +11,9 @@ Of memory each kernel reads queries, keys, values and gradients once. Through L2
 that it belongs with (of 64 tokens, 3 in a window of 112). For each head dq reads those keys and the gradient of the
 mixture twice, and dk_dv the mixture and its gradient once, rather than hold them in registers.
 
-The reference in plain JAX is :func:`jspeed.model.heads.composed` itself. As :mod:`jspeed.model.kernels.fused_attention`
-these kernels were run by JAX's interpreter and compiled for sm_90; no GPU has run them.
+The reference in plain JAX is :func:`jspeed.model.attention_heads.composed`. Like those of
+:mod:`jspeed.model.kernels.fused_attention` these kernels were run by JAX's interpreter and compiled for sm_90; no GPU
+has run them.
 """
 
 import operator
@@ -127,7 +128,7 @@ def _call(
         out_shape=list(results),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-        # plan/kernels/attention.py reads it.
+        # plan/custom_calls/attention.py reads it.
         name=f"composed_heads_{name}_{heads}x{width}_blocks{SIZE}x{blocks * SIZE}",
     )(*arrays)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
 from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
-from jspeed.plan.views.format import between, size
-from jspeed.terminal import printable
+from jspeed.plan.views.formatting import between, size
+from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

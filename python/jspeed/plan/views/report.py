@@ -11,7 +11,7 @@ from markupsafe import Markup
 from jspeed.files import write_whole
 from jspeed.pages import render
 from jspeed.pages.plots import INK, PALE
-from jspeed.plan.views.format import between, duration, figures
+from jspeed.plan.views.formatting import between, duration, figures
 from jspeed.plan.views.plot import drawing
 from jspeed.plan.views.tables import Plan, doctor, stages, tables
 

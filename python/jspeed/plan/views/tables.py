@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jspeed.plan.views import compare
-from jspeed.plan.views.format import NONE, array, between, figures, percent, shape, size
+from jspeed.plan.views.formatting import NONE, array, between, figures, percent, shape, size
 from jspeed.plan.views.plot import fullest
 
 Plan = Mapping[str, Any]

@@ -2,7 +2,8 @@
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are seen here, on a small
 example, and a run goes on with the next backend. What passed is remembered in the cache folder, for one kind of device
-and one set of versions; what failed is tried again in every run. The examples are in :mod:`jspeed.run.compute.checks`.
+and one set of versions; what failed is tried again in every run. The examples are in
+:mod:`jspeed.run.compute.preflight_checks`.
 """
 
 import hashlib
@@ -24,17 +25,22 @@ from jspeed.model.kernels import attention_backends
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
-from jspeed.run.compute import checks
+from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import Device, head_width, packs
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
 
 OPTIONAL: dict[str, tuple[str, Callable[[], str | None], dict[str, Any], str]] = {
-    "FP8": ("FP8 matmuls", checks.fp8_error, {"fp8": "missing"}, "matmuls in the compute dtype instead of FP8"),
+    "FP8": (
+        "FP8 matmuls",
+        preflight_checks.fp8_error,
+        {"fp8": "missing"},
+        "matmuls in the compute dtype instead of FP8",
+    ),
     "OWN_KERNELS": (
         "own kernels",
-        checks.own_kernels_error,
+        preflight_checks.own_kernels_error,
         {"own_kernels": False},
         "XLA's instead of own kernels",
     ),
@@ -88,7 +94,7 @@ def preflight(recipe: Recipe, mesh: Mesh, device: Device, fields: Mapping[str, A
             device = replace(device, **without)
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
-        if reason := outcome(name, partial(checks.collectives_error, mesh)):
+        if reason := outcome(name, partial(preflight_checks.collectives_error, mesh)):
             raise BadInput(f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)")
         passed.append(name)
     if refused:
@@ -109,7 +115,7 @@ def working_attention(recipe: Recipe, device: Device, remembered: "Remembered") 
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
         name = f"attention {backend}, {'packed' if packed else 'causal'}, heads of {width}"
-        reason = outcome(name, partial(checks.attention_error, backend, width, packed), remembered)
+        reason = outcome(name, partial(preflight_checks.attention_error, backend, width, packed), remembered)
         if reason is None:
             device = replace(device, attention=backend, fallbacks=tuple(backends[used:]))
             return Preflight(device, (name,), tuple(refused))
@@ -172,8 +178,8 @@ def versions(mesh: Mesh) -> list[str]:
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent
-    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "heads", "positions"))
-    sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(checks.__file__))]
+    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "attention_heads", "positions"))
+    sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(preflight_checks.__file__))]
     return found + [installed_version(package) or "" for package in packages] + sources
 
 

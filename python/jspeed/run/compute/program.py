@@ -20,8 +20,8 @@ from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.attempts import attempts
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
+from jspeed.run.compute.memory_fallbacks import attempts
 from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.data import Shards
-from jspeed.data.shards import HEADER_BYTES
+from jspeed.data.find_shards import HEADER_BYTES
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 from jspeed.record.schema import Evidence
 from jspeed.run.evaluate import read_rows
-from jspeed.run.evidence.overlap import copied
+from jspeed.run.evidence.validation_overlap import copied
 from jspeed.run.setup import Setup
 
 Reach = tuple[Path, int, int]
@@ -56,7 +56,7 @@ def evaluated(setup: Setup) -> NDArray[np.unsignedinteger]:
 
 
 def overlap(setup: Setup) -> float:
-    """Return :func:`jspeed.run.evidence.overlap.copied` of the validation tokens and the tokens trained on."""
+    """Return the share of the validation tokens that occur in the tokens trained on (``copied``)."""
     reach = trained_on(setup.shards, setup.loader.state_dict())
     return copied(reach, setup.shards.dtype, evaluated(setup))
 

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::reader::Backend;
 use crate::sources::Sources;
 use crate::state::Cursor;
-use crate::walk::{Piece, Walk, Walked, Wanted};
+use crate::lane_ranges::{Piece, Walk, Walked, Wanted};
 
 /// What a stream yields.
 pub enum Item {

@@ -9,7 +9,7 @@
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
-mod ahead;
+mod readahead;
 pub mod arguments;
 pub mod buffer;
 pub mod catalog;
@@ -24,7 +24,7 @@ pub mod shuffle;
 pub mod sources;
 pub mod state;
 pub mod stats;
-mod walk;
+mod lane_ranges;
 
 pub use arguments::{Arguments, ShuffleArguments, StageArguments};
 pub use buffer::Batch;

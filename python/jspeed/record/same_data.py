@@ -1,0 +1,104 @@
+"""Which runs trained and validated on the same data, told by the SHA-256 sums in their run.json.
+
+Validation data are the same when the evaluated token ids are (``data.val_sha256``). Training data are the same when
+the shards read were the same files in the same order (``data.train_shards``), as far as both runs went if they read in
+order: more shards on disk, or a longer run, are no other data. Runs that shuffled, or went on after an epoch, read all
+of their shards, which must be equal. ``data.fingerprint`` is of names, sizes and headers only, so that it counts
+for runs without sums alone: those of schema 1, and interrupted ones.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jspeed.record.preregistration_status import ByFolder, complete
+from jspeed.record.schema import Unsealed
+from jspeed.record.store import Records, Row
+from jspeed.record.track import Track
+
+ALL = "all"  # ends the list of a run that read all of its shards
+
+
+@dataclass
+class DataSet:
+    """What some runs trained and validated on; ``shards`` is the longest list of SHA-256 sums among them, or ALL's."""
+
+    val_sha256: str | None
+    shards: tuple[str, ...]
+
+    def same_shards(self, shards: Sequence[str]) -> bool:
+        """Whether one list of shards begins with the other; or is it, where one of them ends in ALL."""
+        if ALL in (*self.shards[-1:], *shards[-1:]):
+            return [sha for sha in self.shards if sha != ALL] == [sha for sha in shards if sha != ALL]
+        return all(mine == other for mine, other in zip(self.shards, shards, strict=False))
+
+    def difference(self, other: "DataSet") -> str | None:
+        """Return how ``other`` differs from this one, a track's data, as a phrase; None where it does not."""
+        if other.val_sha256 not in (self.val_sha256, None):
+            return "validated on other tokens than the track's"
+        return None if self.same_shards(other.shards) else "trained on other shards than the track's"
+
+
+def shards_of(run: Unsealed) -> tuple[str, ...] | None:
+    """Return the sums of the shards that ``run`` trained on, and ALL if it read all; None where it has none."""
+    data = run["data"]
+    shards = data.get("train_shards", [])
+    sums = [shard["sha256"] for shard in shards if shard["sha256"]]
+    if not data.get("val_sha256") or len(sums) < len(shards):
+        return None
+    position = data.get("position") or {}
+    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
+
+
+def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
+    """Return the data set of every run by the path of its record; runs on the same data share one object.
+
+    Runs that were planned and from a clean commit come first, then the earliest: where a short list of shards fits two
+    sets, it goes to the one of the better evidence.
+    """
+    found: dict[Path, DataSet] = {}
+    known: dict[str | None, list[DataSet]] = {}
+    fingerprints: dict[tuple[str, str], DataSet] = {}
+    for row in sorted(
+        rows, key=lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])
+    ):
+        data, shards = row.run["data"], shards_of(row.run)
+        fingerprint = data["fingerprint"], data["val_fingerprint"]
+        if shards is None:
+            mine = fingerprints.get(fingerprint)
+        else:
+            mine = next((each for each in known.get(data["val_sha256"], ()) if each.same_shards(shards)), None)
+        if mine is None:
+            val = data.get("val_sha256") if shards is not None else None
+            mine = DataSet(val, shards or ())
+            known.setdefault(val, []).append(mine)
+        mine.shards = max(mine.shards, shards or (), key=len)
+        fingerprints.setdefault(fingerprint, mine)
+        found[row.path] = mine
+    return found
+
+
+def data_of_track(
+    track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records, there: ByFolder
+) -> DataSet:
+    """Return the data that ``track`` is competed in on: what its file pins, and for the rest those of its first run.
+
+    The first run is the earliest of a complete plan and a clean commit on the pinned data, on the track's hardware and
+    number of validation tokens; where there is none, the earliest of all. Without any run everything is the track's.
+    """
+    val, train = track.rules.get("data.val_sha256"), track.rules.get("data.train_sha256")
+
+    def rank(row: Row) -> tuple[bool, str]:
+        plan = row.plan and row.planned_and_clean and records.plans.get(row.plan["sha256"])
+        ruled = track.fits(row.run["devices"]) and track.rules.get("data.val_tokens") in (
+            None,
+            row.run["data"].get("val_tokens"),
+        )
+        return not (plan and complete(plan[1], there) and ruled), row.run["started"]
+
+    for row in sorted(rows, key=rank):
+        shards = shards_of(row.run)
+        if shards is None or val not in (None, row.run["data"]["val_sha256"]) or train not in (None, *shards[:1]):
+            continue
+        return DataSet(row.run["data"]["val_sha256"], sets[row.path].shards)
+    return DataSet(val, (train,) if train else ())

@@ -1,0 +1,199 @@
+"""Small examples of what a device should compute, each beside what is expected: the checks of the preflight.
+
+Each returns None, or what is wrong in words, and raises what the device raises.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jspeed.model import fp8
+from jspeed.model.attention import attention, find_documents
+from jspeed.model.attention_heads import composed
+from jspeed.model.positions import frequencies, queries_and_keys
+from jspeed.parallel.mesh import put
+
+Run: TypeAlias = Callable[..., Any]
+
+LENGTH = 1280  # tokens of the example: cuDNN 9.14.0 is wrong for more than 1,024 keys
+WINDOW = 300
+BORDERS = (1, 100, 101, 700)  # where documents of the first lane start; the second lane is one document
+HEADS = 2
+FP8_SHAPE = (256, 384, 512)  # rows, columns, contracted
+LIMIT = 0.008
+"""Root mean square error relative to what is expected. Rounding to bf16 makes 0.002 to 0.003 of it (seen with ``xla``
+on a CPU) and a result that is 1 % off at least 0.01."""
+FP8_LIMIT = 0.02
+"""Of a kernel that rounds to FP8, where a sum in another order may fall to the next number; 1 % off makes 0.03."""
+KERNEL_SIZES = 1024, 256, 512, 2  # tokens, channels of a model and of its MLP, heads
+
+
+def distance(found: Any, expected: np.ndarray) -> float:
+    """Root mean square error relative to the root mean square of what is expected; NaN if anything is."""
+    found = np.asarray(found, np.float64)
+    return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
+
+
+def worst(
+    names: Sequence[str], found: Sequence[Any], expected: Sequence[np.ndarray], limit: float = LIMIT
+) -> str | None:
+    """The first array that is off by more than ``limit``, in words."""
+    for name, one, wanted in zip(names, found, expected, strict=True):
+        off = distance(one, wanted)
+        if np.isnan(off):
+            return f"{name} is not a number somewhere"
+        if off > limit:
+            return f"{name} is off by {off:.2%} where rounding explains less than {limit:.1%}"
+    return None
+
+
+def attention_error(backend: str, width: int, packed: bool) -> str | None:
+    """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return what is wrong.
+
+    ``packed`` lanes have documents and a window; else attention is causal. Raises what the backend raises.
+    """
+    tokens = np.zeros((2, LENGTH), np.int32)
+    tokens[0, [at for at in BORDERS if at < LENGTH]] = 1
+    draw = np.random.default_rng(0)
+    q, k, v, g = (draw.normal(size=(2, LENGTH, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
+    scale, window = width**-0.5, WINDOW if packed else None
+
+    def call(tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        documents = find_documents(tokens, 1, len(BORDERS) + 2) if packed else None
+        run = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
+        out, back = jax.vjp(run, q, k, v)
+        return out, *back(g)
+
+    placed = jax.device_put([tokens, q, k, v, g], jax.local_devices()[0])
+    found = jax.device_get(jax.jit(call)(*placed))
+    ids = np.cumsum(tokens, axis=1) if packed else np.zeros_like(tokens)
+    return worst(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
+
+
+def attention_in_float64(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, scale: float, ids: np.ndarray, window: int | None
+) -> tuple[np.ndarray, ...]:
+    """Attention and its gradients by NumPy, all scores at once: (out, dq, dk, dv), each ``[B, T, H, K]``."""
+    q, k, v, g = (np.moveaxis(x.astype(np.float64), 1, 2) for x in (q, k, v, g))
+    t, s = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
+    seen = (s <= t) & (t - s < (window or len(t))) & (ids[:, :, None] == ids[:, None, :])
+    scores = np.where(seen[:, None], scale * (q @ np.swapaxes(k, 2, 3)), -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = g @ np.swapaxes(v, 2, 3)
+    ds = scale * p * (dp - (dp * p).sum(-1, keepdims=True))
+    found = p @ v, ds @ k, np.swapaxes(ds, 2, 3) @ q, np.swapaxes(p, 2, 3) @ g
+    return tuple(np.moveaxis(x, 2, 1) for x in found)
+
+
+def fp8_error() -> str | None:
+    """Compare an FP8 matmul and both of its gradients with products of the same FP8 numbers in float64."""
+    rows, columns, depth = FP8_SHAPE
+    draw = np.random.default_rng(0)
+    x, w, g = (draw.normal(size=s).astype(jnp.bfloat16) for s in ((rows, depth), (columns, depth), (rows, columns)))
+    scales = fp8.Scales(x=1 / 64, w=1 / 64, grad=1 / 8192)
+
+    def call(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        y, back = jax.vjp(lambda x, w: fp8.matmul(x, w, scales), x, w)
+        return y, *back(g)
+
+    found = jax.device_get(jax.jit(call)(*jax.device_put([x, w, g], jax.local_devices()[0])))
+    rounded = zip((x, w, g), scales, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)
+    qx, qw, qg = (scale * _quantised(a, scale, dtype) for a, scale, dtype in rounded)
+    return worst(("the product", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
+
+
+def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
+    limit = float(jnp.finfo(dtype).max)
+    return np.clip(a.astype(np.float32) / np.float32(scale), -limit, limit).astype(dtype).astype(np.float64)
+
+
+def own_kernels_error() -> str | None:
+    """Compare the kernels that a recipe's OWN_KERNELS stands for, and their gradients, with the same in plain JAX."""
+    for name, (own, plain, arrays) in own_kernels(*KERNEL_SIZES).items():
+        placed = jax.device_put(arrays, jax.local_devices()[0])
+        found, expected = (jax.device_get(jax.tree.leaves(jax.jit(run)(*placed))) for run in (own, plain))
+        names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
+        limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
+        if wrong := worst(names, found, [np.asarray(one, np.float64) for one in expected], limit):
+            return wrong
+    return None
+
+
+def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, tuple[Run, Run, list[Any]]]:
+    """By name: a kernel, the same in plain JAX, and what both take; for ``rows`` tokens and a model of ``width``."""
+    from jspeed.model.kernels import fp8_cast, fused_mlp  # slow to import, and most runs do without
+
+    draw = np.random.default_rng(0)
+
+    def drawn(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+        return draw.normal(size=shape).astype(dtype)
+
+    def of_mlp(name: str) -> tuple[Run, Run]:
+        return getattr(fused_mlp, name), getattr(fused_mlp, f"{name}_reference")
+
+    def with_gradients(run: Run) -> tuple[Run, Run]:
+        def both(own: bool, gradients: Any, *arrays: Any) -> Any:
+            if not own:  # in fp32, so that only the kernel rounds
+                gradients, arrays = jax.tree.map(lambda a: a.astype(jnp.float32), (gradients, arrays))
+            out, back = jax.vjp(partial(run, own_kernels=own), *arrays)
+            return out, back(gradients)
+
+        return partial(both, True), partial(both, False)
+
+    shape = 2, rows // 2, heads, width // heads
+    starts = np.zeros(shape[:2], np.int32)
+    starts[:, :: rows // 5] = 1
+    turn = partial(queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True)
+    turn = partial(turn, positions_TP=np.arange(shape[1])[:, None])
+    mix = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
+    cast = partial(fp8_cast.cast, dtype=fp8.E5M2), partial(fp8_cast.cast_reference, dtype=fp8.E5M2)
+
+    x, g, weights = drawn(rows, width), drawn(rows, width), drawn(mlp_width, width)
+    h = np.square(np.maximum(drawn(rows, mlp_width, dtype=np.float32), 0))
+    forward = [x.astype(fp8.E4M3), weights.astype(fp8.E4M3), np.array([0.05, 0.01], np.float32)]
+    backward = [
+        g.astype(fp8.E5M2),
+        weights.astype(fp8.E4M3),
+        h.astype(fp8.E4M3),
+        np.array([0.05, 0.01, 1e-3], np.float32),
+    ]
+    of_heads = [drawn(*shape) for _ in range(4)]  # a gradient, queries, keys, values
+    return {
+        "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
+        "its gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
+        "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
+        "its gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
+        "copies in FP8": (*cast, [x, np.float32(0.01)]),
+        "queries and keys": (*with_gradients(turn), [tuple(of_heads[:2]), drawn(*shape[:2], 2 * width)]),
+        "composed heads": (*with_gradients(mix), [*of_heads, drawn(*shape[:3]), drawn(*shape[:3])]),
+    }
+
+
+def collectives_error(mesh: Mesh) -> str | None:
+    """Sum over all devices, whole and cut among them, numbers whose sums are known; return what is wrong."""
+    axes, size = tuple(mesh.axis_names), mesh.size
+    cut = PartitionSpec(axes)
+
+    def on_device(mine: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.lax.psum(mine, axes), jax.lax.psum_scatter(mine, axes, scatter_dimension=1, tiled=True)
+
+    # Device d has the numbers d + j * size, all of them exact in fp32.
+    wide = 128 * size
+    given = (np.arange(size)[:, None] + size * np.arange(wide)[None]).astype(np.float32)
+    shared = jax.shard_map(on_device, mesh=mesh, in_specs=cut, out_specs=(cut, cut), check_vma=False)
+    reduced, scattered = jax.jit(shared)(put(given, NamedSharding(mesh, cut)))
+    wanted = given.astype(np.float64).sum(0)
+    for shard in reduced.addressable_shards:
+        if not np.allclose(np.asarray(shard.data)[0], wanted, rtol=1e-6):
+            return f"the sum of all devices is wrong on {shard.device}"
+    for shard in scattered.addressable_shards:
+        first = 128 * (shard.index[0].start or 0)
+        if not np.allclose(np.asarray(shard.data)[0], wanted[first : first + 128], rtol=1e-6):
+            return f"the part of the sum that {shard.device} should have is wrong"
+    return None

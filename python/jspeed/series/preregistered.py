@@ -1,0 +1,194 @@
+"""Make the runs of a plan, announced in plan.json before the first, each in a process of its own.
+
+The same command goes on where a series was left: runs whose run.json is there are not made again.
+"""
+
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from jspeed.cluster.rank import find_rank
+from jspeed.errors import BadInput, writable_folder
+from jspeed.leaderboard import formatting, stats
+from jspeed.record import preregistration
+from jspeed.record.remarks import remarks
+from jspeed.record.run_json import read_run
+from jspeed.record.schema import Run
+from jspeed.run.clock import utc_now
+from jspeed.run.find_recipe import find
+from jspeed.run.setup import Options, check_options
+
+RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
+OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are
+P = 0.01  # what the last line of a series calls significant; a track's own rule is on the board
+
+
+def run_series(options: Options, text: str) -> int:
+    """Make the runs of ``--plan`` ``text`` and return the exit code: 0 when their mean loss reached the target.
+
+    Raises BadInput for a plan that cannot be meant, for another plan in the folder, and when a run has bad input.
+    """
+    if options.resume:
+        raise BadInput("--plan and --resume: give the --plan command again without --resume, and it goes on")
+    if find_rank(os.environ, options.coordinator, options.processes, options.process_id):
+        raise BadInput("--plan makes its runs in one process each; leave the launcher and --coordinator away")
+    if options.seed != Options.seed:
+        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan says the seeds; leave --seed out")
+    check_options(options)
+    found = find(options.recipe, options.sets)
+    runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
+    folder = options.run_dir or default_folder(found.recipe.name)
+    code = make_runs(folder, "seeds", options.steps, runs, arguments(options))
+    if code is not None:
+        return code
+    made = [
+        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
+    ]
+    notes = dict.fromkeys(f"note: {remark}" for run in made for remark in remarks(run))
+    print(*notes, f"{folder}: plan.json and {len(made)} runs", summary(made), sep="\n")
+    losses = [run["val_loss"] for run in made if run["val_loss"] is not None]
+    valid = all(probe["passed"] for run in made for probe in run["probes"].values())
+    asked_for_less = options.steps is not None and all(run["steps"] == options.steps for run in made)
+    return 0 if asked_for_less or (losses and valid and fmean(losses) <= made[0]["target_loss"]) else 1
+
+
+def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, flags: Sequence[str]) -> int:
+    """Run recipes ``a`` and ``b`` in turn, A B B A with two new seeds in each round; print the ratio of their times.
+
+    Raises BadInput as :func:`run_series` does, and for ``flags`` that a race sets itself.
+    """
+    for flag in ("--set", "--seed", "--run-dir", "--steps", "--plan", "--resume"):
+        if any(word.split("=")[0] == flag for word in flags):
+            raise BadInput(
+                f"--flags {shlex.join(flags)!r} holds {flag}, which a race decides itself; put changed fields into a "
+                "recipe file"
+            )
+    if not 1 <= rounds <= preregistration.MOST_RUNS // 4:
+        raise BadInput(f"--rounds {rounds}: expected 1 to {preregistration.MOST_RUNS // 4} rounds of four runs")
+    if steps is not None and steps < 1:
+        raise BadInput(f"--steps {steps}: must be at least 1")
+    found = {each: find(each) for each in (a, b)}
+    if found[a].hash == found[b].hash:
+        raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
+    seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
+    runs = [(each, found[each].recipe.name, found[each].hash, seed) for each, seed in seeds]
+    folder = folder or default_folder(f"{found[a].recipe.name}-{found[b].recipe.name}")
+    code = make_runs(folder, "race", steps, runs, flags)
+    if code is not None:
+        return code
+    made = [
+        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
+    ]
+    whole = [turn for turn in zip(*[iter(made)] * 4, strict=True) if all(run["val_loss"] is not None for run in turn)]
+    complete = f"{len(whole)} round{'s' if len(whole) != 1 else ''} of A B B A"
+    print(f"{folder}: plan.json and {len(made)} runs, {complete}")
+    for name, own in ((a, [0, 3]), (b, [1, 2])):
+        print(f"{name}: {summary([turn[place] for turn in whole for place in own])}" if whole else f"{name}: no round")
+    if whole:
+        times = [[run["timed_seconds"] for run in turn] for turn in whole]
+        ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
+        print(f"{b} takes {formatting.ratio(ratio._asdict())} x the time of {a}; {complete}")
+    return 0 if whole else 1
+
+
+def make_runs(
+    folder: Path,
+    kind: preregistration.Kind,
+    steps: int | None,
+    runs: Sequence[tuple[str, str, str, int]],
+    flags: Sequence[str],
+    script: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int | None:
+    """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are not there yet.
+
+    ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns None when all are there,
+    or the exit code of a run that was told to stop.
+    """
+    plan = preregistration.make_plan(kind, utc_now(), steps, [run[1:] for run in runs])
+    path = folder / preregistration.NAME
+    if path.exists():
+        before = preregistration.read_plan(path)
+        if any(before[name] != plan[name] for name in ("kind", "steps", "runs")):
+            raise BadInput(f"{path} holds another plan; give the same command to go on with it, or another --run-dir")
+        plan = before
+    else:
+        writable_folder(folder, "run directory")
+        preregistration.write_plan(folder, plan)
+    for run, (recipe, *_) in zip(plan["runs"], runs, strict=True):
+        run_dir = folder / run["folder"]
+        if (run_dir / "run.json").exists():
+            continue
+        print(f"--- {run['folder']}", flush=True)
+        command = [*(RUN if script is None else (sys.executable, str(script))), recipe, *flags]
+        command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
+        command += ["--steps", str(steps)] if steps else []
+        code = attended(command, environment)
+        if code in (130, 143):
+            return code
+        if code not in (0, 1):
+            raise BadInput(f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not complete")
+    return None
+
+
+def attended(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` and return its exit code. It ends as it sees fit: Ctrl-C it hears itself, SIGTERM it is told."""
+    child = subprocess.Popen(command, env=environment)
+    heard = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
+    try:
+        return child.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def default_folder(name: str) -> Path:
+    """Return a folder of its own under runs/."""
+    return Path("runs") / f"{name}-{utc_now().replace(':', '').replace('-', '')}-plan"
+
+
+def arguments(options: Options) -> list[str]:
+    """Return the flags of ``jspeed run`` that say ``options``, apart from recipe, seed, steps and folder."""
+    flags: list[str] = []
+    for field in dataclasses.fields(options):
+        value: Any = getattr(options, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        if field.name in (*OWN, "steps") or value == field.default:
+            continue
+        if field.name == "sets":
+            flags += ["--set", *value]
+        elif value is True:
+            flags.append(flag)
+        elif value is False:
+            flags.append(f"--no-{flag[2:]}")
+        else:
+            flags += [flag, ",".join(value) if field.name == "log" else str(value)]
+    return flags
+
+
+def summary(runs: Sequence[Run]) -> str:
+    """Return the mean loss and time of ``runs`` and what they show, as one line."""
+    losses = [run["val_loss"] for run in runs if run["val_loss"] is not None]
+    if not losses:
+        return "no run converged"
+    mean, target, n = fmean(losses), runs[0]["target_loss"], len(losses)
+    seconds = fmean(run["timed_seconds"] for run in runs if run["val_loss"] is not None)
+    reached = "<=" if mean <= target else ">"
+    line = f"mean loss {mean:.4f} {reached} {target:g}, mean time {formatting.seconds(seconds)}, n={n}"
+    if n < 2:
+        return f"{line}: one run, too few to tell"
+    sd = stdev(losses)
+    p = stats.t_below(mean, sd, n, target).p
+    line += f"; sd {sd:.4f}, {formatting.chance(p)}"
+    if p <= P:
+        return line
+    more = stats.more_runs(mean, sd, n, target, P, known=False)
+    return f"{line}: not significant" + (f" yet, needs about {more} more" if more else "")

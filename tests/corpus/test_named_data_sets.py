@@ -1,0 +1,201 @@
+"""Names, Shakespeare, TinyStories, OpenWebText: the counts their fields know, and the way each is cut and marked."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jspeed.commands.prepare import names
+from jspeed.corpus import download, named_data_sets, tokenizers
+from jspeed.corpus.tokenise import prepare_stdlib
+from jspeed.data import find_split
+from jspeed.data.find_shards import map_tokens
+from jspeed.errors import BadInput
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+NAMES, SHAKESPEARE = (SHARED / "classics" / name for name in ("names.txt", "tinyshakespeare_input.txt"))
+needs_classics = pytest.mark.skipif(not NAMES.is_file(), reason=f"no names.txt in {NAMES.parent}")
+
+
+@pytest.fixture(autouse=True)
+def vocabulary(monkeypatch):
+    if (SHARED / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(SHARED / "tiktoken_cache"))
+
+
+def tokens(folder, split):
+    (path,) = folder.glob(f"*_{split}_*.bin")
+    return np.fromfile(path, "<u2", offset=1024)
+
+
+def manifest(folder):
+    return json.loads((folder / "manifest.json").read_text())
+
+
+@needs_classics
+def test_names(tmp_path):
+    out = named_data_sets.prepare_names(tmp_path / "names", NAMES)
+    facts = manifest(out)
+    assert (facts["vocab_size"], facts["bos_id"], facts["pad_id"], facts["truncated"]) == (28, 26, 27, 0)
+    streams = [tokens(out, split) for split in ("train", "val")]
+    rows = np.concatenate([stream[:-1].reshape(-1, 32) for stream in streams])
+    assert rows.shape == (32_033, 32) and all(stream[-1] == 26 for stream in streams)
+    # seeds.md: 228,146 targets; its matrix of 33 columns has 796,910 PADs, one more a row than ours.
+    inputs = np.concatenate([stream[:-1] for stream in streams])
+    targets = np.concatenate([stream[1:] for stream in streams])
+    assert np.count_nonzero((inputs != 27) & (targets != 27)) == 228_146
+    assert np.count_nonzero(rows == 27) == 796_910 - 32_033
+    tokenizer = tokenizers.tokenizer_of(facts)
+    names = NAMES.read_text().split("\n")
+    assert sorted(tokenizer.decode(row).decode() for row in rows) == sorted(names)
+    assert max(map(len, names)) == 15 and len(set("".join(names))) == 26
+    train, val = ({tokenizer.decode(row) for row in stream[:-1].reshape(-1, 32)} for stream in streams)
+    assert not train & val
+    assert [facts["splits"][split]["documents"] for split in ("train", "val")] == [len(s) // 32 for s in streams]
+
+
+def test_long_names_are_cut_without_an_end_they_do_not_have(tmp_path):
+    (tmp_path / "names.txt").write_text(
+        "\n".join(["abcdefgh", "abcdefg", "ab", "ba", "a", "b", "bb", "aa"] * 2) + "\n\n"
+    )
+    out = named_data_sets.prepare_names(tmp_path / "out", tmp_path / "names.txt", row=8)
+    bos, pad = manifest(out)["bos_id"], manifest(out)["pad_id"]
+    assert (bos, pad, manifest(out)["truncated"]) == (8, 9, 2)
+    rows = {tuple(row) for split in ("train", "val") for row in tokens(out, split)[:-1].reshape(-1, 8).tolist()}
+    assert (bos, 0, 1, bos, pad, pad, pad, pad) in rows
+    assert (bos, *range(7)) in rows  # the next row's BOS ends it
+    assert (bos, *range(6), pad) in rows and len(rows) == 8
+
+
+@pytest.mark.parametrize("row", [2, 4097, 10**9])
+def test_a_row_is_bounded_before_any_is_made(tmp_path, row):
+    (tmp_path / "names.txt").write_text("ada\nbob\n")
+    with pytest.raises(BadInput, match=f"--row {row}: .* give 3 to 4,096 tokens"):
+        named_data_sets.prepare_names(tmp_path / "out", tmp_path / "names.txt", row=row)
+    assert [path.name for path in tmp_path.iterdir()] == ["names.txt"]
+
+
+@needs_classics
+@pytest.mark.parametrize("characters", [True, False])
+def test_shakespeare(tmp_path, characters):
+    out = named_data_sets.prepare_shakespeare(tmp_path / "out", characters, SHAKESPEARE)
+    facts, text = manifest(out), SHAKESPEARE.read_text()
+    train, val = tokens(out, "train"), tokens(out, "val")
+    # nanoGPT's readmes: 1,003,854 and 111,540 characters of 65 kinds; 301,966 and 36,059 GPT-2 tokens.
+    assert (len(train), len(val)) == ((1_003_854, 111_540) if characters else (301_966, 36_059))
+    assert facts["bos_id"] is None
+    if characters:
+        symbols = sorted(set(text))
+        assert facts["vocab_size"] == 65 and facts["symbols"] == symbols
+        assert "".join(symbols[token] for token in [*train, *val]) == text
+    else:
+        import tiktoken
+
+        encode = tiktoken.get_encoding("gpt2").encode_ordinary
+        cut = int(len(text) * 0.9)
+        assert encode(text[:cut]) == train.tolist() and encode(text[cut:]) == val.tolist()
+    tokenizer = tokenizers.tokenizer_of(facts)
+    assert tokenizer.decode(train[:100]).decode() == text[: len(tokenizer.decode(train[:100]))]
+    assert tokenizer.byte_lengths()[np.concatenate([train, val])].sum() == len(text.encode())
+
+
+@needs_classics
+def test_stories_and_openwebtext(tmp_path):
+    import tiktoken
+
+    encode = tiktoken.get_encoding("gpt2").encode_ordinary
+    stories = [f"Once there was a fox number {i}.\nIt was   quick." for i in range(40)]
+    for name, part in (("train.txt", stories[:30]), ("valid.txt", stories[30:])):
+        (tmp_path / name).write_text("".join(f"{story}\n<|endoftext|>\n" for story in part))
+    out = named_data_sets.prepare_tinystories(tmp_path / "s", [tmp_path / "train.txt"], [tmp_path / "valid.txt"], None)
+    for split, part in (("train", stories[:30]), ("val", stories[30:])):
+        assert tokens(out, split).tolist() == [token for story in part for token in [*encode(story), 50256]]
+
+    texts = [f"Document {i} says {'so ' * (i % 5)}" for i in range(1000)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "owt.jsonl").write_text(lines)
+    out = named_data_sets.prepare_openwebtext(tmp_path / "o", [tmp_path / "owt.jsonl"], None, val_fraction=0.01)
+    validates = set(np.random.default_rng(2357).permutation(1000)[:10].tolist())
+    for split in ("train", "val"):
+        part = [text for i, text in enumerate(texts) if (i in validates) == (split == "val")]
+        assert tokens(out, split).tolist() == [token for text in part for token in [*encode(text), 50256]]
+    assert manifest(out)["mark"] == "after"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "cannot be read"), (b"", "holds no text"), (b" \n\n", "holds no text"), (b"ab\xff", "not UTF-8 at byte 2")],
+)
+def test_bad_input(tmp_path, content, words):
+    path = tmp_path / "input.txt"
+    if content is not None:
+        path.write_bytes(content)
+    for prepare in (
+        lambda out: named_data_sets.prepare_names(out, path),
+        lambda out: named_data_sets.prepare_shakespeare(out, True, path),
+    ):
+        with pytest.raises(BadInput, match=words):
+            prepare(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_characters_than_uint16_holds(tmp_path):
+    points = [point for point in range(0x20, 0x20000) if not 0xD800 <= point < 0xE000]
+    (tmp_path / "all.txt").write_text("".join(map(chr, points)), encoding="utf-8")
+    out = named_data_sets.prepare_shakespeare(tmp_path / "out", True, tmp_path / "all.txt")
+    tokens = np.concatenate([map_tokens(find_split(out, split).paths[0], "<u4") for split in ("train", "val")])
+    np.testing.assert_array_equal(tokens, range(128_992))
+
+
+def test_symbols_refuse_what_they_lack():
+    tokenizer = tokenizers.symbols_tokenizer("symbols", ["b", "a"], 3, 2)
+    assert tokenizer.encode(b"ab").tolist() == [1, 0] and tokenizer.decode([1, 2, 0]) == b"ab"
+    with pytest.raises(BadInput, match="character 'c' is not among the 2 symbols"):
+        tokenizer.encode(b"abc")
+
+
+def test_the_data_that_recipes_name_have_the_tokenizers_that_are_expected(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
+    made = {
+        "names": named_data_sets.prepare_names(tmp_path / "names", tmp_path / "a.txt"),
+        "shakespeare-char": named_data_sets.prepare_shakespeare(tmp_path / "char", True, tmp_path / "a.txt"),
+        "stdlib": prepare_stdlib(tmp_path / "stdlib"),
+    }
+    for name, folder in made.items():
+        assert manifest(folder)["tokenizer"] == tokenizers.TOKENIZERS[name]
+    others = {name for name, its in tokenizers.TOKENIZERS.items() if its == "gpt2"}
+    assert set(made) | others == set(tokenizers.TOKENIZERS)
+
+
+@needs_classics
+def test_advice_sets_only_what_differs_from_the_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
+    names(NAMES)
+    assert capsys.readouterr().out.endswith("\ntrain on it: jspeed run microgpt-names\n")  # README's line
+    (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
+    names(tmp_path / "names.txt", out=tmp_path / "o")
+    line = f"jspeed run microgpt-names --data {tmp_path}/o --set VOCAB=9 BOS=7 PAD=8\n"
+    assert capsys.readouterr().out.endswith(line)
+
+
+def test_without_a_network_it_says_input(tmp_path, monkeypatch):
+    def cut(*_):
+        raise OSError("no network")
+
+    def no_hub(*_):
+        raise BadInput("it cannot be asked; run again")
+
+    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    monkeypatch.setattr(download, "_append", cut)
+    for name in ("describe_hub", "list_hub"):
+        monkeypatch.setattr(download, name, no_hub)
+    for prepared in (
+        named_data_sets.prepare_names,
+        partial(named_data_sets.prepare_shakespeare, characters=True),
+        partial(named_data_sets.prepare_tinystories, inputs=[], val_inputs=[], progress=None),
+        partial(named_data_sets.prepare_openwebtext, inputs=[], progress=None),
+    ):
+        with pytest.raises(BadInput, match="--input"):
+            prepared(tmp_path / "out")

@@ -1,0 +1,192 @@
+"""Numbers without a compiler, against published ones and against sums by hand."""
+
+import io
+import math
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jspeed.errors import BadInput
+from jspeed.parallel.layout import cut_dim, partition
+from jspeed.parallel.mesh import make_mesh
+from jspeed.plan import chinchilla, estimates
+from jspeed.plan.views.estimates import print_tables, tables
+from jspeed.recipe import Context, init_parameters, leaves
+from jspeed.run.compute import program
+from jspeed.run.compute.device import device_of
+from jspeed.run.find_recipe import find
+from jspeed.sizes import matmul_parameters, parameter_count
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return estimates.preset("gpt2")
+
+
+@pytest.fixture(scope="module")
+def r21():
+    return find("r21", trace=False).recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200),
+     ("gpt3", 174_604_259_328)],
+)  # fmt: skip
+def test_published_parameter_counts(name, count):
+    """Those of the checkpoints that Hugging Face has, and GPT-3 by the same formula."""
+    recipe = estimates.preset(name)
+    assert recipe.name == name and parameter_count(recipe.parameters) == count
+
+
+def test_gpt2_sizing(gpt2):
+    """nanoGPT's transformer_sizing notebook, which leaves out biases and does not halve attention for the mask."""
+    without_biases = sum(s.size for path, s in leaves(gpt2.parameters) if not path.endswith("bias"))
+    assert without_biases == 124_337_664
+    stage = gpt2.stages[0]
+    total = 1024 * estimates.flops_without_mask(gpt2, stage)
+    # nanoGPT sums matmuls; PaLM counts 6 for every parameter but the positions, so gains too.
+    assert total == 874_944_921_600 and total // 3 == 291_648_307_200
+    gains = 25 * 768
+    assert total + 1024 * 6 * gains == 875_062_886_400
+    assert estimates.days(6 * without_biases * 300e9, 8, 312e12, 0.3) == pytest.approx(3.46, abs=0.005)
+
+
+def test_gpt3_on_8_and_64_devices():
+    """The checked table of the tutorial on GPT-3: bf16 parameters and gradients, fp32 master copy and moments."""
+    count = parameter_count(estimates.preset("gpt3").parameters)
+    eight, sixty_four = (estimates.evenly_cut(count, n) for n in (8, 64))
+    assert [round(size / 1e9, 2) for size in eight.values()] == [43.65, 43.65, 87.3, 174.6]
+    assert eight["parameters, bf16"] + eight["gradients, bf16"] > 80e9
+    assert round(sum(sixty_four.values()) / 1e9, 2) == 43.65
+    assert round((sum(sixty_four.values()) + 20e9) / 1e9, 2) == 63.65 < 80
+
+
+def test_gpt3_does_not_fit_in_layout_zero1():
+    """Every device gathers all 349 GB of bf16 parameters."""
+    recipe = estimates.preset("gpt3")
+    assert estimates.memory(recipe, recipe.stages[0], "zero1", 64).gathered == 2 * 174_604_259_328
+    verdicts = [
+        value for table in tables(recipe, "zero1", 64, memory=80_000_000_000) for name, value, _ in table.rows
+        if name == "fits"
+    ]  # fmt: skip
+    assert verdicts == ["no", "yes"]  # as it is, and if it were cut evenly
+
+
+def test_memory_of_r21_by_hand(r21):
+    """zero1 on eight devices: banks and tables are cut in eight, 54 scalars are not."""
+    attention, mlp, table = 48 * 768 * 768, 24 * 768 * 3072, 50_304 * 768
+    scalars = 2 * 12 + 2 * 12 + 6
+    found = estimates.memory(r21, r21.stages[-1], "zero1", 8)
+    # "values" is [3, 50304, 768] and is cut along its second axis; "embed" and "head" are one table each.
+    cut = attention + mlp + 5 * table
+    assert found.parameters == 4 * (cut // 8 + scalars)
+    moments = (attention + mlp) // 8 + 2 * (5 * table // 8 + scalars)
+    counters = 2 * 2 + 3 * 2  # of two Muons (steps, schedule) and three Adams
+    assert found.optimizer == 4 * (moments + counters + 1)  # and the number of the step
+    assert found.batch == 49_153 * 2
+    assert found.gathered == 2 * cut
+    assert found.gradients == 2 * cut + 4 * scalars + found.parameters
+    a_token = 44 * 2 * 768 + 24 * (768 + 3072) + 4 * 768 + 768 + 2 * 50_304
+    assert found.activations == 49_152 * 2 * a_token
+    assert found.kept == 374_784_694
+
+
+@pytest.mark.parametrize("name", ["llmc", "r21", "stdlib"])
+@pytest.mark.parametrize("layout", ["zero1", "dp"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_parameters_lie_as_the_layout_says(name, layout, devices):
+    recipe = find(name, trace=False).recipe
+    mesh = estimates.absent_mesh(devices)
+    local = 0
+    for _, spec in leaves(recipe.parameters):
+        dim = cut_dim(partition(spec, layout, mesh))
+        local += math.prod(n // devices if i == dim else n for i, n in enumerate(spec.shape)) * 4
+    found = estimates.memory(recipe, recipe.stages[0], layout, devices)
+    assert found.parameters == local
+    if devices == 1:
+        copies = (s for _, s in leaves(recipe.parameters) if s.compute)
+        assert found.gathered == sum(2 * math.prod(s.shape) for s in copies)  # nothing cast, nothing gathered: no copy
+
+
+def test_what_is_kept_is_what_the_compiled_step_takes():
+    """The compiler's size of all arguments, on devices that are here."""
+    layout, fields = "zero1", ["WIDTH=256", "LAYERS=1", "HEADS=1", "LANE_LEN=8", "LANES=8"]
+    recipe = find("stdlib-adamw", fields, trace=False).recipe
+    mesh = make_mesh({"data": 4}, jax.devices()[:4])
+    lowered = program.lower_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1)
+    arguments = lowered.compile().memory_analysis().argument_size_in_bytes
+    assert estimates.memory(recipe, recipe.stages[0], layout, 4, 16).kept == arguments
+    shapes, shardings = program.state_shardings(recipe, layout, mesh)
+    state = jax.tree.map(lambda x, to: jax.device_put(np.zeros(x.shape, x.dtype), to), shapes, shardings)
+    here = [shard for leaf in jax.tree.leaves(state) for shard in leaf.addressable_shards]
+    assert sum(s.data.nbytes for s in here if s.device == jax.devices()[0]) == arguments - 2 * 9 * 2
+
+
+def test_a_gpt_keeps_what_korthikanti_counts(gpt2):
+    """34 bytes x width a layer and token, of which two are masks of dropout, which there is none of here."""
+    outside = 2 * (768 + 2 * 50_257)  # rows into the head; logits and their gradient
+    assert estimates.activation_bytes(gpt2, 1) == 12 * 32 * 768 + outside
+
+
+def test_fewer_tokens_at_once_keep_less(gpt2):
+    stage = gpt2.stages[0]
+    whole, halves = (estimates.memory(gpt2, stage, "dp", 8, n) for n in (65_536, 32_768))
+    assert whole.activations == 2 * halves.activations
+    assert halves.gradients - whole.gradients == 4 * 124_439_808  # the sum over micro-batches
+    assert whole.kept == halves.kept
+
+
+def test_chinchilla_as_published():
+    """nanoGPT's scaling_laws notebook: its grid for approach 3, its line for approach 2."""
+    assert chinchilla.loss(1e12, 1e12) == pytest.approx(1.9031, abs=5e-5)
+    sizes = 10 ** np.arange(8, 11, 2**-4)
+    compute = 2.21e19
+    best = min(sizes, key=lambda n: chinchilla.loss(n, compute / (6 * n)))
+    assert best == pytest.approx(316.23e6, rel=1e-4)
+    assert compute / (6 * best) == pytest.approx(11.65e9, rel=1e-3)
+    size, tokens = chinchilla.best_for_flops(compute)
+    assert abs(math.log10(size / best)) < 2**-5  # nearer than the grid's next point
+    assert 6 * size * tokens == pytest.approx(compute)
+    assert chinchilla.best_tokens(size) == pytest.approx(tokens)
+    for other in (0.99 * size, 1.01 * size):
+        assert chinchilla.loss(size, tokens) < chinchilla.loss(other, compute / (6 * other))
+    assert chinchilla.line()[0] == pytest.approx(1.04096, abs=5e-6)
+    assert chinchilla.tokens_on_line(124e6) == pytest.approx(2.2924e9, rel=2e-5)
+
+
+def test_a_gpt_by_numbers_can_be_trained():
+    recipe = estimates.gpt(1, 8, 2, vocab=50_304, context=16, lanes=2)
+    params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 16), "int32")
+    ctx = Context(recipe.stages[0], training=True)
+    assert jax.eval_shape(lambda p, t: recipe.forward(p, t, ctx), params, tokens).shape == (2, 16, 50_304)
+
+
+def test_every_number_is_printed_with_a_formula(r21):
+    for table in tables(r21, "zero1", 8, memory=80_000_000_000):
+        assert all(name and value and formula for name, value, formula in table.rows), table.title
+    console = Console(width=200, file=io.StringIO())
+    print_tables(console, r21, "zero1", 8)
+    text = console.file.getvalue()
+    assert "275,742,774" in text and "48 x in 768 x out 768, of which 4 are padding" in text
+    assert f"{matmul_parameters(r21.parameters):,}" in text and "20 x N" in text
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda r: estimates.preset("gpt4"), "model gpt4 is unknown"),
+        (lambda r: estimates.gpt(12, 768, 7), "cannot have 7 heads"),
+        (lambda r: estimates.gpt(0, 768, 12), "layers = 0"),
+        (lambda r: tables(r, "zero2", 8), "--layout zero2 is unknown"),
+        (lambda r: tables(r, "zero1", 3), "divides 8"),
+        (lambda r: tables(r, "zero1", 0), "0 devices"),
+        (lambda r: tables(r, "zero1", 8, micro_batch=1000), "--micro-batch 1000"),
+    ],
+)
+def test_bad_input_is_a_sentence(call, words, r21):
+    with pytest.raises(BadInput, match=words):
+        call(r21)

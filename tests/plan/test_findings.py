@@ -1,0 +1,155 @@
+"""The doctor on programs that are sick on purpose, compiled for eight virtual CPU devices."""
+
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jspeed.parallel import layout as layouts
+from jspeed.parallel.mesh import make_mesh
+from jspeed.plan import cost, findings
+from jspeed.plan.compile import Hardware
+from jspeed.plan.plan import make_plan
+from jspeed.plan.target import parse_target
+from jspeed.run.compute import program
+from jspeed.run.compute.device import Device
+from jspeed.run.find_recipe import find
+
+BAD = str(Path(__file__).with_name("faulty_recipe.py"))
+HERE = Device("cpu", "xla", "emulated", 8192, memory=10**10)
+
+
+def plan_here(*sets: str, layout: str = "zero1"):
+    """Plan faulty_recipe.py for 8 H100s, its programs compiled for eight devices of this CPU."""
+    hardware = Hardware(parse_target("h100x8"), make_mesh({"data": 8}), layout, HERE)
+    return make_plan(find(BAD, sets), hardware)
+
+
+def errors(plan) -> set[str]:
+    return {finding["name"] for finding in plan["doctor"] if finding["level"] == "error"}
+
+
+# x (16, 8, 32) @ w (32, 64) on a 4 x 2 mesh; factors worked out by hand in the seed's text: devices x a device's share.
+@pytest.mark.parametrize(
+    ("x_spec", "w_spec", "out_spec", "factor", "names"),
+    [
+        (P("data"), P(None, "model"), P("data", None, "model"), 1.0, []),
+        (P("model"), P(None, "model"), P(None, None, "model"), 4.0, ["axis-used-twice", "idle-axis"]),
+        (P("data"), P(), P("data"), 2.0, ["idle-axis"]),
+        (P(), P(), P(), 8.0, ["idle-axis", "idle-axis"]),
+        (P(("data", "model")), P(), P(("data", "model")), 1.0, []),
+        (P("data"), P("data", "model"), P("data", None, "model"), 1.0, ["fsdp"]),
+    ],
+)
+def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
+    mesh = make_mesh({"data": 4, "model": 2})
+    x = jax.ShapeDtypeStruct((16, 8, 32), jnp.float32, sharding=NamedSharding(mesh, x_spec))
+    w = jax.ShapeDtypeStruct((32, 64), jnp.float32, sharding=NamedSharding(mesh, w_spec))
+    traced = jax.jit(lambda x, w: x @ w, out_shardings=NamedSharding(mesh, out_spec)).trace(x, w)
+    kernels = cost.kernels(traced.lower().compile().as_text())
+    ideal = findings.ideal_flops(traced.jaxpr)
+    assert sum(ideal.values()) == 2 * 16 * 8 * 32 * 64
+    [row] = findings.matmuls(kernels, ideal, 8)
+    assert row["redundancy"] == pytest.approx(factor, abs=0.05)
+    found = findings.redundant([row], kernels)
+    assert [finding.value for finding in found] == ([factor] if factor > findings.REDUNDANT else [])
+    placed = findings.placement([("batch", x.shape, x_spec), ("w", w.shape, w_spec)], dict(mesh.shape))
+    assert sorted(finding.name for finding in placed) == names
+    assert {finding.level for finding in placed if finding.name == "fsdp"} <= {"note"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "columns"),
+    [
+        ({"data": 4, "model": 2}, 32),
+        pytest.param({"data": 1, "model": 4}, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
+    """All matmuls of a whole step, forward and backward: 1.0 to 1.1 times the FLOPs that one device needs."""
+    monkeypatch.setattr(layouts, "SMALL", 0)
+    toy = ["VOCAB=272", "BOS=5", "WIDTH=64", "LAYERS=1", "HEADS=4", "MLP_WIDTH=256", "LANES=8", "LANE_LEN=32"]
+    recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
+    mesh, one = make_mesh(axes, jax.devices()[: math.prod(axes.values())]), make_mesh({"data": 1}, jax.devices()[:1])
+    stage = recipe.stages[0]
+    ideal = findings.ideal_flops(program.trace_step(recipe, stage, one, "dp", HERE, 1).jaxpr)
+    text = program.lower_step(recipe, stage, mesh, "tp", HERE, 1).compile().as_text()
+    rows = findings.matmuls(cost.kernels(text), ideal, mesh.size)
+    factors = [row["redundancy"] for row in rows if row["source"]]  # XLA forgets where some came from
+    assert len(factors) >= 6 and all(1.0 <= factor <= 1.1 for factor in factors), rows
+    assert 1.0 <= sum(row["flops"] for row in rows) / sum(ideal.values()) <= 1.1
+    qkv = program.state_shardings(recipe, "tp", mesh)[0]["params"]["qkv"]
+    assert qkv.sharding.shard_shape(qkv.shape) == (1, 64, 3 * columns)
+
+
+def test_a_healthy_recipe_has_no_errors_but_what_the_cpu_makes_wide():
+    plan = plan_here()
+    assert errors(plan) <= {"fp32-logits", "exposed-collective", "cas-scatter"}  # the CPU multiplies bf16 as fp32
+    assert all(row["redundancy"] == pytest.approx(1, abs=0.01) for row in plan["matmuls"] if row["redundancy"])
+
+
+def test_a_bank_that_cannot_be_cut_is_orthogonalised_on_every_device():
+    plan = plan_here("MATRICES=9")
+    assert {"bank-cannot-shard", "replicated-muon"} <= errors(plan)
+    [bank] = [finding for finding in plan["doctor"] if finding["name"] == "bank-cannot-shard"]
+    assert "9 matrices do not divide; 7 matrices of padding make it 16" in bank["text"]
+    muon = [finding for finding in plan["doctor"] if finding["name"] == "replicated-muon"]
+    assert {finding["value"] for finding in muon} == {8.0}
+
+
+def test_dp_holds_everything_everywhere():
+    plan = plan_here(layout="dp")
+    assert "replicated-muon" in errors(plan)
+    whole = [finding["text"] for finding in plan["doctor"] if finding["name"] == "replicated-leaf"]
+    assert len(whole) == 3 and all("--layout zero1 shards them 8 ways" in text for text in whole)
+
+
+def test_loops_count_as_often_as_they_run():
+    mesh = make_mesh({"data": 8})
+    x = jax.ShapeDtypeStruct((256, 96), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    w = jax.ShapeDtypeStruct((96, 96), jnp.float32, sharding=NamedSharding(mesh, P()))
+
+    def five(x, w):
+        return jax.lax.scan(lambda y, _: (jnp.tanh(y @ w), None), x, length=5)[0]
+
+    traced = jax.jit(five).trace(x, w)
+    ideal = findings.ideal_flops(traced.jaxpr)
+    assert sum(ideal.values()) == 5 * 2 * 256 * 96 * 96
+    [row] = findings.matmuls(cost.kernels(traced.lower().compile().as_text()), ideal, 8)
+    assert row["redundancy"] == pytest.approx(1)
+
+
+SCATTER = """HloModule jit_count
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (into: f32[272], at: s32[65536,1], what: f32[65536,WIDTH]) -> f32[272] {
+  %into = f32[272]{0} parameter(0)
+  %at = s32[65536,1]{1,0} parameter(1)
+  %what = f32[65536,WIDTH]{1,0} parameter(2)
+  ROOT %out = f32[272]{0} scatter(%into, %at, %what), update_window_dims={1}, inserted_window_dims={}, \
+scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
+}
+"""
+
+
+def test_scalar_scatters_are_loops_of_compare_and_swap():
+    [found] = findings.slow_scatters(SCATTER.replace("WIDTH", "1"))
+    assert (found.name, found.value) == ("cas-scatter", 65536)
+    assert not findings.slow_scatters(SCATTER.replace("WIDTH", "4"))  # one vector instruction
+
+
+def test_exposed_communication():
+    gather = {"kind": "all-gather", "bytes": 10**9, "async": True, "count": 1, "ms": 8.0, "exposed_ms": 7.0}
+    assert [finding.name for finding in findings.exposed([gather], 50.0)] == ["exposed-collective"]
+    assert not findings.exposed([gather | {"exposed_ms": 1.0}], 50.0)
+    found = findings.exposed([gather | {"async": False, "exposed_ms": 1.0}], 50.0)
+    assert [finding.name for finding in found] == ["synchronous-collective"]

@@ -1,0 +1,100 @@
+"""A whole run on a device whose fused attention is broken: it ends as a run that was asked for the next backend."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.model.attention import attention
+from jspeed.model.kernels import attention_backends
+from jspeed.run import setup
+from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.train import train
+
+from ..data.on_disk import shard_bytes
+from ..toys import TOYS
+
+SETS = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
+
+
+def plain(q, k, v, *, scale, offsets_BO, window, marked):
+    return attention(q, k, v, scale=scale)
+
+
+def refuses(*_, **__):
+    raise attention_backends.Refused("not here")
+
+
+def a_percent_off(*arrays, **rest):
+    out = plain(*arrays, **rest)
+    return (1.01 * out.astype(jnp.float32)).astype(out.dtype)
+
+
+BROKEN = {"raises": refuses, "NaN": lambda *a, **k: jnp.nan * plain(*a, **k), "1 % off": a_percent_off}
+
+
+@pytest.fixture
+def options(tmp_path, monkeypatch):
+    """Options of a short run on a CPU that should have cuDNN."""
+    tokens = np.random.default_rng(0).integers(0, 272, 4000)
+    (tmp_path / "data").mkdir()
+    for name in ("t_train_000.bin", "t_val_000.bin"):
+        (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
+    monkeypatch.setattr(preflight_checks, "LENGTH", 32)
+    monkeypatch.setattr(preflight, "versions", lambda mesh: [str(tmp_path)])
+    monkeypatch.setattr(setup, "make_mesh", lambda axes: one_device(axes))
+
+    def here(mesh, asked, recipe):
+        rest = () if asked else ("xla",)
+        return device.Device("cpu", asked or "cudnn", "emulated", 512, fallbacks=rest, asked=asked is not None)
+
+    monkeypatch.setattr(setup, "device_of", here)
+
+    def one_device(axes):
+        return jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+
+    def build(name, **rest):
+        given = {"data": tmp_path / "data", "run_dir": tmp_path / name, "sets": SETS, "sample": False}
+        return setup.Options("track3", progress=False, target_loss=9.0, **given | rest)
+
+    return build
+
+
+def result(options):
+    train(options)
+    return json.loads((options.run_dir / "run.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_run_goes_on_with_the_next_backend(broken, options, monkeypatch, capsys):
+    monkeypatch.setattr(attention_backends, "cudnn", BROKEN[broken])
+    fallen = result(options("fallen"))
+    assert "attention by xla" in capsys.readouterr().out
+    [refused] = fallen["kernels"]["refused"]
+    assert fallen["kernels"]["attention"] == "xla" and refused.startswith("attention cudnn: ")
+    assert [line["name"] for line in fallen["ledger"]].count("preflight") == 1
+    assert not any(line["timed"] for line in fallen["ledger"] if line["name"] == "preflight")
+    asked = result(options("asked", attention="xla"))
+    assert asked["kernels"]["refused"] == [] and asked["val_loss"] == fallen["val_loss"]
+    assert [point["val_loss"] for point in asked["curve"]] == [point["val_loss"] for point in fallen["curve"]]
+
+
+def test_a_backend_that_was_asked_for_or_none_at_all_is_one_sentence(options, monkeypatch):
+    monkeypatch.setattr(attention_backends, "cudnn", refuses)
+    with pytest.raises(BadInput, match="--attention cudnn: Refused: not here"):
+        train(options("asked", attention="cudnn"))
+    monkeypatch.setattr(preflight_checks, "attention", refuses)
+    with pytest.raises(BadInput, match="no attention backend works on these devices"):
+        train(options("none"))
+    assert not options("asked").run_dir.exists() and not options("none").run_dir.exists()
+
+
+@pytest.mark.slow
+def test_without_a_preflight_the_first_backend_is_taken(options, monkeypatch):
+    monkeypatch.setattr(attention_backends, "cudnn", a_percent_off)
+    found = result(options("unchecked", preflight=False))
+    assert found["kernels"] == {"attention": "cudnn", "fp8": "emulated", "own": False, "checked": [], "refused": []}

@@ -1,0 +1,165 @@
+"""What scripts print when nobody reads, nothing fits or nothing can be encoded; Ctrl-C while they import."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jspeed.standard_streams import escaped
+
+PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
+SCRIPTS = [*sorted((PACKAGE.parents[1] / "scripts").glob("*.py")), PACKAGE / "data" / "__main__.py"]
+WORKS = """
+import sys
+from pathlib import Path
+from jspeed.errors import run_script
+
+def main():
+    for _ in range(2000):
+        print("Ü" * 50)
+        print("Ü" * 50, file=sys.stderr)
+    Path("done").touch()
+    return {code}
+
+run_script(main)
+"""
+
+
+def run(folder: Path, code: int = 0, **options) -> subprocess.CompletedProcess:
+    (folder / "works.py").write_text(WORKS.format(code=code), encoding="utf-8")
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONIOENCODING", "PYTHONUTF8")}
+    environment = variables | options.pop("variables", {})
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    return subprocess.run([sys.executable, "works.py"], cwd=folder, env=environment, timeout=60, **streams)
+
+
+@pytest.fixture
+def unread():
+    """The end to write to of a pipe that nobody reads any more."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+
+
+@pytest.mark.parametrize("variables", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path, variables):
+    done = run(tmp_path, variables=variables)
+    assert (done.returncode, (tmp_path / "done").exists()) == (0, True), done.stderr[-300:]
+    assert done.stdout.count(rb"\xdc") == 2000 * 50 and done.stderr.count(rb"\xdc") == 2000 * 50
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_reader_that_goes_away_ends_printing_and_not_the_work(tmp_path, unread, code, unbuffered):
+    done = run(tmp_path, code, stdout=unread, stderr=unread, variables={"PYTHONUNBUFFERED": unbuffered})
+    assert done.returncode == code and (tmp_path / "done").exists()
+    done = run(tmp_path, code, stdout=unread)
+    assert done.returncode == code and b"Traceback" not in done.stderr and b"rror" not in done.stderr
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 2), (1, 1)])
+def test_output_that_does_not_fit_is_said_at_the_end(tmp_path, code, expected):
+    with open("/dev/full", "wb") as full:
+        done = run(tmp_path, code, stdout=full)
+    assert done.returncode == expected and (tmp_path / "done").exists()
+    last = done.stderr.decode().splitlines()[-1]
+    assert last.startswith("error: standard output could not be written (No space left on device)")
+    assert b"Traceback" not in done.stderr
+
+
+def test_streams_that_are_closed(tmp_path):
+    run(tmp_path)
+    (tmp_path / "done").unlink()
+    words = ["sh", "-c", f"{sys.executable} works.py >&- 2>&-"]
+    assert subprocess.run(words, cwd=tmp_path, timeout=60).returncode == 0 and (tmp_path / "done").exists()
+
+
+def test_control_characters_are_text():
+    assert escaped("a\tb\nÜ \N{SNOWMAN}") == "a\tb\nÜ \N{SNOWMAN}"
+    assert escaped("\x1b[31m\x00\r\x7f\x9b2J") == r"\x1b[31m\x00\x0d\x7f\x9b2J"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_ctrl_c_is_settled_before_the_imports_that_take_seconds(path: Path):
+    _, first, second, *_ = ast.parse(path.read_text(encoding="utf-8")).body
+    assert (
+        ast.unparse(first) == "from jspeed.standard_streams import starts" and ast.unparse(second) == "starts(__name__)"
+    )
+
+
+def test_ctrl_c_while_a_script_imports(tmp_path):
+    (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    (tmp_path / "script.py").write_text(
+        "from jspeed.standard_streams import starts\n\nstarts(__name__)\n\nimport slow\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from jspeed.standard_streams import starts\n\nstarts(__name__)\n\n"
+        "import time\nfrom jspeed.errors import run_script\n"
+        "def main():\n    try:\n        print('working', flush=True)\n        time.sleep(60)\n"
+        "    finally:\n        print('clean')\n\nrun_script(main)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdout.readline() == "working\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "clean\n", "")
+
+
+LOGGED = """
+import os, sys
+from jspeed import standard_streams
+
+standard_streams.guard()
+with standard_streams.without_logs():
+    os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
+    os.write(2, b"I0000 00:00:1795377060.652110   17481 cudart_stub.cc:31] Could not find cuda drivers\\n")
+    os.write(2, b"W1122 19:51:00.123456   17481 any.cc:7] careful\\n")
+    os.write(2, b"E0000 00:00:1795377060.7   17481 any.cc:9] failed\\n")
+    print("Ü, said by Python", file=sys.stderr)
+    {last}
+os.write(2, b"I0000 00:00:1.5   1 later.cc:1] after it\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "debug", "shown"),
+    [
+        ("pass", "", ["failed", "Python", "after it"]),
+        ("pass", "1", ["absl", "drivers", "careful", "failed", "Python", "after it"]),
+        ("raise SystemExit(3)", "", ["absl", "drivers", "careful", "failed", "Python"]),
+    ],
+)
+def test_logs_of_libraries_are_hidden_for_as_long_as_nothing_fails(tmp_path, last, debug, shown):
+    (tmp_path / "script.py").write_text(LOGGED.format(last=last), encoding="utf-8")
+    environment = os.environ | {"JSPEED_DEBUG": debug}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == (3 if "3" in last else 0) and len(lines) == len(shown), lines
+    assert all(word in line for word, line in zip(shown, lines, strict=True))
+
+
+def test_logs_without_standard_error(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from jspeed import standard_streams\nstandard_streams.guard()\nwith standard_streams.without_logs(): 1\n"
+    )
+    assert subprocess.run(["sh", "-c", f"{sys.executable} script.py 2>&-"], cwd=tmp_path).returncode == 0
