@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from benches.kernel_profile import Profile, profile
 from jax.sharding import Mesh
 
+from benches.kernel_profile import Profile, profile
 from jspeed.data import Shards
 from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT

@@ -62,7 +62,7 @@ def test_rooflines_of_published_programs(mesh, name):
 
 
 def test_memory_is_the_compilers(mesh):
-    """faulty_recipe.py: arguments and peak as memory_analysis has them; parameters, optimizer and batch counted by hand."""
+    """Arguments and peak are those of memory_analysis; parameters, optimizer state and batch are counted by hand."""
     hardware = hardware_for(EIGHT, "zero1")
     found = find(BAD)
     [step] = compile_stages(found.recipe, hardware)

@@ -4,10 +4,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::readahead::Ahead;
 use crate::catalog::{Catalog, Shard};
 use crate::config::{Config, Order, Stage, whole_blocks};
 use crate::error::Error;
+use crate::readahead::Ahead;
 use crate::reader::{Backend, Readers};
 use crate::shuffle::{Permutation, draw};
 use crate::state::Place;

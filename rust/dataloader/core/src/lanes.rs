@@ -9,10 +9,10 @@ use std::sync::atomic::AtomicBool;
 use crate::buffer::{Batch, Pool, Shape};
 use crate::config::{Config, Order};
 use crate::error::Error;
+use crate::lane_ranges::{Piece, Walk, Walked, Wanted};
 use crate::reader::Backend;
 use crate::sources::Sources;
 use crate::state::Cursor;
-use crate::lane_ranges::{Piece, Walk, Walked, Wanted};
 
 /// What a stream yields.
 pub enum Item {

@@ -9,22 +9,22 @@
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
-mod readahead;
 pub mod arguments;
 pub mod buffer;
 pub mod catalog;
 pub mod config;
 pub mod error;
 pub mod header;
+mod lane_ranges;
 pub mod lanes;
 pub mod prefetch;
+mod readahead;
 pub mod reader;
 pub mod scan;
 pub mod shuffle;
 pub mod sources;
 pub mod state;
 pub mod stats;
-mod lane_ranges;
 
 pub use arguments::{Arguments, ShuffleArguments, StageArguments};
 pub use buffer::Batch;
