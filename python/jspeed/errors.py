@@ -35,6 +35,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """Return the first line of an exception's text, at most ``most`` characters, or its type's name without one."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:most] if lines else type(error).__name__
+
+
 @contextmanager
 def as_sentences() -> Iterator[None]:
     """Turn :class:`BadInput` into its sentence and exit code 2, Ctrl-C into 130, and what nobody foresaw into 70."""
