@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from benches.text import timed
 from jspeed.errors import BadInput
 from jspeed.model.attention import find_documents
-from jspeed.model.attention_heads import composed
 from jspeed.model.fp8 import E4M3, E5M2
+from jspeed.model.heads import composed
 from jspeed.model.kernels.fp8_cast import cast, cast_reference
 from jspeed.model.kernels.fused_mlp import (
     squared_relu_gradient,

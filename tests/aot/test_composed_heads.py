@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.attention import find_documents
-from jspeed.model.attention_heads import composed
+from jspeed.model.heads import composed
 from jspeed.plan import cost
 from jspeed.plan.custom_calls.attention import TRITON
 from jspeed.plan.target import COMPILER_OPTIONS

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.attention_heads import attention_in_pairs, pair_positions
+from jspeed.model.heads import attention_in_pairs, pair_positions
 from jspeed.model.kernels.qk_norm import norm_and_turn
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.plan import cost, hlo

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model.token_prefixes import gpt2_prefixes
+from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import cost, hlo
 from jspeed.plan.target import COMPILER_OPTIONS

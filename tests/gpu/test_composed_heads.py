@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jspeed.model.attention import find_documents
-from jspeed.model.attention_heads import composed
+from jspeed.model.heads import composed
 
 from ..model import dense
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model.attention_heads import pair_positions
+from jspeed.model.heads import pair_positions
 from jspeed.model.kernels.qk_norm import norm_and_turn, norm_and_turn_reference
 from jspeed.model.positions import frequencies
 

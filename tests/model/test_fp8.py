@@ -24,7 +24,7 @@ from jspeed.model.fp8 import (
 )
 from jspeed.model.kernels import fp8_cast, fused_mlp
 from jspeed.model.mlp import mlp
-from jspeed.optim.wrappers import measured
+from jspeed.optim.slow import measured
 
 SCALES = Scales(x=4 / 448, w=2 / 448, grad=0.75 / 448)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.model.mudd import blend, coefficients, named, slots
-from jspeed.model.token_prefixes import gpt2_prefixes, longest_prefixes
+from jspeed.model.prefixes import gpt2_prefixes, longest_prefixes
 
 
 def test_coefficients_by_the_formula():

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jspeed.model.attention_heads import pair_positions
+from jspeed.model.heads import pair_positions
 from jspeed.model.positions import frequencies, offset_keys, rotate, shift_right, smear, yarn
 
 # Longest windows in tokens, and what belongs to the last of them: some angles and the softmax scale.

@@ -10,7 +10,7 @@ from jspeed.optim.cautious import add_cautious_decay, cautious_adam
 from jspeed.optim.muon import POLAR_EXPRESS
 from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.wrappers import slow_adams, tied, when_due
+from jspeed.optim.slow import slow_adams, tied, when_due
 
 # The record's schedule: three batch sizes, a fall from step 508 to 1270, 15 steps more.
 ETA = staged((1.0, 1.52, 1.73), (0, 423, 847), fall={508: 0.0, 1270: 1.0}, floor=0.15)

@@ -12,7 +12,7 @@ from jspeed.data import TokenLoader, find_split
 from jspeed.model import fp8
 from jspeed.model.mlp import mlp
 from jspeed.model.ngrams import bigram_rows
-from jspeed.model.token_prefixes import gpt2_prefixes
+from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.recipe import init_parameters
 from jspeed.recipes.r89 import HEAD_SCALES
 from jspeed.run.find_recipe import find

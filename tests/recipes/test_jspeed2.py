@@ -31,7 +31,7 @@ def toy(monkeypatch):
 
     def found(name, *sets):
         with monkeypatch.context() as patch:
-            patch.setattr("jspeed.model.token_prefixes.gpt2_prefixes", lambda ordinary, size: PREFIXES)
+            patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: PREFIXES)
             return find(name, [*TOYS[name], "PREFIX_SHARE={0:0.25,5:0.0}", "FP8=off", *sets]).recipe
 
     return found

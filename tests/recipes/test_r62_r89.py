@@ -178,7 +178,7 @@ def test_r89_counts_the_longest_prefix_of_the_next_token(monkeypatch):
     prefixes = np.random.default_rng(0).integers(-100, 272, size=272).astype(np.int32)
     toy = [*TOYS["r89"], "PREFIX_SHARE={0:0.25,5:0.0}", "FP8=off"]
     with monkeypatch.context() as patch:
-        patch.setattr("jspeed.model.token_prefixes.gpt2_prefixes", lambda ordinary, size: np.maximum(prefixes, -1))
+        patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: np.maximum(prefixes, -1))
         recipe = find("r89", toy).recipe
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, 25), 6, 257)

@@ -184,7 +184,7 @@ def gradient_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
 def watch(x: jax.Array, largest: jax.Array, share: float) -> jax.Array:
     """Return ``x``; the gradient with respect to the scalar ``largest`` is ``share`` x the largest |``x``|.
 
-    So a parameter that is set to its gradient (:func:`jspeed.optim.wrappers.measured`) keeps this step's maximum for
+    So a parameter that is set to its gradient (:func:`jspeed.optim.slow.measured`) keeps this step's maximum for
     the next one; with shares that add up to 1, the mean over micro-batches and devices.
     """
     return x

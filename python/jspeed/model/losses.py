@@ -96,7 +96,7 @@ def with_prefix(
 ) -> tuple[jax.Array, jax.Array]:
     """Add a target: the prefix of the first one, if it has one, at ``share`` of its weight.
 
-    ``prefixes_V`` as :func:`jspeed.model.token_prefixes.longest_prefixes` gives it (modded-nanogpt, record 88).
+    ``prefixes_V`` as :func:`jspeed.model.prefixes.longest_prefixes` gives it (modded-nanogpt, record 88).
     """
     prefix_BT = prefixes_V[targets_NBT[0]]
     targets = jnp.maximum(prefix_BT, 0)[None]

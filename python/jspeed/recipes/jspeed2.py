@@ -23,18 +23,18 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.attention_heads import attention_in_pairs, composed, pair_positions, without_own_value
+from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
 from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
+from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.model.sampled import by_frequency, columns, count, draw, sampled_cross_entropy
-from jspeed.model.token_prefixes import gpt2_prefixes
 from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.wrappers import measured, slow_adams, tied
+from jspeed.optim.slow import measured, slow_adams, tied
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
 # Model

@@ -25,7 +25,7 @@ from jax.nn import initializers
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.attention_heads import attention_in_pairs, pair_positions
+from jspeed.model.heads import attention_in_pairs, pair_positions
 from jspeed.model.layers import lookup, rms_norm, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap
 from jspeed.model.mlp import mlp
@@ -33,7 +33,7 @@ from jspeed.model.ngrams import bigram_rows
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
-from jspeed.optim.wrappers import slow_adams, tied
+from jspeed.optim.slow import slow_adams, tied
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 
 # Model

@@ -10,7 +10,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.model import kv_cache
 from jspeed.model.attention import find_documents
-from jspeed.model.attention_heads import composed
+from jspeed.model.heads import composed
 from jspeed.model.kernels import composed_heads
 
 from .. import dense

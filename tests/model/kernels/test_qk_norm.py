@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model.attention_heads import pair_positions
+from jspeed.model.heads import pair_positions
 from jspeed.model.kernels import qk_norm
 from jspeed.model.kernels.qk_norm import norm_and_turn, norm_and_turn_reference
 from jspeed.model.positions import frequencies, offset_keys, queries_and_keys

@@ -11,7 +11,7 @@ Of memory each kernel reads queries, keys, values and gradients once. Through L2
 that it belongs with (of 64 tokens, 3 in a window of 112). For each head dq reads those keys and the gradient of the
 mixture twice, and dk_dv the mixture and its gradient once, rather than hold them in registers.
 
-The reference in plain JAX is :func:`jspeed.model.attention_heads.composed`. Like those of
+The reference in plain JAX is :func:`jspeed.model.heads.composed`. Like those of
 :mod:`jspeed.model.kernels.fused_attention` these kernels were run by JAX's interpreter and compiled for sm_90; no GPU
 has run them.
 """

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.attention_heads import composed
+from jspeed.model.heads import composed
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.parallel.mesh import put
 

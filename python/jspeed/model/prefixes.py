@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-TABLE = Path(__file__).with_name("gpt2_token_prefixes.npz")  # uint16 [50,256]
+TABLE = Path(__file__).with_name("gpt2_prefixes.npz")  # uint16 [50,256]
 NONE = 65_535
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 from jspeed.model.attention import find_documents
-from jspeed.model.attention_heads import attention_in_pairs, composed, pair_documents, pair_positions, without_own_value
+from jspeed.model.heads import attention_in_pairs, composed, pair_documents, pair_positions, without_own_value
 
 from . import dense
 
