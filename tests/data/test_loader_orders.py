@@ -1,4 +1,4 @@
-"""Mixtures, shuffled shards, wide tokens, masks, pickles, and what follows from tokens on the device."""
+"""Loader: mixtures, shuffling, uint32 tokens, masks, pickling, and arrays that the device derives from tokens."""
 
 import json
 import pickle
