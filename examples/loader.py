@@ -49,9 +49,7 @@ def main(folder: Path) -> None:
         print(f"batch {batch.step}: {batch.inputs.shape} tokens, documents per lane {batch.num_docs.tolist()}")
         first = batch.doc_offsets[0, : batch.num_docs[0] + 1]
         print(f"lane 0 has documents at {first[:-1].tolist()} of {first[-1]} tokens")
-        weights = batch.loss_mask.astype(
-            np.float32
-        )  # as the loss weights of a recipe: 0 where a target does not follow
+        weights = batch.loss_mask.astype(np.float32)  # a recipe's loss weights
         print(f"{int(batch.loss_mask.size - weights.sum())} targets follow a cut document and have no weight")
         share = (batch.inputs[:, 1] == ord("d")).mean()
         print(f"{share:.0%} of the lanes come from digits")

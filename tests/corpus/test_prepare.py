@@ -1,4 +1,4 @@
-"""Prepared data: what shards hold of a text."""
+"""``jspeed prepare text``: the tokens and documents of its shards, its splits, and its output."""
 
 import hashlib
 import json
@@ -233,9 +233,9 @@ def test_parquet(tmp_path, monkeypatch):
     used = []
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1)
     assert len(list(chunks.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
-    for column, sentence in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
+    for column, message in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
         parquet.write_table(pa.table(column), tmp_path / "bad.parquet")
-        with pytest.raises(BadInput, match=sentence):
+        with pytest.raises(BadInput, match=message):
             prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
     parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "bad.parquet")
     with pytest.raises(BadInput, match='row 1 of row group 0 .* has no "text"'):

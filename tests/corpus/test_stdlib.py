@@ -1,4 +1,4 @@
-"""The standard library's bytes: every source in order, prepared once."""
+"""``jspeed prepare stdlib``: every source file in order, as bytes, prepared once."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Documents dealt out to processes, one each in turn."""
+"""In-memory documents divided among processes: disjoint, complete, in a seeded order."""
 
 import numpy as np
 import pytest

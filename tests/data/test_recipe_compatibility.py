@@ -58,7 +58,7 @@ def test_data_that_fit(folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
         ({"format_version": 99}, "'format_version': expected 1, found 99"),
         ({"vocab_size": 10, "bos_id": None}, "at token position .* but its manifest.json says 10 ids"),
@@ -68,11 +68,11 @@ def test_data_that_fit(folder):
         ({"files": []}, "'files': expected a list of one or more"),
     ],
 )
-def test_a_manifest_that_does_not(folder, changes, sentence):
+def test_a_manifest_that_does_not(folder, changes, message):
     import re
 
     describe(folder, **changes)
-    assert re.search(sentence, outcome(folder))
+    assert re.search(message, outcome(folder))
 
 
 def test_no_manifest_but_something_of_its_name(folder):
