@@ -50,9 +50,8 @@ impl Pool {
         Arc::new(Self { free: Mutex::default(), keep })
     }
 
-    /// How many unused buffers it holds.
-    #[must_use]
-    pub fn unused(&self) -> usize {
+    #[cfg(test)]
+    fn unused(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 

@@ -24,10 +24,9 @@ use crate::scan::Tokens;
 const CHUNK: usize = 1 << 15;
 
 /// How shards are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     /// Mapped, with `pread` where the kernel lacks what that needs.
-    #[default]
     Map,
     /// Always `pread`.
     Pread,
