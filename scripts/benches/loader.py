@@ -17,9 +17,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jspeed._dataloader import HEADER_BYTES, header
 from jspeed.commands.flags import File
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
-from jspeed.data.find_shards import HEADER_BYTES, header, map_tokens
+from jspeed.data.find_shards import map_tokens
 
 BOS = 50_256
 # The record's three stages; the tables of documents are larger because these shards have more short documents.

@@ -17,7 +17,8 @@ from benches.versus import our_run
 from jspeed.commands.flags import File, Wants
 from jspeed.corpus import chunks
 from jspeed.corpus.sources import text_files
-from jspeed.data.folder import Batch, write_folder
+from jspeed.data.folder import EncodedDocuments, write_folder
+from jspeed.data.manifest import Description, Split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
@@ -187,7 +188,7 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
     *train, last = [path for _, path in text_files(texts)]
     lengths: list[int] = []
 
-    def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[Batch]:
+    def documents(paths: Iterable[Path], split: Split, limit: int) -> Iterable[EncodedDocuments]:
         total = 0
         for path in paths:
             for segment in chunks.segments(path):
@@ -196,18 +197,18 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
                     ids = np.array([VOCAB - 1, *start[: BEGINNING - 1]], np.uint16)
                     if split == "train":
                         lengths.append(len(ids))
-                    yield Batch(split, ids, np.array([len(ids)]))
+                    yield EncodedDocuments(split, ids, np.array([len(ids)]))
                     if (total := total + len(ids)) > limit:
                         return
 
-    def both() -> Iterable[Batch]:
+    def both() -> Iterable[EncodedDocuments]:
         yield from documents(train or [last], "train", most)
         yield from documents([last], "val", 2 * VAL_TOKENS)
 
-    # Ids are GPT-2's own, as ranks are; only the mark is another.
+    # Ids are GPT-2's own, as ranks are; only the document separator is another.
     source = {"texts": [path.name for path in texts]}
-    head = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
-    write_folder(out, both(), head, "small")
+    description: Description = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
+    write_folder(out, both(), description, "small")
     return lengths
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,7 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
     params = init_parameters(found.recipe.parameters, jax.random.key(0))
     params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    facts = bytes_tokenizer().described() | {"bos_id": None}
+    facts: dict[str, Any] = {**bytes_tokenizer().described(), "bos_id": None}
     generator = Generator(Model(found, params, mesh, facts), 1, Sampling(0.0))
     context = eval_context(found.recipe, device_of(mesh, "xla"))
 

@@ -145,15 +145,11 @@ def data_sets(folder: Path) -> list[dict[str, Any]]:
         if place.name.startswith(".") or not place.is_dir():
             continue
         one: dict[str, Any] = {"name": place.name, "tokenizer": None, "tokens": None, "problem": None}
-        try:
-            manifest: dict[str, Any] = complete_manifest(place) or {}
-            if manifest:
-                tokens = {split: total["tokens"] for split, total in manifest["splits"].items()}
-                one |= {"tokenizer": manifest["tokenizer"], "tokens": tokens}
-            else:
-                one["problem"] = "no whole manifest.json; jspeed prepare goes on with it"
-        except BadInput as error:
-            one["problem"] = str(error)
+        if manifest := complete_manifest(place):
+            tokens = {split: total["tokens"] for split, total in manifest["splits"].items()}
+            one |= {"tokenizer": manifest["tokenizer"], "tokens": tokens}
+        else:
+            one["problem"] = "no valid manifest.json or not all of its shards; jspeed prepare goes on with it"
         found.append(one)
     return found
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jspeed.corpus.download import Progress, fetch
+from jspeed.corpus.download import fetch
 from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
@@ -58,7 +58,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     ``accurate``: measure accuracy too, which takes as long again. Raises BadInput when the folder's tokens are not the
     model's.
     """
-    manifest = read_manifest(folder) or {}
+    manifest: Mapping[str, Any] = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
     if theirs and theirs != ours:
@@ -142,10 +142,10 @@ def read_hellaswag(path: Path) -> list[Item]:
     return items
 
 
-def fetch_hellaswag(progress: Progress = lambda count: None) -> Path:
+def fetch_hellaswag() -> Path:
     """Fetch HellaSwag's validation items to the cache folder and return the file."""
     path = cache_folder() / "downloads" / "hellaswag_val.jsonl"
-    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, progress, git_blob)
+    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, digest=git_blob)
 
 
 def git_blob(path: Path) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,7 +104,7 @@ class Setup:
     shards: Shards
     val_shards: Shards
     loader: TokenLoader
-    manifest: dict[str, Any]
+    manifest: Mapping[str, Any]
     run_dir: Path
     started: str
     claim: Claim
@@ -284,7 +285,7 @@ def given_state(recipe: Recipe, given: Any, state: State) -> State:
     return state | {"params": params, "optimizer": optimizer}
 
 
-def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
+def tokenizer_facts(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a manifest says of its tokenizer, for :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
     names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
     return {name: manifest[name] for name in names if name in manifest} or None
