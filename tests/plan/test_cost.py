@@ -244,10 +244,14 @@ def test_times_by_hand(kernels):
 def test_nodes_slow_a_ring_down():
     [exchange] = hlo.collectives(TEXT)
     inside = predict.collective_seconds(exchange, H100)
-    across = predict.collective_seconds(exchange._replace(group=64), parse_target("h100x8x8"))
+    across = predict.collective_seconds(exchange._replace(members=tuple(range(64))), parse_target("h100x8x8"))
     by_network = exchange.bytes * 63 / 64 / (8 * 50e9 * predict.FRACTIONS["communication"])
     assert across == pytest.approx(by_network + predict.LATENCY + 7 * predict.HOP)
     assert across > inside
+    # One GPU of each of four nodes: neighbours of none, so one adapter a node.
+    strided = predict.collective_seconds(exchange._replace(members=(0, 8, 16, 24)), parse_target("h100x8x4"))
+    by_network = exchange.bytes * 3 / 4 / (50e9 * predict.FRACTIONS["communication"])
+    assert strided == pytest.approx(by_network + predict.LATENCY + 3 * predict.HOP)
     twice = predict.collective_seconds(exchange._replace(kind="all-reduce"), H100)
     assert twice - predict.LATENCY == pytest.approx(2 * (inside - predict.LATENCY))
 

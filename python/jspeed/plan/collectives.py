@@ -1,9 +1,9 @@
 """What a plan says of every collective: bytes, mesh axis, and the compute that hides it."""
 
-import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jspeed.plan import hlo, predict
 from jspeed.plan.compile import Hardware
@@ -39,12 +39,7 @@ def describe_collectives(
 
 
 def axis_of(collective: hlo.Collective, mesh: Mapping[str, int]) -> str:
-    """Name the mesh axis (or axes, with a comma) of a collective, by the size and stride of its replica groups."""
-    if collective.group == math.prod(mesh.values()):
-        return ",".join(axis for axis, size in mesh.items() if size > 1) or next(iter(mesh))
-    named = [axis for axis, size in mesh.items() if size == collective.group]
-    members = re.search(r"\{\{(\d+),(\d+)", collective.instruction.attributes)
-    if len(named) > 1 and members:
-        stride, axes = int(members[2]) - int(members[1]), list(mesh)
-        named = [axis for axis in named if math.prod(list(mesh.values())[axes.index(axis) + 1 :]) == stride] or named
-    return named[0] if named else "unknown"
+    """Name the mesh axis (or axes, with a comma) along which the members of a replica group differ."""
+    coordinates = np.unravel_index(collective.members, tuple(mesh.values()))
+    varying = [axis for axis, places in zip(mesh, coordinates, strict=True) if len(set(places)) > 1]
+    return ",".join(varying) or next(iter(mesh))

@@ -128,15 +128,15 @@ def rate_name(dtype: str, facts: Facts) -> str:
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Seconds of one collective as a ring: NVLink within a node, all network adapters of a node between nodes.
+    """Seconds of one collective as a ring: NVLink within a node; between nodes the adapters of its members of a node.
 
-    An all-reduce moves twice the bytes of the others.
+    An all-reduce moves twice the bytes of the others. The device ids of a node are consecutive.
     """
     facts = cluster.facts
-    nodes = -(-collective.group // cluster.per_node)
+    nodes = len({device // cluster.per_node for device in collective.members})
     bandwidth = facts.nvlink_bytes_per_second
     if nodes > 1:
-        bandwidth = min(bandwidth, facts.network_bytes_per_second * cluster.per_node)
+        bandwidth = min(bandwidth, facts.network_bytes_per_second * collective.group / nodes)
     rounds = 2 if collective.kind == "all-reduce" else 1
     moved = rounds * collective.bytes * (collective.group - 1) / max(1, collective.group)
     return moved / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
