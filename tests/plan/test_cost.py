@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed.plan import cost, hlo, predict
-from jspeed.plan.plan import matrices_of
+from jspeed.plan.describe_stage import matrices_of
 from jspeed.plan.target import parse_target
 from jspeed.run.find_recipe import find
 
@@ -54,7 +54,7 @@ def kernels():
 
 def test_kernels_in_order(kernels):
     assert [kernel.kind for kernel in kernels] == ["collective", "other", "fusion", "matmul", "attention_forward"]
-    assert kernels[0].until == 2  # one kernel runs beside it
+    assert kernels[0].waited_at == 2  # one kernel runs beside it
 
 
 def test_flops(kernels):

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import hlo
-from jspeed.plan.collectives import axis_of
+from jspeed.plan.describe_stage import axis_of
 
 
 @pytest.fixture(scope="module")

@@ -222,6 +222,6 @@ def test_numbers_as_text() -> None:
     assert formatting.duration([90_000, 200_000]) == "1.04 to 2.31 days"
     assert formatting.duration([115, 165]) == "1.92 to 2.75 min" and formatting.duration([1, 2]) == "1 to 2 s"
     assert formatting.size(21.5e9) == "21.50 GB" and formatting.size(98_306) == "98.3 kB"
-    assert formatting.figures(None) == "-"
-    assert formatting.figures(12_345) == "12,345" and formatting.figures(3.35e12) == "3.35e+12"
+    assert formatting.number(None) == "-"
+    assert formatting.number(12_345) == "12,345" and formatting.number(3.35e12) == "3.35e+12"
     assert formatting.percent(0, 5) == "0 %" and formatting.percent(1, 1e6) == "under 0.1 %"

@@ -27,9 +27,10 @@ FRACTIONS = {
     "memory": 0.85,
     "communication": 0.75,
 }
-LAUNCH = 2e-6  # seconds that the smallest kernel takes
-LATENCY = 15e-6  # seconds that the smallest collective takes within a node
-HOP = 8e-6  # seconds more for every node that a ring passes
+# Guesses, in seconds.
+LAUNCH = 2e-6  # minimum time of a kernel
+LATENCY = 15e-6  # latency of a collective within a node
+HOP = 8e-6  # added latency for every further node of a ring
 SPREAD = (0.85, 1.25)  # range around the fitted time: wide enough for the four published programs
 
 
@@ -94,10 +95,9 @@ def kernel_seconds(kernel: Kernel, facts: Facts) -> tuple[float, float]:
     by_bytes = kernel.bytes / (facts.hbm_bytes_per_second * FRACTIONS["memory"])
     if not kernel.flops:
         return 0.0, max(by_bytes, LAUNCH)
-    kind = kernel.kind if kernel.kind in FRACTIONS else "matmul"
     fastest = facts.peak_flops.get("bf16" if kernel.kind in ATTENTION_MATMULS else rate_name(kernel.dtype, facts))
     assert fastest
-    return kernel.flops / (fastest * FRACTIONS[kind]), max(by_bytes, LAUNCH)
+    return kernel.flops / (fastest * FRACTIONS[kernel.kind]), max(by_bytes, LAUNCH)
 
 
 def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[dict]:
@@ -114,8 +114,9 @@ def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) 
                 file = hlo.short(kernel.instruction.source).partition(":")[0]
                 key = file or "the compiler", "compute" if by_flops > by_bytes else "memory"
                 spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
+    total = sum(spent.values())
     return [
-        {"source": file, "bound": what, "seconds": seconds * slowdown(), "share": seconds / sum(spent.values())}
+        {"source": file, "bound": what, "seconds": seconds * slowdown(), "share": seconds / total}
         for (file, what), seconds in sorted(spent.items(), key=lambda item: -item[1])
     ]
 
@@ -155,7 +156,7 @@ def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int,
     waits: dict[int, list[int]] = {}
     for index, kernel in enumerate(kernels):
         if kernel.collective:
-            waits.setdefault(kernel.until, []).append(index)
+            waits.setdefault(kernel.waited_at, []).append(index)
     for index in range(len(kernels) + 1):
         for waited in waits.get(index, ()):
             late = max(0.0, ends[waited] - now)

@@ -1,10 +1,10 @@
-"""What changes from one plan to another, as rows for the terminal and the page: means over the steps of all stages."""
+"""Differences between two plans, as rows for the terminal and the report: means over the steps of all stages."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspeed.plan.views.plot import fullest
+from jspeed.plan.views.formatting import fullest
 
 Plan = Mapping[str, Any]
 
