@@ -18,6 +18,12 @@ def memory_by_kind(plan: Mapping[str, Any]) -> dict[str, float]:
     return {kind: value for kind, value in fullest(plan)["memory_by_kind"].items() if value > 0}
 
 
+def limits(plan: Mapping[str, Any]) -> list[str]:
+    """Return the warnings that are neither a finding nor the summary of memory, which both stand elsewhere."""
+    elsewhere = {plan["fit"], *(f"{finding['name']}: {finding['text']}" for finding in plan["doctor"])}
+    return [warning for warning in plan["warnings"] if warning not in elsewhere]
+
+
 def array(buffer: Mapping[str, Any]) -> str:
     """Return a buffer's dtype and dimensions."""
     return f"{buffer['dtype']}[{shape(buffer['dims'])}]"

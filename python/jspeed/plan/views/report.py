@@ -11,7 +11,7 @@ from markupsafe import Markup
 from jspeed.files import write_whole
 from jspeed.pages import render
 from jspeed.pages.plots import INK, PALE
-from jspeed.plan.views.formatting import duration, number, range_text
+from jspeed.plan.views.formatting import duration, limits, number, range_text
 from jspeed.plan.views.plot import drawing
 from jspeed.plan.views.tables import Plan, doctor, stages, tables
 
@@ -29,7 +29,7 @@ def page(plan: Plan) -> str:
     return render(
         "plan/views/report.html",
         title=f"{plan['recipe']} on {plan['target']}",
-        plan=plan,
+        plan={**plan, "warnings": limits(plan)},
         cards=cards(plan),
         figure=figure(plan),
         tables=first | {"rest": list(tables(plan))},

@@ -49,7 +49,8 @@ def stages(plan: Plan) -> Table:
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
          f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
          range_text(s["predicted_ms"]), *(number(s["time_ms"][kind]) for kind in kinds),
-         size(s["memory_bytes"]["peak"]), number(s["flops"], 1e12), size(s["bytes_moved"]), f"{micro_batch(s)} x {s['micro_batches']:,}"]
+         size(s["memory_bytes"]["peak"]), number(s["flops"], 1e12), size(s["bytes_moved"]),
+         f"{micro_batch(s)} x {s['micro_batches']:,}"]
         for s in plan["stages"]
     ]  # fmt: skip
     note = (
@@ -135,12 +136,13 @@ def collectives(plan: Plan) -> Table:
             seen.append(same)
             rows += [
                 [stage["name"], c["kind"], c["axis"], f"{c['count']:,}", size(c["bytes"]), c["dtype"],
-                 yes_no(c["async"]), number(c["ms"]), number(c["compute_ms_between"]), number(c["exposed_ms"]), c["source"] or NONE]
+                 yes_no(c["async"]), number(c["ms"]), number(c["compute_ms_between"]), number(c["exposed_ms"]),
+                 c["source"] or NONE]
                 for c in stage["collectives"]
             ]  # fmt: skip
     listed = {row[0] for row in rows}
-    same = "A stage that is not listed has the same collectives as one that is."
-    return Table("collectives", head, rows, same if len(listed) < len(plan["stages"]) else "")
+    note = "A stage that is not listed has the same collectives as one that is."
+    return Table("collectives", head, rows, note if len(listed) < len(plan["stages"]) else "")
 
 
 def facts(found: Mapping[str, Any]) -> Table:

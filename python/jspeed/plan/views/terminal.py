@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspeed.plan.views import compare
-from jspeed.plan.views.formatting import duration, number
+from jspeed.plan.views.formatting import duration, limits, number
 from jspeed.plan.views.tables import Table, micro_batch, stages, tables
 from jspeed.plan.views.tables import searched as search_table
 
@@ -52,9 +52,8 @@ def plan(made: Plan, console: Console | None = None) -> None:
         console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
     for finding in made["doctor"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
-    for warning in made["warnings"]:
-        if not any(warning.startswith(f"{finding['name']}:") for finding in made["doctor"]) and warning != made["fit"]:
-            console.print(f"note: {warning}", style="dim")
+    for warning in limits(made):
+        console.print(f"note: {warning}", style="dim")
     console.print("bounds: " + "; ".join(made["bounds"]), style="dim")
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
 
