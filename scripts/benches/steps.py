@@ -1,4 +1,4 @@
-"""Time the training step of a recipe on the devices at hand, stage by stage, and see what it needs and runs."""
+"""Time the training step of one recipe on the devices at hand, stage by stage; ``jspeed bench gpu`` prints the rows."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Recipe, Stage, leaves, replace
 from jspeed.run.clock import now
-from jspeed.run.compute.device import Device
+from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import fit, memory_needed, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
@@ -51,6 +51,7 @@ class Row:
     lanes: int
     lane_len: int
     longest_window: int | None
+    attention: str  # backend
     micro_batches: int
     head_chunk: int | None
     remat: bool
@@ -75,7 +76,7 @@ class Setting:
     """What all measurements share."""
 
     mesh: Mesh
-    device: Device
+    attention: str | None  # backend instead of the one that each recipe gets
     micro_batch: int | None
     steps: int
     shards: Shards | None
@@ -83,7 +84,8 @@ class Setting:
 
 def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row]:
     """Measure the stages of a recipe one after the other, on one training state."""
-    mesh, device = setting.mesh, setting.device
+    mesh = setting.mesh
+    device = device_of(mesh, setting.attention, recipe=recipe)
     _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
     state, best = None, peak(mesh)
     for index in chosen(len(recipe.stages)):
@@ -109,6 +111,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             lanes=recipe.lanes,
             lane_len=stage.lane_len,
             longest_window=max(stage.windows, default=None),
+            attention=device.attention,
             micro_batches=parts,
             head_chunk=chunk,
             remat=remat,
@@ -188,7 +191,8 @@ def run(
 
 
 def synthetic(recipe: Recipe, stage: Stage) -> np.ndarray:
-    """Random tokens in documents as long as FineWeb's (log-normal, median 403, mean 690); one starts each lane."""
+    """Random tokens [lanes, lane_len + 1] of the recipe's dtype, in documents as long as FineWeb's (log-normal, median
+    403, mean 690); one starts each lane."""
     rng = np.random.default_rng(0)
     tables = [(spec, axis) for _, spec in leaves(recipe.parameters) for axis in ("token", "vocab") if axis in spec.axes]
     vocab = min([recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)])
