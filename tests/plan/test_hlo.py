@@ -1,4 +1,4 @@
-"""Reading HLO: real texts that XLA makes here for eight virtual CPU devices, and what it writes for GPUs only."""
+"""HLO parser on text that XLA makes here for eight virtual CPU devices, and on notation of its GPU texts."""
 
 import jax
 import jax.numpy as jnp
@@ -53,10 +53,10 @@ def test_loop_bodies_run_and_fused_instructions_do_not(step: str):
 
 
 def test_collective(step: str):
-    [exchange] = hlo.collectives(step)
-    assert exchange.kind == "all-reduce"
-    assert exchange.arrays == (hlo.Array("f32", (96,)),)
-    assert (exchange.bytes, exchange.group, exchange.overlaps) == (96 * 4, 8, False)
+    [collective] = hlo.collectives(step)
+    assert collective.kind == "all-reduce"
+    assert collective.arrays == (hlo.Array("f32", (96,)),)
+    assert (collective.bytes, collective.group, collective.overlaps) == (96 * 4, 8, False)
 
 
 def test_buffers_are_what_running_instructions_write(step: str):
@@ -79,13 +79,13 @@ def test_collectives_of_subgroups_and_permutes():
     both = PartitionSpec(("data", "model"))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
     x = jax.ShapeDtypeStruct((64, 4), jnp.bfloat16, sharding=NamedSharding(mesh, both))
-    found = {exchange.kind: exchange for exchange in hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())}
-    assert {kind: exchange.group for kind, exchange in found.items()} == {
+    found = {one.kind: one for one in hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())}
+    assert {kind: one.group for kind, one in found.items()} == {
         "all-gather": 2,
         "reduce-scatter": 4,
         "collective-permute": 3,
     }
-    rows = {kind: exchange.arrays[0].dims[0] for kind, exchange in found.items()}
+    rows = {kind: one.arrays[0].dims[0] for kind, one in found.items()}
     assert rows == {"all-gather": 16, "reduce-scatter": 4, "collective-permute": 4}
     scatter = found["reduce-scatter"]
     assert scatter.bytes == 4 * sum(array.bytes for array in scatter.arrays)
@@ -115,9 +115,9 @@ ENTRY %main (p: bf16[4]) -> bf16[4] {{
   ROOT %d = bf16[4]{{0}} all-reduce-done(%a)
 }}
 """
-    [exchange] = hlo.collectives(text)
-    assert exchange.members == members and exchange.group == len(members)
-    assert exchange.overlaps
+    [collective] = hlo.collectives(text)
+    assert collective.members == members and collective.group == len(members)
+    assert collective.overlaps
 
 
 def test_starts_and_dones_are_one():

@@ -70,7 +70,7 @@ def part_of_a_weight(w, x):
         (part_of_a_weight, P("data"), ["ungathered-weight"]),
     ],
 )
-def test_misuse_of_manual_mode(update, cut, names):
+def test_misuse_of_shard_map(update, cut, names):
     """Of a weight 64 x 8 a part of 8 x 8 fits rows of 8 as well as the whole would rows of 64."""
     mesh = make_mesh({"data": 8})
     x = jnp.ones((16, 8 if names == ["ungathered-weight"] else 64))

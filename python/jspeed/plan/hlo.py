@@ -24,7 +24,7 @@ NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "con
 
 
 class Array(NamedTuple):
-    """One array as it lies on one device."""
+    """One device's shard of an array."""
 
     dtype: str  # as HLO writes it: bf16, f8e4m3fn, s32, pred
     dims: tuple[int, ...]
@@ -70,7 +70,7 @@ class Collective(NamedTuple):
 
     kind: str  # one of COLLECTIVES
     arrays: tuple[Array, ...]  # results on one device; more than one when the compiler combined several
-    bytes: int  # on one device: the input of a reduce-scatter, the output of the others
+    bytes: int  # on one device: the input of a reduce-scatter, the output of the others (permute, all-to-all too)
     members: tuple[int, ...]  # devices of the first replica group; of a permute: the first chain of its pairs
     overlaps: bool  # asynchronous: kernels may run between its start and its done
     instruction: Instruction
