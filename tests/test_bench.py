@@ -373,7 +373,7 @@ def test_a_gpu_day_says_what_is_wrong_with_its_input(tmp_path, what):
     assert named in done.stderr
 
 
-def test_a_step_that_does_not_fit_is_a_sentence(monkeypatch):
+def test_a_step_that_does_not_fit_is_one_error_message(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from benches import gpu
 

@@ -55,7 +55,7 @@ def gpu(
         recipe: Names or paths; default: all of the records, with --versus r29.
         steps: Steps timed one by one, and again in a row; default 30.
         data: Folder of token shards; default: synthetic tokens that are on the devices already.
-        micro_batch: Tokens a device takes at once.
+        micro_batch: Tokens per device in a micro-batch.
         attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
         set: Replace fields of the recipe files.
         json_: Write everything here.

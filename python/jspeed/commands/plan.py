@@ -176,7 +176,7 @@ COMMAND = Command(
     (
         "r29 --target h100x8  # what eight H100s would do; needs pip install 'jspeed[aot]'",
         "r29 --no-compile  # parameters, memory and FLOPs; needs no compiler",
-        "r21 --against r29 --html report.html  # what a change costs, as a page that opens from disk",
+        "r21 --against r29 --html report.html  # what a change costs, as a report that opens from disk",
         "mine.py --target h100x8x4 --search  # the best layout and micro-batch on four nodes",
         "gpt2-xl --target a100x8  # a published size",
     ),

@@ -55,7 +55,7 @@ def make_plan(
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
-    What is taken at once is what training would find, with ``micro_batch`` tokens or the first that fits. Raises
+    The micro-batch is the one that training would find, with ``micro_batch`` tokens or the first that fits. Raises
     :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
     recipe, cluster = found.recipe, hardware.cluster

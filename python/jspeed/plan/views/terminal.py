@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspeed.plan.views import compare
-from jspeed.plan.views.formatting import duration, limits, number
+from jspeed.plan.views.formatting import limits, number, range_text
 from jspeed.plan.views.tables import Table, micro_batch, stages, tables
 from jspeed.plan.views.tables import searched as search_table
 
@@ -36,8 +36,8 @@ def plan(made: Plan, console: Console | None = None) -> None:
     console.print(made["fit"], style=None if made["fits"] else "red")
     show(console, stages(made))
     console.print(
-        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, {duration(made['predicted_seconds'])} to the target "
-        f"(fitted {number(made['fitted_seconds'])} s), "
+        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, "
+        f"{range_text(made['predicted_seconds'], 's')} to the target (fitted {number(made['fitted_seconds'])} s), "
         f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} per device-hour"
     )
     largest = (
