@@ -144,7 +144,7 @@ def opening(setting: Setting, device: Device) -> Iterator[str]:
     if flops := peak(mesh):
         yield f"MFU = {MFU_FORMULA}; peak {flops / 1e12:.1f} T; {FLOPS_FORMULA}"
     else:
-        yield f"no MFU: the peak FLOP/s of '{kind}' are not in this script's table"
+        yield f"no MFU: the peak FLOP/s of '{kind}' are not in python/jspeed/plan/targets"
 
 
 def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, failure: str | None) -> None:

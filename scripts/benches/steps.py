@@ -18,6 +18,7 @@ from jspeed.data import Shards
 from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
+from jspeed.plan.target import facts_of
 from jspeed.recipe import Recipe, Stage, leaves, replace
 from jspeed.run.clock import now
 from jspeed.run.compute.device import device_of
@@ -28,16 +29,6 @@ from jspeed.sizes import flops_per_token
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
 LONG_RUN = 1_000_000  # steps: more than are ever measured
-
-# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets of each part (half of the figure "with
-# sparsity"). By full name, because boards of one chip differ: an H100 PCIe has 0.76 of an H100 SXM.
-PEAKS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA B200": 2.25e15,
-}
 
 
 @dataclass(frozen=True)
@@ -212,8 +203,9 @@ def chosen(stages: int) -> list[int]:
 
 
 def peak(mesh: Mesh) -> float | None:
-    """Peak FLOP/s of one device, or None for a kind that is not in the table."""
-    return PEAKS.get(mesh.devices.flat[0].device_kind)
+    """Peak dense bf16 FLOP/s of one device, or None for a kind that is no target of ``jspeed plan``."""
+    facts = facts_of(mesh.devices.flat[0].device_kind)
+    return facts.peak_flops["bf16"] if facts else None
 
 
 def peak_bytes(mesh: Mesh) -> int | None:

@@ -111,6 +111,17 @@ def test_out_of_memory_says_what_fits(plan, rows):
     assert summary.endswith("with a micro-batch of 512 tokens, layers recomputed for their gradients")
 
 
+def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):
+    """Else its recomputed matmuls would be redundant."""
+    layouts = []
+    monkeypatch.setattr(jspeed.plan.plan, "compile_stages", lambda *_: [replace(plan["step"], remat=True)])
+    monkeypatch.setattr(
+        jspeed.plan.plan, "ideal_flops", lambda recipe, hardware, _: layouts.append(hardware.layout) or {}
+    )
+    monkeypatch.setattr(jspeed.plan.plan, "shard_map_findings", lambda *_: [])
+    assert make_plan(FOUND, hardware_for())["layout"] == "zero1" and layouts == ["zero1+remat"]
+
+
 def test_search_ends_with_what_does_not_fit(rows):
     assert [(row["micro_batch_tokens"], row["fits"]) for row in rows] == [(512, True), (1024, False)]
 

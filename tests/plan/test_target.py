@@ -35,6 +35,17 @@ def test_targets(name: str, capability: tuple[int, int], kind: str):
     assert sum(line.count("{") - line.count("}") for line in rest if not line.lstrip().startswith("#")) == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H200", 989.4e12)]
+    + [("NVIDIA B200", 2.25e15), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", None), ("cpu", None)],
+)
+def test_facts_by_the_name_that_jax_gives_a_device(kind: str, peak: float | None):
+    """An H100 PCIe is no H100 SXM: it has 0.76 of the peak."""
+    found = target.facts_of(kind)
+    assert (found and found.peak_flops["bf16"]) == (peak if peak is None else pytest.approx(peak, rel=1e-3))
+
+
 @pytest.mark.parametrize("path", sorted(target.TARGETS.glob("*.txtpb")), ids=lambda path: path.stem)
 def test_facts_agree_with_the_compiler_s_target_config(path: Path):
     """Every fact has a source, and size and bandwidth are those of the text, to what vendors round."""

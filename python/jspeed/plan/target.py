@@ -90,6 +90,13 @@ def load_facts(name: str) -> Facts:
     return Facts(**{key: value for key, value in _read(name).items() if key != "tpu"})
 
 
+def facts_of(device_kind: str) -> Facts | None:
+    """Return the facts of a device by JAX's name of it, whose board counts; None for one that is no target."""
+    name = "h200" if device_kind == "NVIDIA H200" else None  # as CUDA calls it; XLA's target config says more
+    names = [name] if name else [known for known in known_targets() if load_target(known).device_kind == device_kind]
+    return load_facts(names[0]) if names else None
+
+
 def known_targets() -> list[str]:
     """Names of all targets."""
     return sorted(path.stem for path in TARGETS.glob("*.toml"))
