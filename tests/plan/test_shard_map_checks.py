@@ -1,4 +1,4 @@
-"""The doctor on shard_map: what runs without an error and trains another model on every device."""
+"""plan/shard_map_checks.py finds shard_map programs that run but diverge between devices."""
 
 from functools import partial
 

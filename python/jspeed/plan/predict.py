@@ -1,4 +1,4 @@
-"""From kernels to milliseconds: a roofline for each kernel, overlapped communication, a fit to published step times.
+"""Predict a step's time from its kernels: rooflines, overlapped communication, a fit to published step times.
 
 Bound: no kernel runs faster than its FLOPs at the peak rate or its bytes at the bandwidth. Guesses: the fraction of the
 peak that a kernel reaches (FRACTIONS), and the ratio of a measured step to its roofline (:func:`slowdown`), one number

@@ -1,4 +1,4 @@
-"""Values of a plan as text for tables and pictures."""
+"""Format values of a plan as text for tables and plots."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A plan as one picture: the time of every stage, and the memory of a device by kind.
+"""Plot of a plan (SVG): the time of every stage, and the memory of a device by kind.
 
 The same plan gives the same bytes.
 """
