@@ -1,4 +1,4 @@
-"""Own kernels beside their references in plain JAX, on one GPU."""
+"""Benchmark jspeed's GPU kernels against their plain-JAX references."""
 
 import statistics
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benches.text import timed
+from benches.text import at_least, timed
 from jspeed.errors import BadInput
 from jspeed.model.attention import find_documents
 from jspeed.model.fp8 import E4M3, E5M2
@@ -38,6 +38,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         tokens: Rows; default: a device's in the last stage of record 89.
         rounds: Times of each, of 10 calls in a row; medians are printed.
     """
+    at_least(1, rounds=rounds, tokens=tokens)
     if jax.default_backend() != "gpu":
         raise BadInput(f"bench.py fused needs a Hopper GPU, JAX has found {jax.devices()[0].device_kind}")
     x, up, g, down, h = (

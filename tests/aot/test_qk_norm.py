@@ -1,4 +1,4 @@
-"""QK-norm and rotation at full size, as far as the compiler goes without a GPU."""
+"""Fused QK-norm and RoPE at full size, compiled for an absent H100 but not run."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""QK-norm and rotation in one pass on a real GPU, against its reference."""
+"""Fused QK-norm and RoPE on a real GPU, against its reference."""
 
 import jax
 import jax.numpy as jnp

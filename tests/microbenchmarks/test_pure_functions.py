@@ -1,4 +1,4 @@
-"""How long small things take on one core: batches from Rust, tokens from text, statistics, reading of HLO.
+"""Micro-benchmarks on one core: loader batches, tokenisation, statistics, HLO parsing.
 
 Timings decide nothing here: pytest-benchmark prints and compares them, the asserts are about results.
 """
