@@ -9,7 +9,7 @@ NONE = "-"
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with about four figures; more than an hour as hours and minutes."""
+    """Return seconds with two decimals, one from 10 and none from 1,000; from ten hours as hours with one decimal."""
     if value is None:
         return NONE
     if value >= 36_000:
@@ -35,6 +35,11 @@ def devices(found: Devices) -> str:
     """Return devices as ``8 x NVIDIA H100 in 8 processes``."""
     among = f" in {found['processes']} processes" if found["processes"] > 1 else ""
     return f"{found['count']} x {found['kind']}{among}"
+
+
+def same_devices(one: Devices, two: Devices) -> bool:
+    """Whether two runs ran on one kind and number of devices, so that their seconds compare."""
+    return (one["kind"], one["count"]) == (two["kind"], two["count"])
 
 
 def commit(git: Git) -> str:

@@ -1,4 +1,4 @@
-"""What others measured, shown beside our own: tables in records/history, none of them evidence of ours."""
+"""Read tables of results by others (records/history), shown beside ours and not verified by jspeed."""
 
 import csv
 import io
@@ -40,7 +40,7 @@ def _row(row: dict[str, str], path: Path, number: int) -> dict[str, Any]:
             "date": datetime.strptime(row["date"], "%m/%d/%y").date().isoformat(),
             "seconds": round(60 * float(row["time_minutes"]), 2),
             "steps": maybe(int, "steps"),
-            "tokens_per_step": [int(part) for part in row["tokens_per_step"].split("/") if part],
+            "tokens_per_step": [int(part) for part in (row["tokens_per_step"] or "").split("/") if part],
             "tokens": maybe(int, "total_tokens"),
             "step_ms": maybe(float, "step_avg_ms"),
             "loss": maybe(float, "val_loss"),

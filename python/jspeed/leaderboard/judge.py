@@ -6,7 +6,7 @@ Everything here is plain data, which leaderboard.json is and from which table, p
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from jspeed.leaderboard import formatting, stats
 from jspeed.leaderboard.parents import compare_with_parent, losses
 from jspeed.leaderboard.recipe_card import card
-from jspeed.record.preregistration_status import ByFolder, Rounds, by_folder, extra, rounds
+from jspeed.record.preregistration_status import Rounds, extra, rounds
 from jspeed.record.same_data import DataSet, data_of_track, data_sets
-from jspeed.record.schema import Run
+from jspeed.record.schema import Run, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, track_without_rules
 
@@ -39,14 +39,13 @@ class Rows(NamedTuple):
 def board(records: Records) -> list[dict[str, Any]]:
     """Return the tracks in their order, those without runs last, each with its rules and its ``entries``: valid ones
     first, by rank."""
-    there = by_folder(records)
-    tracks = tracks_of(records, there)
-    raced = counted_rounds(records, there, tracks)
-    judged = [judged_track(records, track, rows, there, raced) for track, rows in tracks.values()]
+    tracks = tracks_of(records)
+    raced = counted_rounds(records, tracks)
+    judged = [judged_track(records, track, rows, raced) for track, rows in tracks.values()]
     return sorted(judged, key=lambda track: (not track["entries"], track.get("order", math.inf), track["track"]))
 
 
-def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]]:
+def tracks_of(records: Records) -> dict[str, tuple[Track, Rows]]:
     """Return every track by name with its runs and their data."""
     by_track: dict[str, list[Row]] = defaultdict(list)
     for row in records.rows:
@@ -55,26 +54,26 @@ def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]
     for name in sorted(records.tracks.keys() | by_track.keys()):
         track, rows = records.tracks.get(name) or track_without_rules(name, by_track[name][0].run), by_track[name]
         sets = data_sets(rows)
-        found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records, there))
+        found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records))
     return found
 
 
-def counted_rounds(
-    records: Records, there: ByFolder, tracks: Mapping[str, tuple[Track, Rows]]
-) -> dict[tuple[str, str], Rounds]:
+def counted_rounds(records: Records, tracks: Mapping[str, tuple[Track, Rows]]) -> Rounds:
     """Return the rounds of races on the tracks' data and from clean commits, wherever they ran."""
-    return rounds(records, there, lambda row: row.planned_and_clean and tracks[row.track][1].difference(row) is None)
+
+    def counted(row: Row) -> bool:
+        known = row.planned_and_clean and not of_unknown_data(row.run)
+        return known and tracks[row.track][1].difference(row) is None
+
+    return rounds(records, counted)
 
 
-def raced(records: Records) -> dict[tuple[str, str], Rounds]:
+def raced(records: Records) -> Rounds:
     """Return :func:`counted_rounds` of ``records``."""
-    there = by_folder(records)
-    return counted_rounds(records, there, tracks_of(records, there))
+    return counted_rounds(records, tracks_of(records))
 
 
-def judged_track(
-    records: Records, track: Track, found: Rows, there: ByFolder, raced: Mapping[tuple[str, str], Rounds]
-) -> dict[str, Any]:
+def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> dict[str, Any]:
     """Return one track with its judged entries."""
     groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in found.rows:
@@ -82,7 +81,7 @@ def judged_track(
     entries = [entry_of(records, group) for group in groups.values()]
     for entry, group in zip(entries, groups.values(), strict=True):
         entry["data"] = data_of(found, group[0])
-        add_plans(entry, group, records, there)
+        add_plans(entry, group, records)
         count(entry, group, track, found.difference(group[0]))
     counted = [losses(entry) for entry in entries if entry["counted"]]
     sigma = track.rules.get("significance.sigma") or stats.pooled_sigma(counted)
@@ -93,8 +92,12 @@ def judged_track(
     for entry in entries:
         compare_with_parent(entry, by_recipe[entry["parent"]], raced, track, sigma)
     entries.sort(key=lambda e: (not e["valid"], rank_value(e, track) or math.inf, e["recipe"], e["recipe_hash"]))
-    for place, entry in enumerate((entry for entry in entries if entry["valid"]), 1):
-        entry["rank"] = place
+    places: Counter[tuple[str, int] | None] = Counter()
+    for entry in entries:
+        if entry["valid"]:
+            kind = None if track.rules["rank"] == "steps" else (entry["devices"]["kind"], entry["devices"]["count"])
+            places[kind] += 1
+            entry["rank"] = places[kind]  # seconds are ranked among runs on one kind and number of devices
     names: dict[str, int] = defaultdict(int)
     for entry in entries:
         base = f"{track.name}/{entry['recipe']}-{entry['recipe_hash'][:8]}".replace("/", "-")
@@ -107,13 +110,14 @@ def judged_track(
 def entry_key(row: Row, data: DataSet, track: Track) -> tuple[Any, ...]:
     """Return what the runs of one entry have in common.
 
-    Runs that no rule would count beside others (on other data, cut short, not planned, not of a clean commit) are an
-    entry of their own, so that they change no other. Devices divide entries where seconds count.
+    Runs that no rule would count beside others (on other or unknown data, cut short, not planned, not of a clean
+    commit) are an entry of their own, so that they change no other. Devices divide entries where seconds count.
     """
     run, device = row.run, row.run["devices"]
     same = run["recipe"], run["recipe_hash"], run["target_loss"]
     timed = () if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
-    return *same, *timed, id(data), asked_for_less(run), run.get("plan") is not None, run["git"]["dirty"] is False
+    planned, clean = run.get("plan") is not None, run["git"]["dirty"] is False
+    return *same, *timed, id(data), of_unknown_data(run), asked_for_less(run), planned, clean
 
 
 def asked_for_less(run: Run) -> int | None:
@@ -139,6 +143,11 @@ def converged(run: Run) -> bool:
     return run["val_loss"] is not None
 
 
+def of_unknown_data(run: Run) -> bool:
+    """Whether a run has a loss, and no hashes that say on what data, although its schema has them."""
+    return converged(run) and run["schema"] >= 2 and shards_of(run) is None
+
+
 def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
     """Return what the runs of one entry say, before any judgement."""
     rows = sorted(rows, key=lambda row: row.run["started"])
@@ -149,7 +158,7 @@ def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
     return {
         "recipe": run["recipe"], "recipe_hash": run["recipe_hash"], "overrides": run["overrides"],
         "parent": run["parent"], "recipe_sha256": run.get("recipe_sha256"),
-        "card": card(source[1]) if source else {},
+        "card": card(source) if source else {},
         "devices": run["devices"], "mesh": run["mesh"], "layout": run["layout"],
         "date": max(row.run.get("ended", row.run["started"]) for row in rows)[:10],
         "git": run["git"], "versions": run["versions"], "steps": run["steps"], "tokens": run["tokens"],
@@ -186,7 +195,7 @@ def run_line(records: Records, row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFolder) -> None:
+def add_plans(entry: Entry, rows: Sequence[Row], records: Records) -> None:
     """Add ``planned``, ``missing`` and ``extra`` to ``entry``: numbers of runs over all plans it has runs of.
 
     A planned run is missing too when it is there but no run of this entry: on other data, or on other devices.
@@ -202,7 +211,7 @@ def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFold
     ]
     entry["planned"] = len(planned)
     entry["missing"] = sum(place not in mine for place in planned)
-    entry["extra"] = sum(len(extra(plan, there)) for plan in plans) + sum(d not in records.plans for d in digests)
+    entry["extra"] = sum(len(extra(plan, records)) for plan in plans) + sum(d not in records.plans for d in digests)
 
 
 def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | None) -> None:
@@ -254,6 +263,8 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"the track asks for {track.hardware()}"
     if other_data:
         yield other_data
+    if any(of_unknown_data(run) for run in runs):
+        yield "its data are not identified by hashes"
     tokens, step = track.rules.get("data.val_tokens"), track.rules.get("tokens_per_step")
     if tokens and any(run["data"]["val_tokens"] != tokens for run in runs):
         yield f"not validated on {tokens:,} tokens"

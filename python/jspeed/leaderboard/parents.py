@@ -13,7 +13,7 @@ Entry = dict[str, Any]
 def compare_with_parent(
     entry: Entry,
     parents: Sequence[Entry],
-    raced: Mapping[tuple[str, str], Rounds],
+    raced: Rounds,
     track: Track,
     sigma: float | None,
 ) -> None:
@@ -53,7 +53,7 @@ def compare_with_parent(
         entry["anchored"] = {"seconds": base * ratio.ratio, **ends}
 
 
-def chosen(entry: Entry, parents: Sequence[Entry], raced: Mapping[tuple[str, str], Rounds]) -> Entry | None:
+def chosen(entry: Entry, parents: Sequence[Entry], raced: Rounds) -> Entry | None:
     """Return what ``entry`` is measured against: a parent it raced with, else one on its devices and data; the best."""
     if not entry["seconds"] or not entry["loss"]:
         return None

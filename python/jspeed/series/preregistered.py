@@ -36,11 +36,13 @@ def run_series(options: Options, text: str) -> int:
     Raises BadInput for a plan that cannot be meant, for another plan in the folder, and when a run has bad input.
     """
     if options.resume:
-        raise BadInput("--plan and --resume: give the --plan command again without --resume, and it goes on")
+        raise BadInput("--plan and --resume: give the --plan command again without --resume to continue")
+    if options.init_from is not None:
+        raise BadInput("--plan and --init-from: planned runs start from their seeds; leave --init-from out")
     if find_rank(os.environ, options.coordinator, options.processes, options.process_id):
-        raise BadInput("--plan makes its runs in one process each; leave the launcher and --coordinator away")
+        raise BadInput("--plan makes its runs in one process each; run it without launcher and --coordinator")
     if options.seed != Options.seed:
-        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan says the seeds; leave --seed out")
+        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
     found = find(options.recipe, options.sets)
     runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
@@ -117,7 +119,7 @@ def make_runs(
     if path.exists():
         before = preregistration.read_plan(path)
         if any(before[name] != plan[name] for name in ("kind", "steps", "runs")):
-            raise BadInput(f"{path} holds another plan; give the same command to go on with it, or another --run-dir")
+            raise BadInput(f"{path} holds another plan; give the same command to continue it, or another --run-dir")
         plan = before
     else:
         writable_folder(folder, "run directory")

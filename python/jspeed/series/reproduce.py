@@ -21,7 +21,7 @@ from jspeed.record.schema import Run
 from jspeed.series.preregistered import default_folder, make_runs
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
-SURE = 0.001  # a mean loss further off than this is by chance is not the record's
+P = 0.001  # two-sided: below it the mean loss differs from the record's
 
 
 def reproduce(
@@ -42,7 +42,7 @@ def reproduce(
         raise BadInput(f"--n {n}: expected 1 to {preregistration.MOST_RUNS} runs")
     recorded = by_seed(entry)
     if not recorded:
-        raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
+        raise BadInput(f"{entry['recipe']}: no run of this record converged; choose one that did")
     known = sorted(recorded)
     seeds = [*known[:n], *range(known[-1] + 1, known[-1] + 1 + n - len(known[:n]))]
     folder = (folder or default_folder(f"{entry['recipe']}-again")).absolute()
@@ -75,20 +75,20 @@ def compare_losses(
     found = [run["val_loss"] for run in made if run["val_loss"] is not None]
     if not found:
         return False, ["no run converged"]
-    before, here, loss = entry["seconds"]["mean"], fmean(run["timed_seconds"] for run in made), entry["loss"]
+    here = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
+    before, loss = entry["seconds"]["mean"], entry["loss"]
     equal = sum(recorded.get(run["seed"], {}).get("val_loss") == run["val_loss"] for run in made)
     lines = [
-        f"mean loss {fmean(found):.4f} (n = {len(found)}) where the record has {loss['mean']:.4f} (n = {loss['n']})",
-        f"{equal} of {len(made)} final losses are the record's own, digit for digit",
-        f"mean time {formatting.seconds(here)} where the record has {formatting.seconds(before)}, "
-        f"{here / before:.3f} x it",
+        f"mean loss {fmean(found):.4f} (n = {len(found)}); record: {loss['mean']:.4f} (n = {loss['n']})",
+        f"{equal} of {len(made)} final losses equal the record's exactly",
+        f"mean time {formatting.seconds(here)}; record: {formatting.seconds(before)}, ratio {here / before:.3f}",
     ]
     if not sigma:
-        lines.append("the track has no sigma yet (of a run's loss, over seeds), so that only equal losses agree")
+        lines.append("the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree")
         return equal == len(made), lines
-    z = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).statistic
-    p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
-    agrees = p > SURE and len(found) == len(made)
+    one_sided = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).p
+    p = 2 * min(one_sided, 1 - one_sided)
+    agrees = p > P and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
     lines.append(f"{say}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines
@@ -104,7 +104,7 @@ def worktree(repository: Path, commit: str | None) -> Iterator[Path]:
     try:
         added = _git(repository, "worktree", "add", "--detach", str(tree), commit)
         if added.returncode:
-            raise BadInput(f"git cannot check out {commit} to {tree}: {added.stderr.strip().splitlines()[-1]}")
+            raise BadInput(f"git cannot check out {commit} to {tree}: {_last_line(added.stderr)}")
         extension(repository, tree, commit)
         yield tree
     finally:
@@ -124,13 +124,20 @@ def extension(repository: Path, tree: Path, commit: str) -> None:
     build = [sys.executable, "-m", "maturin", "build", "--release", "--quiet", "--out", str(wheels)]
     done = subprocess.run(build, cwd=tree, capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BadInput(f"the extension of commit {commit[:8]} cannot be built ({last}); install maturin and Rust")
+        why = f"cannot be built ({_last_line(done.stderr)})"
+        raise BadInput(f"the extension of commit {commit[:8]} {why}; install maturin and Rust")
     for wheel in wheels.glob("*.whl"):
         shutil.unpack_archive(wheel, wheels / "unpacked", "zip")
     for path in (wheels / "unpacked" / "jspeed").glob("_dataloader*"):
         shutil.copy(path, tree / "python" / "jspeed")
 
 
-def _git(repository: Path, *words_: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *words_], cwd=repository, capture_output=True, text=True)
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
+
+
+def _git(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise BadInput("git is not installed; install it, so that the record's commit can be checked out") from None

@@ -120,7 +120,10 @@ def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], re
     """
     unit = "steps" if track["rank"] == "steps" else "seconds"
     value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: e["seconds"]["mean"])
-    ours = [(days(e["date"]), value(e)) for e in track["entries"] if e["valid"]]
+    valid = [e for e in track["entries"] if e["valid"]]
+    if unit == "seconds":  # compared on one kind and number of devices only
+        valid = [e for e in valid if formatting.same_devices(e["devices"], valid[0]["devices"])]
+    ours = [(days(e["date"]), value(e)) for e in valid]
     theirs = [(days(row["date"]), row["seconds"]) for row in history]
     everything = ours + theirs
     if len({day for day, _ in everything}) < 2:
@@ -216,8 +219,8 @@ def dots(track: Mapping[str, Any]) -> str:
         mean = axes.x(entry["loss"]["mean"])
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
     said = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{name} mean {formatting.loss(entry['loss']['mean'])} of {len(losses)}"
-        for name, entry, losses in zip(names, shown, found, strict=True)
+        f"{name} mean {formatting.loss(entry['loss']['mean'])} of {entry['loss']['n']}"
+        for name, entry in zip(names, shown, strict=True)
     )
     return figure(f"Final loss of every run, target {target:g}", said, height, parts)
 

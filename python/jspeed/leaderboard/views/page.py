@@ -19,7 +19,7 @@ from jspeed.leaderboard.views import charts
 from jspeed.leaderboard.views.readme import block, with_block
 from jspeed.pages import render
 from jspeed.record.run_json import finite_or_null
-from jspeed.record.store import Records
+from jspeed.record.store import Problem, Records
 
 SHOWN = 60  # entries of a track on the page
 DIFFS = 500_000  # characters of diffs on the page; what comes later is only named
@@ -36,9 +36,8 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
     tracks = board(records)
     names = sorted({track["history"] for track in tracks if track.get("history")})
     histories = {name: read_history(records.folder, name) for name in names}
-    sources = {sha: source for sha, (_, source) in records.sources.items()}
     made = {
-        out / "index.html": html(tracks, histories, sources, rule),
+        out / "index.html": html(tracks, histories, records.sources, rule),
         out / JSON: as_json(rule, tracks, histories),
     }
     if readme:
@@ -74,14 +73,20 @@ def runs(content: str | bytes) -> int:
         return 0
 
 
-def stale(made: Mapping[Path, str]) -> list[str]:
-    """Return a sentence for each file of :func:`contents` that is not there, or is not what the records make."""
-    return [
-        f"{path}: expected what the records make, found {'another text' if path.is_file() else 'no file'}; run: "
-        "python scripts/leaderboard.py page"
-        for path, content in made.items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != content
-    ]
+def stale(made: Mapping[Path, str]) -> list[Problem]:
+    """Return a problem for each file of :func:`contents` that is missing or is not what the records make."""
+    problems = []
+    for path, content in made.items():
+        try:
+            found = None if read_regular(path) == content.encode() else "another text"
+        except FileNotFoundError:
+            found = "no file"
+        except OSError as error:
+            found = f"a file that cannot be read ({error.strerror})"
+        if found:
+            text = f"{path}: expected what the records make, found {found}; run: jspeed leaderboard page"
+            problems.append(Problem(path, text))
+    return problems
 
 
 def as_json(rule: str, tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Any]) -> str:

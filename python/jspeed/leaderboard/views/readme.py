@@ -23,7 +23,11 @@ def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[
         best = next((entry for entry in track["entries"] if entry["valid"]), None)
         if best:
             steps = track["rank"] == "steps"
-            value = f"{best['steps']:,} steps" if steps else formatting.seconds(best["seconds"]["mean"])
+            seconds, devices = (
+                formatting.seconds(best["seconds"]["mean"]),
+                plain(f"{best['devices']['count']} x {best['devices']['kind']}"),
+            )
+            value = f"{best['steps']:,} steps" if steps else f"{seconds} on {devices}"
             cells = [
                 value,
                 plain(best["recipe"]),
