@@ -112,7 +112,9 @@ def test_a_run_that_fails_stops_the_series(trainer):
     with pytest.raises(BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     (trainer / "told").write_text("2 143")
-    assert preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3") == 143
+    with pytest.raises(SystemExit) as ended:
+        preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+    assert ended.value.code == 143
     assert len(calls(trainer)) == 1
 
 
@@ -144,7 +146,7 @@ def test_sigterm_reaches_the_run_and_its_code_comes_back(tmp_path):
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True)"
     )
-    parent = "import sys; from jspeed.series.preregistered import attended; sys.exit(attended(sys.argv[1:]))"
+    parent = "import sys; from jspeed.series.preregistered import run_child; sys.exit(run_child(sys.argv[1:]))"
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"{program}; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"

@@ -87,20 +87,17 @@ def test_another_result_does_not_agree(tmp_path, repository, capfd):
 
 
 def test_agreement_is_a_two_sided_z_test():
-    recorded = {1: {"val_loss": 1.390}, 2: {"val_loss": 1.392}}
-    entry = {"seconds": {"mean": 60.0}, "loss": {"mean": 1.391, "n": 2}}
+    runs = [{"seed": 1, "val_loss": 1.390}, {"seed": 2, "val_loss": 1.392}]
+    entry = {"seconds": {"mean": 60.0}, "runs": runs}
     made = [
         {"seed": seed, "val_loss": loss, "timed_seconds": 60.0} for seed, loss in ((1, 1.390), (2, 1.395), (3, 1.394))
     ]
     z = (fmean([1.390, 1.395, 1.394]) - 1.391) / (0.001 * (1 / 2 + 1 / 3) ** 0.5)
-    agrees, lines = reproduce.compare_losses(entry, made, recorded, 0.001)
+    agrees, lines = reproduce.compare_losses(entry, made, 0.001)
     p = 2 * scipy_stats.norm.sf(abs(z))
     assert agrees == (p > 0.001) and f"two-sided p = {p:.2g}" in lines[-1]
-    assert (
-        reproduce.compare_losses(entry, made[:1], recorded, None)[0]
-        and not reproduce.compare_losses(entry, made, recorded, None)[0]
-    )
-    assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], recorded, 0.001)[0]
+    assert reproduce.compare_losses(entry, made[:1], None)[0] and not reproduce.compare_losses(entry, made, None)[0]
+    assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], 0.001)[0]
 
 
 def test_a_commit_that_is_not_there(tmp_path, repository):

@@ -1,8 +1,6 @@
 """Numbers and devices of the board as text."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from jspeed.leaderboard.board import Better
 from jspeed.record.schema import Devices, Git
 
 NONE = "-"
@@ -37,11 +35,6 @@ def devices(found: Devices) -> str:
     return f"{found['count']} x {found['kind']}{among}"
 
 
-def same_devices(one: Devices, two: Devices) -> bool:
-    """Whether two runs ran on one kind and number of devices, so that their seconds compare."""
-    return (one["kind"], one["count"]) == (two["kind"], two["count"])
-
-
 def commit(git: Git) -> str:
     """Return the short commit, with "+" when files differed from it, or "no commit"."""
     return f"{git['commit'][:8]}{'+' if git['dirty'] else ''}" if git["commit"] else "no commit"
@@ -54,8 +47,13 @@ def chance(p: float | None) -> str:
     return "p < 1e-9" if p < 1e-9 else f"p = {p:.2g}"
 
 
-def ratio(found: Mapping[str, Any]) -> str:
+def ratio(ratio: float, low: float | None, high: float | None) -> str:
     """Return a ratio of times with its interval: ``0.91 (0.88 to 0.94)``."""
-    if found["low"] is None:
-        return f"{found['ratio']:.3f}"
-    return f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    return f"{ratio:.3f}" if low is None else f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+
+
+def against(better: Better) -> str:
+    """Return the comparison with the parent as a phrase."""
+    rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
+    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
+    return f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']} ({how})"

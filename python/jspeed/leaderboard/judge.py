@@ -1,4 +1,4 @@
-"""The board: runs gathered into entries, and what the track's rules make of each. All of it follows from the files.
+"""Compute the board from the records: group runs into entries and judge each by its track's rules.
 
 An entry is one recipe by hash, on the same data and one kind of devices. It is *valid* when its track's rules hold,
 and apart from that it is *better* than its parent or not: a recipe can be a good result and not yet a record.
@@ -10,9 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jspeed.leaderboard import formatting, stats
+from jspeed.leaderboard.board import BoardTrack, Entry, EntryData, RunLine, Spread, TestResult, kind_of, result
 from jspeed.leaderboard.parents import compare_with_parent, losses
 from jspeed.leaderboard.recipe_card import card
 from jspeed.record.preregistration_status import Rounds, extra, rounds
@@ -20,8 +21,6 @@ from jspeed.record.same_data import DataSet, data_of_track, data_sets
 from jspeed.record.schema import Run, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, track_without_rules
-
-Entry = dict[str, Any]
 
 
 class Rows(NamedTuple):
@@ -36,7 +35,7 @@ class Rows(NamedTuple):
         return self.pinned.difference(self.sets[row.path])
 
 
-def board(records: Records) -> list[dict[str, Any]]:
+def board(records: Records) -> list[BoardTrack]:
     """Return the tracks in their order, those without runs last, each with its rules and its ``entries``: valid ones
     first, by rank."""
     tracks = tracks_of(records)
@@ -73,14 +72,13 @@ def raced(records: Records) -> Rounds:
     return counted_rounds(records, tracks_of(records))
 
 
-def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> dict[str, Any]:
+def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> BoardTrack:
     """Return one track with its judged entries."""
-    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    groups: dict[EntryKey, list[Row]] = defaultdict(list)
     for row in found.rows:
         groups[entry_key(row, found.sets[row.path], track)].append(row)
-    entries = [entry_of(records, group) for group in groups.values()]
+    entries = [entry_of(records, found, group) for group in groups.values()]
     for entry, group in zip(entries, groups.values(), strict=True):
-        entry["data"] = data_of(found, group[0])
         add_plans(entry, group, records)
         count(entry, group, track, found.difference(group[0]))
     counted = [losses(entry) for entry in entries if entry["counted"]]
@@ -90,12 +88,12 @@ def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> 
         judge(entry, track, sigma)
         by_recipe[entry["recipe"]].append(entry)
     for entry in entries:
-        compare_with_parent(entry, by_recipe[entry["parent"]], raced, track, sigma)
+        compare_with_parent(entry, by_recipe[entry["parent"] or ""], raced, track, sigma)
     entries.sort(key=lambda e: (not e["valid"], rank_value(e, track) or math.inf, e["recipe"], e["recipe_hash"]))
     places: Counter[tuple[str, int] | None] = Counter()
     for entry in entries:
         if entry["valid"]:
-            kind = None if track.rules["rank"] == "steps" else (entry["devices"]["kind"], entry["devices"]["count"])
+            kind = None if track.rules["rank"] == "steps" else kind_of(entry["devices"])
             places[kind] += 1
             entry["rank"] = places[kind]  # seconds are ranked among runs on one kind and number of devices
     names: dict[str, int] = defaultdict(int)
@@ -107,26 +105,42 @@ def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> 
             "val_sha256": found.pinned.val_sha256, "hardware": track.hardware(), "entries": entries}  # fmt: skip
 
 
-def entry_key(row: Row, data: DataSet, track: Track) -> tuple[Any, ...]:
+class EntryKey(NamedTuple):
+    """What the runs of one entry have in common."""
+
+    recipe: str
+    recipe_hash: str
+    target_loss: float
+    devices: tuple[str, int, int] | None  # kind, count and processes where seconds are ranked
+    data: int  # identity of their DataSet
+    of_unknown_data: bool
+    asked_for_less: int | None
+    planned: bool
+    clean: bool
+
+
+def entry_key(row: Row, data: DataSet, track: Track) -> EntryKey:
     """Return what the runs of one entry have in common.
 
     Runs that no rule would count beside others (on other or unknown data, cut short, not planned, not of a clean
     commit) are an entry of their own, so that they change no other. Devices divide entries where seconds count.
     """
     run, device = row.run, row.run["devices"]
-    same = run["recipe"], run["recipe_hash"], run["target_loss"]
-    timed = () if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
+    timed = None if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
     planned, clean = run.get("plan") is not None, run["git"]["dirty"] is False
-    return *same, *timed, id(data), of_unknown_data(run), asked_for_less(run), planned, clean
+    unknown, less = of_unknown_data(run), asked_for_less(run)
+    return EntryKey(
+        run["recipe"], run["recipe_hash"], run["target_loss"], timed, id(data), unknown, less, planned, clean
+    )
 
 
 def asked_for_less(run: Run) -> int | None:
     """Return the number of steps after which ``run`` was to stop, if that is before the end of its schedule."""
     asked = run.get("asked_steps")
-    return None if asked is None or asked >= run.get("planned_steps", math.inf) else asked
+    return None if asked is None or asked >= run["planned_steps"] else asked
 
 
-def data_of(found: Rows, row: Row) -> dict[str, Any]:
+def data_of(found: Rows, row: Row) -> EntryData:
     """Return an entry's ``data``: hashes that name them, their number on the track, and whether they are its data."""
     mine = found.sets[row.path]
     order = list({id(each): None for each in found.sets.values()})
@@ -148,8 +162,8 @@ def of_unknown_data(run: Run) -> bool:
     return converged(run) and run["schema"] >= 2 and shards_of(run) is None
 
 
-def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
-    """Return what the runs of one entry say, before any judgement."""
+def entry_of(records: Records, found: Rows, rows: Sequence[Row]) -> Entry:
+    """Return the entry of ``rows`` with what their files say; from ``planned`` on it is not judged yet."""
     rows = sorted(rows, key=lambda row: row.run["started"])
     run = rows[-1].run
     source = records.sources.get(run.get("recipe_sha256", ""))
@@ -166,12 +180,15 @@ def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
         "target_loss": run["target_loss"], "seconds": spread([row.run["timed_seconds"] for row in ended]),
         "compile_seconds": fmean(row.run["compile_seconds"] for row in rows),
         "wall_seconds": fmean(row.run["wall_seconds"] for row in rows),
-        "curve": [[p["step"], round(p["timed_seconds"], 3), p["val_loss"]] for p in example["curve"]],
-        "runs": [run_line(records, row) for row in rows],
+        "curve": [(p["step"], round(p["timed_seconds"], 3), p["val_loss"]) for p in example["curve"]],
+        "runs": [run_line(records, row) for row in rows], "data": data_of(found, rows[0]),
+        "planned": 0, "missing": 0, "extra": 0, "loss": None, "why_not": [], "cut_short": False, "counted": False,
+        "tests": {"t": None, "z": None}, "more_runs": None, "valid": False, "rank": None,
+        "better": None, "anchored": None, "id": "",
     }  # fmt: skip
 
 
-def spread(values: Sequence[float]) -> dict[str, Any] | None:
+def spread(values: Sequence[float]) -> Spread | None:
     """Return number, mean, standard deviation (None for one), least and most of ``values``; None for none."""
     if not values:
         return None
@@ -184,7 +201,7 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def run_line(records: Records, row: Row) -> dict[str, Any]:
+def run_line(records: Records, row: Row) -> RunLine:
     """Return one run as a line of its entry."""
     run = row.run
     return {
@@ -231,24 +248,20 @@ def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | Non
 
 def judge(entry: Entry, track: Track, sigma: float | None) -> None:
     """Add the tests and the verdict ``valid`` to a counted ``entry``, and the rest of its reasons."""
-    target, p = track.rules["target_loss"], track.rules.get("significance.p")
-    tests: dict[str, Any] = {"t": None, "z": None}
-    if entry["loss"]:
-        n, mean, sd = (entry["loss"][name] for name in ("n", "mean", "sd"))
-        if n > 1:
-            tests["t"] = stats.t_below(mean, sd, n, target)._asdict()
-        if sigma is not None:
-            tests["z"] = stats.z_below(mean, n, target, sigma)._asdict()
-    entry["tests"], entry["more_runs"] = tests, None
-    decisive = tests[track.rules.get("significance.test")] if track.ruled else None
-    if track.ruled and (decisive is None or decisive["p"] > p):
-        known = track.rules.get("significance.test") == "z"
-        sd = sigma if known else entry["loss"] and (entry["loss"]["sd"] or sigma)
-        if entry["loss"] and sd:
-            entry["more_runs"] = stats.more_runs(entry["loss"]["mean"], sd, entry["loss"]["n"], target, p, known)
-        entry["why_not"].append(insignificance(entry, decisive, track))
+    target, tests, loss = track.rules["target_loss"], entry["tests"], entry["loss"]
+    if loss and loss["sd"] is not None:
+        tests["t"] = result(stats.t_below(loss["mean"], loss["sd"], loss["n"], target))
+    if loss and sigma is not None:
+        tests["z"] = result(stats.z_below(loss["mean"], loss["n"], target, sigma))
+    if track.ruled:
+        kind, p = track.rules["significance.test"], track.rules["significance.p"]
+        decisive = tests[kind]
+        if decisive is None or decisive["p"] > p:
+            sd = sigma if kind == "z" else loss and (loss["sd"] or sigma)
+            if loss and sd:
+                entry["more_runs"] = stats.more_runs(loss["mean"], sd, loss["n"], target, p, kind == "z")
+            entry["why_not"].append(insignificance(entry, decisive, track))
     entry["valid"] = not entry["why_not"]
-    entry["rank"] = None
 
 
 def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | None) -> Iterable[str]:
@@ -281,7 +294,7 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"{failed} runs did not converge"
 
 
-def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
+def insignificance(entry: Entry, test: TestResult | None, track: Track) -> str:
     """Return in words that the mean loss is not shown to be below the target, and how many runs would show it."""
     if entry["loss"] is None:
         return "no run converged"
@@ -294,7 +307,7 @@ def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> s
 
 
 def rank_value(entry: Entry, track: Track) -> float | None:
-    """Return what the track ranks: mean timed seconds, or steps."""
+    """Return what the track ranks: mean timed seconds (None where no run converged), or steps."""
     if track.rules["rank"] == "steps":
         return entry["steps"]
-    return entry["seconds"] and entry["seconds"]["mean"]
+    return entry["seconds"]["mean"] if entry["seconds"] else None

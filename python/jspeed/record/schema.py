@@ -5,7 +5,7 @@ evidence: what the data, the recipe's file, the packages and the GPUs were. A fi
 """
 
 from datetime import datetime, timedelta
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from jspeed.errors import BadInput
 from jspeed.fields import TESTS, Rule, check_json, found
@@ -29,8 +29,10 @@ Seconds = Annotated[float, Rule("a finite number of at least 0 and at most 1e12"
 Loss = Annotated[float, "nats per token"]
 LossOrNull = Annotated[float | None, "nats per token"]
 Moment = Annotated[str, Rule("a UTC time such as 2026-01-31T12:00:00+00:00", _is_moment)]
-STATUSES = ("finished", "stopped", "interrupted", "diverged")
-Status = Annotated[str, Rule(f"one of {', '.join(STATUSES)}", STATUSES.__contains__)]
+Status = Annotated[
+    Literal["finished", "stopped", "interrupted", "diverged"],
+    Rule("one of finished, stopped, interrupted, diverged", lambda value: True),
+]
 
 
 class Devices(TypedDict):

@@ -5,18 +5,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard import formatting, stats
-from jspeed.leaderboard.parents import by_seed
+from jspeed.leaderboard.board import Entry, mean_of
+from jspeed.leaderboard.parents import by_seed, losses
 from jspeed.record import preregistration
-from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.series.preregistered import default_folder, make_runs
 
@@ -26,7 +25,7 @@ P = 0.001  # two-sided: below it the mean loss differs from the record's
 
 def reproduce(
     repository: Path,
-    entry: Mapping[str, Any],
+    entry: Entry,
     source: str,
     sigma: float | None,
     n: int,
@@ -55,38 +54,32 @@ def reproduce(
         flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
         meant = [(str(recipe), *run) for run in runs]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-        code = make_runs(
+        made = make_runs(
             folder, "seeds", stopped, meant, flags, tree / "scripts" / "speedrun.py", os.environ | {"PYTHONPATH": path}
         )
-    if code is not None:
-        return code
-    made = [
-        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
-    ]
-    agrees, lines = compare_losses(entry, made, recorded, sigma)
-    print(f"{folder}: plan.json and {len(made)} runs at commit {entry['git']['commit'][:8]}", *lines, sep="\n")
+    agrees, lines = compare_losses(entry, made, sigma)
+    print(f"{folder}: plan.json and {len(made)} runs at {formatting.commit(entry['git'])}", *lines, sep="\n")
     return 0 if agrees else 1
 
 
-def compare_losses(
-    entry: Mapping[str, Any], made: list[Run], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
-) -> tuple[bool, list[str]]:
-    """Return whether the runs ``made`` agree with the ``recorded`` ones by seed, and that in sentences."""
+def compare_losses(entry: Entry, made: list[Run], sigma: float | None) -> tuple[bool, list[str]]:
+    """Return whether the runs ``made`` agree with those of ``entry``, and the comparison as lines."""
+    recorded = by_seed(entry)
     found = [run["val_loss"] for run in made if run["val_loss"] is not None]
     if not found:
         return False, ["no run converged"]
     here = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
-    before, loss = entry["seconds"]["mean"], entry["loss"]
-    equal = sum(recorded.get(run["seed"], {}).get("val_loss") == run["val_loss"] for run in made)
+    before, known = mean_of(entry["seconds"]), losses(entry)
+    equal = sum(run["seed"] in recorded and recorded[run["seed"]]["val_loss"] == run["val_loss"] for run in made)
     lines = [
-        f"mean loss {fmean(found):.4f} (n = {len(found)}); record: {loss['mean']:.4f} (n = {loss['n']})",
+        f"mean loss {fmean(found):.4f} (n = {len(found)}); record: {fmean(known):.4f} (n = {len(known)})",
         f"{equal} of {len(made)} final losses equal the record's exactly",
         f"mean time {formatting.seconds(here)}; record: {formatting.seconds(before)}, ratio {here / before:.3f}",
     ]
     if not sigma:
         lines.append("the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree")
         return equal == len(made), lines
-    one_sided = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).p
+    one_sided = stats.better_than(found, known, sigma).p
     p = 2 * min(one_sided, 1 - one_sided)
     agrees = p > P and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"

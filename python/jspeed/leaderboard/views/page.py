@@ -12,6 +12,7 @@ from typing import Any
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import read_regular, write_whole
 from jspeed.leaderboard import formatting
+from jspeed.leaderboard.board import BoardTrack, Histories, best
 from jspeed.leaderboard.compare import change_lines, changes
 from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
@@ -89,14 +90,11 @@ def stale(made: Mapping[Path, str]) -> list[Problem]:
     return problems
 
 
-def as_json(rule: str, tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Any]) -> str:
+def as_json(rule: str, tracks: Sequence[BoardTrack], histories: Histories) -> str:
     """Return leaderboard.json: an entry a line, null for what is not finite."""
 
     def line(value: Any) -> str:
-        try:
-            return json.dumps(value, allow_nan=False)
-        except ValueError:
-            return json.dumps(finite_or_null(value), allow_nan=False)
+        return json.dumps(finite_or_null(value), allow_nan=False)
 
     parts = [f'"timing_rule": {line(rule)}', f'"histories": {line(histories)}']
     listed = []
@@ -109,8 +107,8 @@ def as_json(rule: str, tracks: Sequence[Mapping[str, Any]], histories: Mapping[s
 
 
 def html(
-    tracks: Sequence[Mapping[str, Any]],
-    histories: Mapping[str, Sequence[Mapping[str, Any]]],
+    tracks: Sequence[BoardTrack],
+    histories: Histories,
     sources: Mapping[str, str],
     rule: str,
 ) -> str:
@@ -123,6 +121,7 @@ def html(
         histories=histories,
         names=NAMES,
         differences=differences(tracks, sources),
+        best=best,
         formatting=formatting,
         charts=charts,
         count="{:,}".format,
@@ -130,15 +129,16 @@ def html(
     )
 
 
-def differences(tracks: Sequence[Mapping[str, Any]], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return by entry what its source changes of its parent's: ``lines`` in words, and the ``diff`` as lines, None
     for those that come after :data:`DIFFS` characters."""
     found, left = {}, DIFFS
     for track in tracks:
         for entry in track["entries"][:SHOWN]:
-            parent = entry["better"] and entry["better"]["parent_sha256"]
-            if entry["recipe_sha256"] in sources and parent in sources:
-                made = changes(sources[entry["recipe_sha256"]], sources[parent])
+            mine = sources.get(entry["recipe_sha256"] or "")
+            theirs = sources.get(entry["better"] and entry["better"]["parent_sha256"] or "")
+            if mine is not None and theirs is not None:
+                made = changes(mine, theirs)
                 left -= sum(map(len, made["diff"]))
                 found[entry["id"]] = {"lines": change_lines(made), "diff": made["diff"] if left >= 0 else None}
     return found
