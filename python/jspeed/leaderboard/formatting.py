@@ -1,9 +1,8 @@
 """Numbers and devices of the board as text."""
 
 from jspeed.leaderboard.board import Better
+from jspeed.numbers import NONE, si
 from jspeed.record.schema import Devices, Git
-
-NONE = "-"
 
 
 def seconds(value: float | None) -> str:
@@ -22,11 +21,7 @@ def loss(value: float | None) -> str:
 
 def short(count: float) -> str:
     """Return ``count`` with three digits and a prefix: 13.1M."""
-    for size, unit in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            value = count / size
-            return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}{unit}"
-    return f"{count:g}"
+    return si(count, 3, zeros=True)
 
 
 def devices(found: Devices) -> str:
