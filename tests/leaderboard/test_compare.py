@@ -109,3 +109,12 @@ def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
     series = make_series(tmp_path / "s", [9.0, 9.1], [3.9, 4.0], **cut)
     store.add([series, make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
     assert "Not comparable: the runs of stdlib were stopped early" in said(tmp_path / "records", "child", "stdlib")
+
+
+def test_names_that_are_assigned_together_or_with_a_type_are_named() -> None:
+    found = compare.changes("A, B = 1, 3\nC: int = 2\n--x\n", "A, B = 1, 2\nC: int = 1\n")
+    assert [text.replace("(", "").replace(")", "") for text in found["changed"]["fields"]] == [
+        "A, B from 1, 2 to 1, 3",
+        "C from 1 to 2",
+    ]
+    assert (found["added"], found["removed"]) == (3, 2), "a line that begins with two signs counts"

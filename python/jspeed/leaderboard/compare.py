@@ -2,7 +2,6 @@
 
 import ast
 import difflib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,33 +32,32 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     ``sources`` are those of the records by SHA-256; a recipe without runs is taken from the folder ``recipes``.
     Raises BadInput when nothing is called so.
     """
-    if text.endswith(".py"):
-        path = Path(text)
-        if not os.path.isfile(path):
-            raise BadInput(f"recipe file {path} does not exist; give a recipe file or the name of a recipe")
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"recipe file {path} cannot be read as text: {error}") from None
-        shas = {sha for sha, stored in sources.items() if stored == source}
-        found = [(t, e) for t in tracks for e in t["entries"] if e["recipe_sha256"] in shas]
-        track, entry = found[0] if found else (None, None)
-        return Side(path.stem, track, entry, source)
     name, _, digest = text.partition("@")
-    found = [
-        (track, entry)
-        for track in tracks
-        for entry in track["entries"]
-        if entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
-    ]
-    found.sort(key=lambda pair: (pair[1]["recipe_sha256"] in sources, pair[1]["valid"], pair[1]["date"]), reverse=True)
-    file = recipes / f"{name.replace('-', '_')}.py"
+    is_path = text.endswith(".py")
+    file = Path(text) if is_path else recipes / f"{name.replace('-', '_')}.py"
+    source = None
+    if file.is_file():
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"recipe file {file} cannot be read as text: {error}") from None
+    elif is_path:
+        raise BadInput(f"recipe file {file} does not exist; give a recipe file or the name of a recipe")
+
+    def meant(entry: Entry) -> bool:
+        if is_path:
+            return sources.get(entry["recipe_sha256"] or "") == source
+        return entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
+
+    found = [(track, entry) for track in tracks for entry in track["entries"] if meant(entry)]
     if found:
-        track, entry = found[0]
-        source = sources.get(entry["recipe_sha256"] or "", "")
-        return Side(text, track, entry, source or (file.read_text(encoding="utf-8") if file.is_file() else ""))
-    if not digest and os.path.isfile(file):
-        return Side(text, None, None, file.read_text(encoding="utf-8"))
+        track, entry = max(
+            found, key=lambda each: (each[1]["recipe_sha256"] in sources, each[1]["valid"], each[1]["date"])
+        )
+        stored = sources.get(entry["recipe_sha256"] or "", source)
+        return Side(file.stem if is_path else text, track, entry, stored or "")
+    if source is not None and (is_path or not digest):
+        return Side(file.stem if is_path else text, None, None, source)
     known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
     raise BadInput(
         f"no recipe '{text}' is on the board or in {recipes}{nearest(name, known)}; known: {', '.join(known)}"
@@ -147,7 +145,7 @@ def changes(a: str, b: str) -> dict[str, Any]:
             elif have[name] != had[name]:
                 found["changed"][kind].append(f"{name} from {had[name]} to {have[name]}" if kind == "fields" else name)
     diff = list(difflib.unified_diff(b.splitlines(), a.splitlines(), "before", "after", lineterm="", n=2))
-    count = {sign: sum(line.startswith(sign) and line[:3] != sign * 3 for line in diff) for sign in "+-"}
+    count = {sign: sum(line.startswith(sign) for line in diff[2:]) for sign in "+-"}  # after the two lines of names
     return found | {"added": count["+"], "removed": count["-"], "diff": diff}
 
 
@@ -171,8 +169,9 @@ def _parts(source: str) -> dict[str, dict[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             parts["functions"][node.name] = ast.unparse(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, value = node.targets[0].id, ast.unparse(node.value)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            value = ast.unparse(node.value)
             try:
                 ast.literal_eval(node.value)
                 parts["fields" if name.isupper() else "names"][name] = value
