@@ -1,4 +1,4 @@
-"""Pictures of the loss: whole SVG files, the same bytes for the same run, whatever the run did."""
+"""Loss plots: valid SVG, deterministic bytes, whatever the run did."""
 
 import math
 import xml.etree.ElementTree as ElementTree

@@ -1,4 +1,4 @@
-"""run.json: what is written is read back, and everything wrong with one is a sentence."""
+"""run.json: what is written is read back, and each invalid field gives an error message."""
 
 import copy
 import json

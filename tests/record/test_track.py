@@ -1,4 +1,4 @@
-"""track.toml: every wrong key is a sentence that names it."""
+"""track.toml: each invalid key gives an error message that names it; the hardware rule as text."""
 
 from pathlib import Path
 

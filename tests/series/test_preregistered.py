@@ -1,4 +1,4 @@
-"""Plans: what they mean, that runs keep to them, series that go on, races; with a quick stand-in for the trainer."""
+"""Preregistered runs: parsing, enforcement, continuation and races, with a fake trainer."""
 
 import dataclasses
 import json

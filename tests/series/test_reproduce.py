@@ -1,4 +1,4 @@
-"""Running a record again: from its commit, in a tree of its own, with a quick stand-in for the trainer."""
+"""Reproducing a record at its commit in a git worktree, with a fake trainer."""
 
 import subprocess
 import textwrap

@@ -160,8 +160,8 @@ def race_(
 ) -> int:
     """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
 
-    What drifts evenly through a round falls out of the ratio, so that B's time anywhere can be stated as A's official
-    time x the ratio. Add the folder to the records to do so.
+    Linear drift of the machine cancels in the ratio, so B's time anywhere can be estimated as A's official time x the
+    ratio. Add the folder to the records to do so.
 
     Args:
         a: The recipe to compare with, by name or path

@@ -1,4 +1,4 @@
-"""Two recipes side by side: which is faster, by how much, how surely, and what in their files makes the difference."""
+"""Compare two recipes: ratio of times with its interval, losses, and the differences between their sources."""
 
 import ast
 import difflib
@@ -65,7 +65,7 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
 
 
 def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
-    """Return in sentences whether A is faster than B, by how much and how surely; and the same of its loss."""
+    """Return lines that say whether A is faster than B, by how much, with what interval; and the same of its loss."""
     if a.entry is None or b.entry is None:
         without = [side.name for side in (a, b) if side.entry is None]
         return [f"Not comparable: {' and '.join(without)} has no runs among the records."]
@@ -83,12 +83,12 @@ def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
     if not rounds and not same:
         return [
             f"Not comparable: they ran on different devices, {formatting.devices(a.entry['devices'])} and "
-            f"{formatting.devices(b.entry['devices'])}, and never in turn. Let them: "
+            f"{formatting.devices(b.entry['devices'])}, and never interleaved. Race them: "
             f"jspeed leaderboard race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
     mean = [formatting.seconds(mean_of(side.entry["seconds"])) for side in (a, b) if side.entry]
-    how = f"in {ratio.n} rounds in turn" if rounds else "in runs that were not made in turn"
+    how = f"in {ratio.n} interleaved rounds" if rounds else "in separate runs"
     lines = [f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(*ratio[:3])} of {b.name}'s time, {how}."]
     steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
     lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
@@ -109,7 +109,7 @@ def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
 
 
 def loss(a: Side, b: Side) -> list[str]:
-    """Return the comparison of final losses, in sentences."""
+    """Return the comparison of final losses as lines."""
     assert a.entry and b.entry and a.track and a.entry["loss"] and b.entry["loss"]
     one, two = a.entry["loss"], b.entry["loss"]
     means = [f"{formatting.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
@@ -150,7 +150,7 @@ def changes(a: str, b: str) -> dict[str, Any]:
 
 
 def change_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return :func:`changes` in sentences, without the diff."""
+    """Return :func:`changes` as lines, without the diff."""
     lines = [f"{found['added']} lines added, {found['removed']} removed."]
     for state in STATES:
         for kind, names in found[state].items():

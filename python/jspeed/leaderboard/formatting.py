@@ -1,4 +1,4 @@
-"""Numbers and devices of the board as text."""
+"""Format the board's numbers, devices and comparisons as text."""
 
 from jspeed.leaderboard.board import Better
 from jspeed.numbers import NONE, si
@@ -20,7 +20,7 @@ def loss(value: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """Return ``count`` with three digits and a prefix: 13.1M."""
+    """Return ``count`` with three figures and an SI prefix: 13.1M."""
     return si(count, 3, zeros=True)
 
 
@@ -50,5 +50,5 @@ def ratio(ratio: float, low: float | None, high: float | None) -> str:
 def against(better: Better) -> str:
     """Return the comparison with the parent as a phrase."""
     rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
-    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
+    how = f"interleaved on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "separate runs"
     return f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']} ({how})"

@@ -111,7 +111,7 @@ def price_per_step(lengths: Mapping[int, Sequence[float]]) -> float | None:
 
 
 def paired_ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
-    """Return B's time over A's from one or more rounds of (times of A, times of B), each in turn on one machine.
+    """Return B's time over A's from one or more rounds of (times of A, times of B), each interleaved on one machine.
 
     A round is one observation, the difference of mean logarithms: linear drift through A B B A cancels. The interval is
     Student's over rounds.
@@ -122,7 +122,7 @@ def paired_ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> R
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """Return B's time over A's from times that were not made in turn, with Welch's interval of the mean logarithms."""
+    """Return B's time over A's from separate runs, with Welch's interval of the mean logarithms."""
     logs = [[math.log(seconds) for seconds in times] for times in (a, b)]
     middle = fmean(logs[1]) - fmean(logs[0])
     n = min(len(a), len(b))

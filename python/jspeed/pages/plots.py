@@ -1,4 +1,4 @@
-"""Pictures drawn by matplotlib as SVG text, the same bytes for the same content on every machine."""
+"""Draw matplotlib figures as SVG text, the same bytes for the same content on every machine."""
 
 import io
 from collections.abc import Callable

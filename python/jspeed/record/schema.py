@@ -106,7 +106,7 @@ class Shard(TypedDict):
 
     name: str
     sha256: str | None  # null if interrupted
-    first: Tokens  # index of the first token in reach
+    first: Tokens  # index of the first token that can have been read
     end: Tokens  # index after the last
 
 
@@ -128,8 +128,8 @@ class Kernels(TypedDict):
     attention: str  # backend
     fp8: str  # native, emulated or missing
     own: NotRequired[bool]  # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
-    checked: list[str]  # what the preflight found right; empty without one
-    refused: list[str]  # what the device should have and was not used, with the reasons
+    checked: list[str]  # preflight checks that passed; empty without a preflight
+    refused: list[str]  # features found broken and not used, with reasons
 
 
 class PlaceInPlan(TypedDict):
@@ -145,8 +145,8 @@ class Gpus(TypedDict):
     driver: str
     cuda: str | None  # newest version of CUDA that the driver takes
     links: list[str]  # kinds of connection between the GPUs, as nvidia-smi topo calls them
-    before: list[dict[str, Any]]  # every GPU before the clock started
-    after: list[dict[str, Any]]  # and after it stopped
+    before: list[dict[str, Any]]  # each GPU before the clock started
+    after: list[dict[str, Any]]  # each GPU after the clock stopped
 
 
 class Common(TypedDict):
@@ -220,11 +220,11 @@ class Run(Unsealed):
     sha256: str  # of all other fields as canonical JSON
 
 
-ALL = "all"  # ends the list of a run that read all of its shards
+EVERY_SHARD = "all"  # last element for a run that can have read all of its shards
 
 
 def shards_of(run: Unsealed) -> tuple[str, ...] | None:
-    """Return the SHA-256 sums of the training shards of ``run``, then ALL if it read all of them.
+    """Return the SHA-256 sums of the training shards of ``run``, then EVERY_SHARD if it can have read all.
 
     None where hashes do not identify both validation and training data: runs of schema 1, interrupted ones, and those
     whose shards could not be read at the end.
@@ -235,7 +235,7 @@ def shards_of(run: Unsealed) -> tuple[str, ...] | None:
     if not data.get("val_sha256") or not sums or len(sums) < len(shards):
         return None
     position = data.get("position") or {}
-    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
+    return *sums, *([EVERY_SHARD] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
 
 
 def validate(run: Any) -> None:

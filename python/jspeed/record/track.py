@@ -48,7 +48,7 @@ Rules = TypedDict(
 class Track:
     """A track's name and its rules.
 
-    ``ruled`` is False for a track without a file: its runs are shown, and none of them is valid.
+    ``ruled`` is False for a track without a file: its rules are incomplete, its runs are shown, and none is valid.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Run a record again from its own commit: a clean worktree, the recipe's stored source, the same seeds."""
+"""Reproduce a record at its own commit: a clean git worktree, the recipe's stored source, the same seeds."""
 
 import os
 import shutil

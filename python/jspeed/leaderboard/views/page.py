@@ -1,4 +1,4 @@
-"""The board as one page that opens from disk, and as leaderboard.json for whoever wants to draw their own.
+"""Render the board as one HTML page that opens from disk, and as leaderboard.json for other tools.
 
 Both are pure functions of the board, the sources in the records and two texts; nothing is fetched, and the one script
 sorts tables. A page holds the best entries of each track; leaderboard.json holds all.

@@ -1,4 +1,4 @@
-"""The board in a terminal of 80 columns."""
+"""Render the board for a terminal of 80 columns."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -102,12 +102,13 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 
 def notes(entry: Entry) -> list[str]:
-    """Return what is said under an entry's numbers: devices, changed fields, comparison, reasons."""
+    """Return the notes under an entry's numbers: devices, changed fields, comparison, reasons."""
     lines = [f"{formatting.devices(entry['devices'])}, {entry['steps']:,} steps, {formatting.commit(entry['git'])}"]
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
         lines.append(formatting.against(entry["better"]))
     if entry["anchored"]:
-        lines.append(f"on the track's hardware, by that ratio: {formatting.seconds(entry['anchored']['seconds'])}")
+        seconds = formatting.seconds(entry["anchored"]["seconds"])
+        lines.append(f"estimated on the track's hardware (parent's time x ratio): {seconds}")
     return lines + list(entry["why_not"])
