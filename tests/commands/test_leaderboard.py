@@ -63,7 +63,7 @@ def test_add_says_what_is_still_missing(records: Path, tmp_path: Path) -> None:
     assert script("verify", "--records", records).returncode == 1
 
 
-def test_bad_input_is_a_sentence(records: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_error_message(records: Path, tmp_path: Path) -> None:
     refused(script("add", make_run(tmp_path / "bad", status="stopped"), "--records", records), "was stopped early")
     refused(script("add", tmp_path / "none", "--records", records), "does not exist")
     script("add", make_run(tmp_path / "good"), "--records", records)

@@ -31,7 +31,7 @@ RunFlags = Annotated[
 def add_(run_dir: Runs, records: RecordsFolder = None) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
-    The repository's own page and README block are made anew then.
+    The repository's own page and README block are generated again then.
 
     Args:
         run_dir: Directories of runs, or of a whole plan with its runs.
@@ -103,7 +103,7 @@ def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsF
 
 
 def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None) -> None:
-    """Say whether A is faster than B, by how much and how surely, and what in their recipes differs.
+    """Say whether A is faster than B, by how much and how significantly, and what in their recipes differs.
 
     Args:
         a: A recipe by name, by NAME@HASH, or by the path of its file.
@@ -167,7 +167,7 @@ def race_(
         a: The recipe to compare with, by name or path
         b: The recipe in question
         rounds: Rounds of four runs; two or more give an interval.
-        run_dir: Folder to write; the same command goes on with it.
+        run_dir: Folder to write; the same command continues it.
         steps: Stop every run after this many steps.
     """
     with importing():
@@ -214,7 +214,7 @@ def split_words(flag: str, text: str) -> list[str]:
 
 
 def places(records: Path | None) -> tuple[Path, Path | None]:
-    """Return the records folder that is meant, and the repository whose own it is, or None."""
+    """Return the records folder, and the repository that it belongs to, or None."""
     around = repository()
     folder = records or (around / "records" if around else Path("records"))
     return folder, around if around and folder.resolve() == (around / "records").resolve() else None
@@ -246,7 +246,9 @@ COMMAND = group_of(
         "add": Command(add_, ("runs/stdlib-...-plan  # all runs of a plan, whatever came out",)),
         "verify": Command(verify_, ("  # every number, and the page made of them",)),
         "show": Command(show_, ("--track stdlib/cpu  # one track",)),
-        "compare": Command(compare_, ("stdlib stdlib-adamw  # faster? by how much? how sure? what was changed?",)),
+        "compare": Command(
+            compare_, ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",)
+        ),
         "page": Command(page_, ("--out page  # open page/index.html",)),
         "race": Command(race_, ("stdlib-adamw mine.py --rounds 3  # in turn on this machine: their ratio",)),
         "reproduce": Command(reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)),

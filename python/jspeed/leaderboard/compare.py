@@ -44,12 +44,12 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     elif is_path:
         raise BadInput(f"recipe file {file} does not exist; give a recipe file or the name of a recipe")
 
-    def meant(entry: Entry) -> bool:
+    def matches(entry: Entry) -> bool:
         if is_path:
             return sources.get(entry["recipe_sha256"] or "") == source
         return entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
 
-    found = [(track, entry) for track in tracks for entry in track["entries"] if meant(entry)]
+    found = [(track, entry) for track in tracks for entry in track["entries"] if matches(entry)]
     if found:
         track, entry = max(
             found, key=lambda each: (each[1]["recipe_sha256"] in sources, each[1]["valid"], each[1]["date"])
@@ -96,7 +96,7 @@ def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
 
 
 def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
-    """Return whether A is faster, as one sentence."""
+    """Return one line that says whether A is faster."""
     percent = f"{abs(1 - ratio.ratio):.1%}"
     word = "faster" if ratio.ratio < 1 else "slower"
     if ratio.low is None or ratio.high is None:

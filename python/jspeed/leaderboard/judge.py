@@ -49,12 +49,13 @@ def tracks_of(records: Records) -> dict[str, tuple[Track, TrackRuns]]:
     by_track: dict[str, list[Row]] = defaultdict(list)
     for row in records.rows:
         by_track[row.track].append(row)
-    found = {}
+    tracks = {}
     for name in sorted(records.tracks.keys() | by_track.keys()):
-        track, rows = records.tracks.get(name) or track_without_rules(name, by_track[name][0].run), by_track[name]
+        rows = by_track[name]
+        track = records.tracks.get(name) or track_without_rules(name, rows[0].run)
         sets = data_sets(rows)
-        found[name] = track, TrackRuns(rows, sets, data_of_track(track, rows, sets, records))
-    return found
+        tracks[name] = track, TrackRuns(rows, sets, data_of_track(track, rows, sets, records))
+    return tracks
 
 
 def counted_rounds(records: Records, tracks: Mapping[str, tuple[Track, TrackRuns]]) -> Rounds:

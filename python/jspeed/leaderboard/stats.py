@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
+from jspeed.record.preregistration import MOST_RUNS
+
 CONFIDENCE = 0.95  # of every interval
-MOST_RUNS = 1000  # upper limit of the search; beyond it the result is reported as not reachable
 
 
 class Test(NamedTuple):
@@ -75,7 +76,7 @@ def required_margin(n: int, p: float, sd: float, known: bool) -> float:
 
 
 def more_runs(mean: float, sd: float, n: int, target: float, p: float, known: bool) -> int | None:
-    """Return how many more runs with this mean and sd would reach a one-sided ``p``; None for more than MOST_RUNS."""
+    """Return how many more runs with this mean and sd would reach a one-sided ``p``; None above MOST_RUNS."""
     if mean >= target:
         return None
     for total in range(max(n, 1), MOST_RUNS + 1):

@@ -22,7 +22,7 @@ Line = tuple[str, Any, Any, dict[str, Any]]  # label, seconds, losses, matplotli
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "#000000")  # yellow would be too pale on white
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 LONGEST_PARENT = 1.5  # times the run's own seconds; a longer one would flatten it
-TRAIN_POINTS = 400  # more than this many cannot be told apart at the width of the picture
+TRAIN_POINTS = 400  # more cannot be told apart at the width of the plot
 
 
 def loss_svg(
@@ -66,7 +66,7 @@ def loss_svg(
 def curves_svg(
     path: Path, runs: Mapping[str, Points], target: float | None, title: str, across: str = "timed seconds"
 ) -> None:
-    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one picture.
+    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one plot.
 
     ``across`` names what the first number of a point is.
     """
@@ -121,7 +121,7 @@ def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
     hidden = _set_limits(axes, lines, target)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-        # At the left the curves are still high above the target, so that nothing lies under its label.
+        # At the left the curves are still high above the target, so nothing is under its label.
         axes.annotate(
             f"target {target:g}",
             (0, target),
@@ -158,7 +158,7 @@ def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
 
 
 def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | None:
-    """Set what the axes show; return a sentence about what they do not show, if anything."""
+    """Set what the axes show; return a note about what they do not show, if anything."""
     right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
     axes.set_xlim(-0.01 * right, 1.02 * right)  # room for half a marker at either end
     low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)

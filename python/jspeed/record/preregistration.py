@@ -25,7 +25,7 @@ Kind = Literal["seeds", "race"]
 FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
 PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
 ROUND = 4  # runs of a round of a race: A B B A
-MOST_RUNS = 1000  # of a plan: more would be a mistake in the command
+MOST_RUNS = 1000  # of a plan; more would be a mistake in the command
 MOST_SEED = 2**32 - 1  # --seed is a uint32
 REMEDY = "a plan.json comes from jspeed run --plan or jspeed leaderboard race and is not edited"
 

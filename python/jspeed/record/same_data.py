@@ -43,26 +43,25 @@ def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
     Runs that were planned and from a clean commit come first, then the earliest: where a short list of shards fits two
     sets, it goes to the one of the better evidence.
     """
-    found: dict[Path, DataSet] = {}
-    known: dict[str | None, list[DataSet]] = {}
-    fingerprints: dict[tuple[str, str], DataSet] = {}
-    for row in sorted(
-        rows, key=lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])
-    ):
+    by_path: dict[Path, DataSet] = {}
+    by_val: dict[str | None, list[DataSet]] = {}
+    by_fingerprint: dict[tuple[str, str], DataSet] = {}
+    order = lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])  # noqa: E731
+    for row in sorted(rows, key=order):
         data, shards = row.run["data"], shards_of(row.run)
         fingerprint = data["fingerprint"], data["val_fingerprint"]
+        val = data.get("val_sha256") if shards is not None else None
         if shards is None:
-            mine = fingerprints.get(fingerprint)
+            same = by_fingerprint.get(fingerprint)
         else:
-            mine = next((each for each in known.get(data["val_sha256"], ()) if each.same_shards(shards)), None)
-        if mine is None:
-            val = data.get("val_sha256") if shards is not None else None
-            mine = DataSet(val, shards or ())
-            known.setdefault(val, []).append(mine)
-        mine.shards = max(mine.shards, shards or (), key=len)
-        fingerprints.setdefault(fingerprint, mine)
-        found[row.path] = mine
-    return found
+            same = next((each for each in by_val.get(val, ()) if each.same_shards(shards)), None)
+        if same is None:
+            same = DataSet(val, shards or ())
+            by_val.setdefault(val, []).append(same)
+        same.shards = max(same.shards, shards or (), key=len)
+        by_fingerprint.setdefault(fingerprint, same)
+        by_path[row.path] = same
+    return by_path
 
 
 def data_of_track(track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records) -> DataSet:

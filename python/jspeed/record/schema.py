@@ -206,7 +206,7 @@ class Unsealed(Common):
     initial_state: str  # checksum of parameters and optimizer state before step 1
     machine: str | None  # hash of the machine's boot id: equal for runs between two starts
     gpus: Gpus | None
-    container: str | None  # JSPEED_CONTAINER, the image's digest if whoever started it says so
+    container: str | None  # JSPEED_CONTAINER, which a launcher sets to the image's digest
     environment: str  # SHA-256 of the names and versions of all installed packages
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     head_chunk: NotRequired[AtLeastOne | None]  # tokens of a row whose logits a step had at once; null, or none: all

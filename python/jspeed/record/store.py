@@ -280,7 +280,7 @@ def write_files(files: Mapping[Path, bytes]) -> None:
 
 def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
     """Return the run directories, those of a plan for its folder, none twice."""
-    meant: dict[Path, Path] = {}
+    by_path: dict[Path, Path] = {}
     for run_dir in run_dirs:
         inside = [run_dir]
         if (run_dir / preregistration.NAME).is_file() and not (run_dir / "run.json").exists():
@@ -290,8 +290,8 @@ def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
             ]
             if not inside:
                 raise BadInput(f"{run_dir} holds a plan but no run of it; make the runs first")
-        meant |= {path.resolve(): path for path in inside}
-    return list(meant.values())
+        by_path |= {path.resolve(): path for path in inside}
+    return list(by_path.values())
 
 
 def _plan_beside(run: Run, source: Path) -> preregistration.Plan | None:

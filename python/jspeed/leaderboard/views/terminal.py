@@ -38,9 +38,9 @@ def rules(track: BoardTrack) -> str:
     """Return a track's rules in a few lines."""
     on = f" on {track['data.val_tokens']:,} tokens" if track.get("data.val_tokens") else ""
     test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
-    surely = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
+    level = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
     sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
-    text = f"mean loss <= {track['target_loss']:g} nats{on}{surely}{sigma}; {track['hardware']}"
+    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}"
     return "\n".join(wrapped(text, WIDTH))
 
 
