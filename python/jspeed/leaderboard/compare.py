@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     is_path = text.endswith(".py")
     file = Path(text) if is_path else recipes / f"{name.replace('-', '_')}.py"
     source = None
-    if file.is_file():
+    if os.path.isfile(file):  # Path.is_file raises for a name that is too long
         try:
             source = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

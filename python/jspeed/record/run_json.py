@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import read_input, write_whole
+from jspeed.files import read_regular, write_whole
 from jspeed.record import consistent
 from jspeed.record.schema import SCHEMA, Run, Unsealed, check_kinds, check_plain, validate
 
@@ -53,9 +53,12 @@ def read_run(path: Path) -> Run:
 def read_content(path: Path) -> tuple[bytes, Path]:
     """Return the bytes, unchecked, of the run.json at ``path`` (or in the folder ``path``), and its path."""
     path = path / "run.json" if path.is_dir() else path
-    if not path.exists():
-        raise BadInput(f"{path} does not exist; give a run directory that holds a run.json")
-    return read_input(path, "give a readable run.json"), path
+    try:
+        return read_regular(path), path
+    except FileNotFoundError:
+        raise BadInput(f"{path} does not exist; give a run directory that holds a run.json") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); give a readable run.json") from None
 
 
 def parse_run(content: bytes, path: Path) -> Run:
