@@ -124,6 +124,14 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
+def read_input(path: Path, remedy: str) -> bytes:
+    """Return the contents of a regular file. Raises BadInput, which ends in ``remedy``, where it cannot be read."""
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Return what a regular file says in JSON. Raises OSError as :func:`open_regular`, ValueError for anything else."""
     try:

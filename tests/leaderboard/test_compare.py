@@ -1,4 +1,4 @@
-"""Two recipes side by side: the verdict in sentences, and what differs between their files."""
+"""Comparison of two recipes: the text of the verdict, and the differences between their sources."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from jspeed.errors import BadInput
 from jspeed.leaderboard import compare, judge
 from jspeed.record import store
 
-from ..record.synthetic_runs import make_run, make_series, source_of
+from ..record.synthetic_runs import as_run, make_run, make_series, source_of
 from .races import CHILD, PARENT, make_race
 
 RECIPES = Path(__file__).parents[2] / "python" / "jspeed" / "recipes"
@@ -27,7 +27,7 @@ def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:
     store.add([race], tmp_path / "records")
     text = said(tmp_path / "records", "child", "stdlib")
     assert text.startswith("child is faster than stdlib by 16.1%, and the 95 % interval is all on that side.")
-    assert re.search(r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 rounds in turn\.", text)
+    assert re.search(r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 interleaved rounds\.", text)
     assert "Mean times on the board: 50.8 s and 60.5 s; steps: 300 and 300." in text
     back = said(tmp_path / "records", "stdlib", "child")
     assert back.startswith("stdlib is slower than child by 19.2%") and "1.192 (" in back
@@ -41,7 +41,7 @@ def test_what_was_not_raced_says_so(tmp_path: Path) -> None:
     assert text.startswith(
         "child is not shown to be faster or slower than stdlib: 1.4% faster so far, and the 95 % interval"
     )
-    assert "in runs that were not made in turn" in text and "Target: 1.4." in text
+    assert "in separate runs" in text and "Target: 1.4." in text
 
 
 def test_one_run_each_shows_nothing_of_the_next(tmp_path: Path) -> None:
@@ -53,10 +53,8 @@ def test_other_devices_need_a_race(tmp_path: Path) -> None:
     gpu = {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}
     store.add([make_run(tmp_path / "a"), make_run(tmp_path / "b", devices=gpu, **CHILD)], tmp_path / "records")
     text = said(tmp_path / "records", "child", "stdlib")
-    assert (
-        "different devices, 1 x H100 and 1 x cpu, and never in turn. Let them: jspeed leaderboard race stdlib child"
-        in text
-    )
+    assert "different devices, 1 x H100 and 1 x cpu, and never interleaved" in text
+    assert text.endswith("Race them: jspeed leaderboard race stdlib child")
 
 
 def test_a_recipe_without_runs_and_one_that_is_not_there(tmp_path: Path) -> None:
@@ -92,3 +90,29 @@ def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match=r"recipe file .*odd\.py cannot be read as text"):
         compare.find_side(str(tmp_path / "odd.py"), [], {}, RECIPES)
+
+
+def test_other_tracks_and_data_do_not_compare(tmp_path: Path) -> None:
+    other = {"data": as_run()["data"] | {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8, "val_fingerprint": "ff" * 8}}
+    for number, changes in enumerate(({"track": "other/cpu"}, other)):
+        records = tmp_path / f"records{number}"
+        runs = [make_run(tmp_path / f"a{number}"), make_run(tmp_path / f"b{number}", 50.0, **CHILD, **changes)]
+        store.add(runs, records)
+        text = said(records, "child", "stdlib")
+        assert text.startswith("Not comparable: they ran for different targets or on different data (")
+
+
+def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
+    cut = {"asked_steps": 4, "steps": 4, "planned_steps": 300, "status": "stopped"}
+    series = make_series(tmp_path / "s", [9.0, 9.1], [3.9, 4.0], **cut)
+    store.add([series, make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
+    assert "Not comparable: the runs of stdlib were stopped early" in said(tmp_path / "records", "child", "stdlib")
+
+
+def test_names_that_are_assigned_together_or_with_a_type_are_named() -> None:
+    found = compare.changes("A, B = 1, 3\nC: int = 2\n--x\n", "A, B = 1, 2\nC: int = 1\n")
+    assert [text.replace("(", "").replace(")", "") for text in found["changed"]["fields"]] == [
+        "A, B from 1, 2 to 1, 3",
+        "C from 1 to 2",
+    ]
+    assert (found["added"], found["removed"]) == (3, 2), "a line that begins with two signs counts"

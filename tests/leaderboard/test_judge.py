@@ -1,4 +1,4 @@
-"""What the board makes of runs: who is valid, who is better than the parent, and why not."""
+"""Judging: which entries are valid, which beat their parent, and the stated reasons."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_planned_series_below_the_target_is_valid(records, tmp_path):
     assert entry["card"] == {"title": "stdlib: a recipe in a test.", "what": "What it does.", "parent": "none"}
 
 
-def test_too_few_runs_are_valid_in_nothing_but_what_is_missing(records, tmp_path):
+def test_too_few_runs_say_how_many_more_are_needed(records, tmp_path):
     losses = [1.3990, 1.3980, 1.3995]
     store.add([make_series(tmp_path / "s", [60.0] * 3, losses)], records)
     entry = entries(records)["stdlib"]
@@ -50,8 +50,8 @@ def test_too_few_runs_are_valid_in_nothing_but_what_is_missing(records, tmp_path
         ({"losses": [1.41, 1.42, 1.43]}, "missed the target: mean loss 1.4200"),
         ({"losses": [1.39, None, None]}, "2 runs did not converge"),
         ({"git": {"commit": "c0ffee00", "dirty": True}}, "the code was not a clean commit"),
-        ({"resumed": [100]}, "a run was resumed, and its time is not known"),
-        ({"target_loss": 1.5}, "ran for another target, 1.5"),
+        ({"resumed": [100]}, "a run was resumed; its time is incomplete"),
+        ({"target_loss": 1.5}, "had a different target loss, 1.5"),
         ({"devices": {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}}, "the track asks for any CPU"),
         ({"data": as_run()["data"] | {"val_tokens": 99}}, "not validated on 65,536 tokens"),
     ],
@@ -94,7 +94,7 @@ def test_a_missing_run_is_shown(records, tmp_path):
 def test_old_evidence_is_shown_and_not_valid(tmp_path):
     board = judge.board(store.load(Path(__file__).parents[2] / "records"))
     old = [entry for track in board for entry in track["entries"] if entry["git"]["commit"].startswith("8816f3fc")]
-    assert [entry["why_not"][0] for entry in old] == ["from before the evidence of schema 2"]
+    assert [entry["why_not"][0] for entry in old] == ["schema 1: no data hashes or environment"]
 
 
 def test_a_track_without_rules_has_no_valid_runs(tmp_path):
@@ -188,9 +188,7 @@ def test_the_price_of_a_step_comes_from_the_parents_own_lengths(records, tmp_pat
     price = (1.3950 - 1.3905) / 50
     assert better["price_per_step"] == pytest.approx(price) and "2 numbers of steps" in better["price_from"]
     sigma = np.sqrt(3 * 0.5 * 0.001**2 / 3)  # three pairs, each 0.001 apart
-    saved = 250 - 280 if better["steps_saved"] < 0 else 300 - 280
-    parent = 1.3950 if saved < 0 else 1.3905
-    z = (parent - 1.3935 + saved * price) / sigma
+    z = (1.3950 - 1.3935 + (250 - 280) * price) / sigma  # the parent's entry of 250 steps is the faster one
     assert better["pairwise"]["statistic"] == pytest.approx(z)
 
 
@@ -210,3 +208,12 @@ def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     assert max(map(len, text.splitlines())) <= 80
     assert "[red]odd[/red]" in text and "x=[bold]" in text and name[:77] in text and "8,124 s" in text
     assert "n valid better date" in text and "p < 0.01" in text and "A track in a test" in text
+
+
+def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, tmp_path):
+    other = {"devices": {"kind": "another", "count": 1, "processes": 1, "platform": "cpu"}}
+    series = [make_series(tmp_path / "p", [60.0, 61.0, 62.0]), make_series(tmp_path / "c", [50.0, 51.0, 49.0], **CHILD)]
+    slow = {"recipe": "slow", "source": source_of(0.9), "fields": {"RATE": 0.9}} | other
+    store.add([*series, make_series(tmp_path / "o", [80.0, 81.0, 82.0], **slow)], records)
+    found = entries(records)
+    assert [found[name]["rank"] for name in ("child", "stdlib", "slow")] == [1, 2, 1]

@@ -1,4 +1,4 @@
-"""track.toml: every wrong key is a sentence that names it."""
+"""track.toml: each invalid key gives an error message that names it; the hardware rule as text."""
 
 from pathlib import Path
 
@@ -15,7 +15,11 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
     [
         ('rank = "timed_seconds"', "", "field 'rank': expected one of timed_seconds, steps, found no such field"),
         ('rank = "timed_seconds"', 'rank = "luck"', "field 'rank': expected one of timed_seconds, steps, found 'luck'"),
-        ("[significance]", "[significance]\nsigma = -1", "field 'significance.sigma': expected a finite number of at"),
+        (
+            "[significance]",
+            "[significance]\nsigma = -1",
+            "field 'significance.sigma': expected a finite number of 0 or",
+        ),
         ("[hardware]", "[hardware]\ncount = 0", "field 'hardware.count': expected an integer of at least 1, found 0"),
         ("[hardware]", "[hardware]\ncolour = 1", "field 'hardware.colour': expected one of title, order,"),
         ("[hardware]", "[hardware", "cannot be read as TOML"),
@@ -29,4 +33,19 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, says: str) -> 
     with pytest.raises(BadInput) as caught:
         read_track(path, "stdlib/cpu")
     assert str(caught.value).startswith(str(path)) and says in str(caught.value)
-    assert str(caught.value).endswith("; mend the track's file")
+    assert str(caught.value).endswith("; correct the track's file")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("", "any hardware"),
+        ("count = 8", "8 x device"),
+        ('platform = "cpu"', "any CPU"),
+        ('kind = "H100"\ncount = 8', "8 x H100"),
+    ],
+)
+def test_the_hardware_rule_in_words(tmp_path: Path, rule: str, text: str) -> None:
+    path = tmp_path / "track.toml"
+    path.write_text(TRACK.read_text().replace('[hardware]\nplatform = "cpu"', f"[hardware]\n{rule}"))
+    assert read_track(path, "x").hardware() == text

@@ -1,4 +1,4 @@
-"""Plans: what they mean, that runs keep to them, series that go on, races; with a quick stand-in for the trainer."""
+"""Preregistered runs: parsing, enforcement, continuation and races, with a fake trainer."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def calls(trainer: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "seeds"), [("n=3", [1, 2, 3]), ("seeds=4..6", [4, 5, 6]), ("n=2,seeds=7..8", [7, 8]), ("seeds=5..5", [5])]
 )
-def test_what_a_plan_means(text, seeds):
+def test_seeds_of_a_plan_flag(text, seeds):
     assert preregistration.parse_seeds(text) == seeds
 
 
@@ -68,12 +68,12 @@ def test_what_a_plan_means(text, seeds):
     + ["n=1000000000,seeds=1..1000000000", "seeds=1..1000000000000", "n=1001", "n=" + "9" * 5000]
     + ["seeds=4294967295..4294967296"],
 )
-def test_what_cannot_be_meant(text):
+def test_a_malformed_plan_flag_is_refused(text):
     with pytest.raises(BadInput, match=f"--plan {text}"):
         preregistration.parse_seeds(text)
 
 
-def test_a_series_makes_what_it_announced_and_goes_on(trainer, capfd):
+def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
     options = Options("stdlib", run_dir=trainer / "s", sets=("MUON_LR=0.03",), data=Path("here"), progress=False)
     assert preregistered.run_series(options, "n=3") == 0
     assert [line.split()[0] for line in calls(trainer)] == ["stdlib"] * 3
@@ -112,7 +112,9 @@ def test_a_run_that_fails_stops_the_series(trainer):
     with pytest.raises(BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     (trainer / "told").write_text("2 143")
-    assert preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3") == 143
+    with pytest.raises(SystemExit) as ended:
+        preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+    assert ended.value.code == 143
     assert len(calls(trainer)) == 1
 
 
@@ -144,7 +146,7 @@ def test_sigterm_reaches_the_run_and_its_code_comes_back(tmp_path):
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True)"
     )
-    parent = "import sys; from jspeed.series.preregistered import attended; sys.exit(attended(sys.argv[1:]))"
+    parent = "import sys; from jspeed.series.preregistered import run_child; sys.exit(run_child(sys.argv[1:]))"
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"{program}; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"
@@ -159,9 +161,9 @@ def test_a_run_keeps_to_its_plan(tmp_path):
     good = tmp_path / "2-stdlib-s2"
     assert preregistration.place_in_plan(good, "abc", 2, 40) == {"sha256": plan["sha256"], "folder": "2-stdlib-s2"}
     for arguments, says in [
-        ((good, "abd", 2, 40), "for recipe hash abc, found abd"),
-        ((good, "abc", 1, 40), "for seed 2, found 1"),
-        ((good, "abc", 2, None), "for --steps 40, found None"),
+        ((good, "abd", 2, 40), "plans recipe hash abc for this folder, found abd"),
+        ((good, "abc", 1, 40), "plans seed 2 for this folder, found 1"),
+        ((good, "abc", 2, None), "plans --steps 40 for this folder, found None"),
         ((tmp_path / "other", "abc", 2, 40), "no run for this folder"),
     ]:
         with pytest.raises(BadInput, match=says):
@@ -185,13 +187,13 @@ def test_two_real_runs_of_a_plan(tmp_path):
     assert all(run["asked_steps"] == plan["steps"] == 4 and run["started"] >= plan["made"] for run in runs)
     wrong = ["--data", "shards", "--run-dir", "plan/2-stdlib-s2", "--seed", 3, "--steps", 4, *fields]
     ((code, _, err),) = ended([start(tmp_path, environment(), *wrong)])
-    assert code == 2 and "means this folder for seed 2, found 3" in err and err.count("\n") == 1
+    assert code == 2 and "plans seed 2 for this folder, found 3" in err and err.count("\n") == 1
     ((code, out, err),) = ended(
         [start(tmp_path, environment(), "add", "plan", "--records", "r", script="leaderboard.py")]
     )
     assert code == 0 and out.count("added") == 2, err
     ((code, out, _),) = ended([start(tmp_path, environment(), "verify", "--records", "r", script="leaderboard.py")])
-    assert code == 0 and "every number follows" in out
+    assert code == 0 and "all numbers verified" in out
 
 
 def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path, monkeypatch):
@@ -200,3 +202,24 @@ def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path,
     monkeypatch.chdir(tmp_path)
     done = subprocess.run([*preregistered.RUN, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: jspeed run"), done
+
+
+def test_planned_runs_start_from_their_seeds(trainer):
+    with pytest.raises(BadInput, match="--plan and --init-from: planned runs start from their seeds"):
+        preregistered.run_series(Options("stdlib", run_dir=trainer / "s", init_from=trainer), "n=1")
+
+
+def test_a_plan_of_another_schema_is_refused(tmp_path):
+    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)])
+    preregistration.write_plan(tmp_path, plan | {"schema": 9})
+    with pytest.raises(BadInput, match="field 'schema': expected 1, found 9; use the jspeed that wrote this schema"):
+        preregistration.read_plan(tmp_path / "plan.json")
+
+
+def test_the_current_folder_has_its_place_in_the_plan(tmp_path, monkeypatch):
+    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)])
+    preregistration.write_plan(tmp_path, plan)
+    (tmp_path / "1-stdlib-s1").mkdir()
+    monkeypatch.chdir(tmp_path / "1-stdlib-s1")
+    place = preregistration.place_in_plan(Path(), "abc", 1, 40)
+    assert place == {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}

@@ -1,7 +1,6 @@
 """``jspeed leaderboard``: add finished runs, check every number, show it, compare two recipes, make its page."""
 
 import ast
-import json
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,34 +19,40 @@ PACKAGE = Path(jspeed.__file__).parent
 RECIPES = PACKAGE / "recipes"
 Runs = Annotated[tuple[Path, ...], Wants("RUN_DIR ...", positional=True)]
 Side = Annotated[str, Wants("RECIPE", positional=True)]
+RecordsFolder = Annotated[
+    Path | None,
+    Wants("DIR", help="The records folder; default: the repository's, or records/ in the current folder."),
+]
+RunFlags = Annotated[
+    str, Wants("FLAGS", help='More flags for each run, in one string: --flags="--data DIR --no-progress".')
+]
 
 
-def add_(run_dir: Runs, records: Folder | None = None) -> None:
+def add_(run_dir: Runs, records: RecordsFolder = None) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
-    The repository's own page and README block are made anew then.
+    The repository's own page and README block are generated again then.
 
     Args:
         run_dir: Directories of runs, or of a whole plan with its runs.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     folder, own = places(records)
-    files = store.admit(run_dir, folder)
-    runs = [json.loads(content) for path, content in files.items() if store.RUN.fullmatch(path.name)]
-    notes = dict.fromkeys(note for run in runs for note in remarks(run, folder))
-    for path in store.put(files):
+    addition = store.check_runs(run_dir, folder)
+    notes = dict.fromkeys(note for run in addition.runs.values() for note in remarks(run, folder))
+    store.write_files(addition.files)
+    for path in addition.runs:
         print(f"added {path}")
     for note in notes:
         print(f"note: {note}")
     found = store.read(folder)
     for problem in verify.verify(found, now()):
-        print(f"`jspeed leaderboard verify` fails until this is fixed: {problem}")
+        print(f"`jspeed leaderboard verify` fails until this is fixed: {problem.text}")
     if own and not found.problems:
-        write_page(found, own, None)
+        write_page(found, own / "site", own / "README.md")
 
 
 def verify_(
-    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None, records: Folder | None = None
+    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None, records: RecordsFolder = None
 ) -> int:
     """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
 
@@ -55,7 +60,6 @@ def verify_(
 
     Args:
         record: Only what concerns this file, or the files under this folder (optional); without it everything.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     if record is not None and not record.exists():
         raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
@@ -66,23 +70,22 @@ def verify_(
         from jspeed.leaderboard.views import page
 
         problems = page.stale(page.contents(found, timing_rule(), own / "site", own / "README.md"))
+    subject = f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes"
+    subject = f"{folder}: {subject}, {len(found.tracks)} tracks"
     if record is not None:
-        problems = [problem for problem in problems if str(record.resolve()) in problem or str(record) in problem]
+        subject = str(record)
+        problems = [problem for problem in problems if problem.path.resolve().is_relative_to(record.resolve())]
     for problem in problems:
-        print(problem)
-    count = (
-        f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes, {len(found.tracks)} tracks"
-    )
-    print(f"{folder}: {count}; " + (f"{len(problems)} problems" if problems else "every number follows from its file"))
+        print(problem.text)
+    print(f"{subject}; {len(problems)} problems" if problems else f"{subject}; all numbers verified")
     return 1 if problems else 0
 
 
-def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: Folder | None = None) -> None:
+def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsFolder = None) -> None:
     """Print the leaderboard.
 
     Args:
         track: Only this track, such as stdlib/cpu.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     with importing():
         from rich.console import Console
@@ -99,14 +102,13 @@ def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: Folder |
     console.print(terminal.board(tracks if track is None else terminal.of_track(tracks, track)), soft_wrap=True)
 
 
-def compare_(a: Side, b: Side, diff: bool = True, records: Folder | None = None) -> None:
-    """Say whether A is faster than B, by how much and how surely, and what in their recipes differs.
+def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None) -> None:
+    """Say whether A is faster than B, by how much and how significantly, and what in their recipes differs.
 
     Args:
         a: A recipe by name, by NAME@HASH, or by the path of its file.
         b: What it is compared with, usually its parent.
         diff: Print the diff of the two files too.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     with importing():
         from rich.console import Console
@@ -137,11 +139,15 @@ def page_(out: Folder | None = None, records: Folder | None = None) -> None:
     """
     folder, own = places(records)
     found = store.load(folder)
-    if out is None and own is None:
-        shown = repository()
-        why = f"{shown / 'site'} and README.md show {shown / 'records'}" if shown else "there is no repository here"
-        raise BadInput(f"--records {folder}: {why}; give --out DIR for a page of others")
-    write_page(found, own, out)
+    if out is not None:
+        write_page(found, out)
+    elif own is not None:
+        write_page(found, own / "site", own / "README.md")
+    else:
+        around, why = repository(), "there is no repository here"
+        if around:
+            why = f"{around / 'site'} and README.md belong to {around / 'records'}"
+        raise BadInput(f"--records {folder}: {why}; give --out DIR for other records")
 
 
 def race_(
@@ -150,20 +156,19 @@ def race_(
     rounds: int = 2,
     run_dir: Folder | None = None,
     steps: int | None = None,
-    flags: Annotated[str, Wants("FLAGS")] = "",
+    flags: RunFlags = "",
 ) -> int:
     """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
 
-    What drifts evenly through a round falls out of the ratio, so that B's time anywhere can be stated as A's official
-    time x the ratio. Add the folder to the records to do so.
+    Linear drift of the machine cancels in the ratio, so B's time anywhere can be estimated as A's official time x the
+    ratio. Add the folder to the records to do so.
 
     Args:
         a: The recipe to compare with, by name or path
         b: The recipe in question
         rounds: Rounds of four runs; two or more give an interval.
-        run_dir: Folder to write; the same command goes on with it.
+        run_dir: Folder to write; the same command continues it.
         steps: Stop every run after this many steps.
-        flags: More flags for each run, in one string: --flags="--data DIR --no-progress"
     """
     with importing():
         from jspeed.series.preregistered import race
@@ -175,8 +180,8 @@ def reproduce_(
     recipe: Side,
     n: int = 1,
     run_dir: Folder | None = None,
-    flags: Annotated[str, Wants("FLAGS")] = "",
-    records: Folder | None = None,
+    flags: RunFlags = "",
+    records: RecordsFolder = None,
 ) -> int:
     """Run a record again: a clean worktree at its commit, the recipe's stored source, its seeds; 0 if they agree.
 
@@ -184,8 +189,6 @@ def reproduce_(
         recipe: A recipe with runs among the records, by name or NAME@HASH.
         n: How many of its seeds, and new ones after them.
         run_dir: Folder to write.
-        flags: More flags for each run, in one string: --flags="--data DIR --no-progress".
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     with importing():
         from jspeed.leaderboard import compare, judge
@@ -211,18 +214,17 @@ def split_words(flag: str, text: str) -> list[str]:
 
 
 def places(records: Path | None) -> tuple[Path, Path | None]:
-    """Return the records folder that is meant, and the repository whose own it is, or None."""
+    """Return the records folder, and the repository that it belongs to, or None."""
     around = repository()
     folder = records or (around / "records" if around else Path("records"))
     return folder, around if around and folder.resolve() == (around / "records").resolve() else None
 
 
-def write_page(found: store.Records, own: Path | None, out: Path | None) -> None:
-    """Write the page to ``out``, or that of repository ``own`` and the block in its README.md, and say so."""
+def write_page(found: store.Records, folder: Path, readme: Path | None = None) -> None:
+    """Write the page to ``folder``, and the block in ``readme``; print their paths."""
     from jspeed.leaderboard.views import page
 
-    folder, readme = (out, None) if out or own is None else (own / "site", own / "README.md")
-    made = page.contents(found, timing_rule(), folder or Path(), readme)
+    made = page.contents(found, timing_rule(), folder, readme)
     page.write(made)
     for path in made:
         print(f"wrote {path}")
@@ -230,7 +232,7 @@ def write_page(found: store.Records, own: Path | None, out: Path | None) -> None
 
 def timing_rule() -> str:
     """The docstring of run/clock.py, read without importing it and jax."""
-    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text())) or ""
+    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text(encoding="utf-8"))) or ""
 
 
 def now() -> datetime:
@@ -244,7 +246,9 @@ COMMAND = group_of(
         "add": Command(add_, ("runs/stdlib-...-plan  # all runs of a plan, whatever came out",)),
         "verify": Command(verify_, ("  # every number, and the page made of them",)),
         "show": Command(show_, ("--track stdlib/cpu  # one track",)),
-        "compare": Command(compare_, ("stdlib stdlib-adamw  # faster? by how much? how sure? what was changed?",)),
+        "compare": Command(
+            compare_, ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",)
+        ),
         "page": Command(page_, ("--out page  # open page/index.html",)),
         "race": Command(race_, ("stdlib-adamw mine.py --rounds 3  # in turn on this machine: their ratio",)),
         "reproduce": Command(reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)),

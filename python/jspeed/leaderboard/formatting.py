@@ -1,15 +1,12 @@
-"""Numbers and devices of the board as text."""
+"""Format the board's numbers, devices and comparisons as text."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from jspeed.leaderboard.board import Better
+from jspeed.numbers import NONE, si
 from jspeed.record.schema import Devices, Git
-
-NONE = "-"
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with about four figures; more than an hour as hours and minutes."""
+    """Return seconds with two decimals, one from 10 and none from 1,000; from ten hours as hours with one decimal."""
     if value is None:
         return NONE
     if value >= 36_000:
@@ -23,12 +20,8 @@ def loss(value: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """Return ``count`` with three digits and a prefix: 13.1M."""
-    for size, unit in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            value = count / size
-            return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}{unit}"
-    return f"{count:g}"
+    """Return ``count`` with three figures and an SI prefix: 13.1M."""
+    return si(count, 3, zeros=True)
 
 
 def devices(found: Devices) -> str:
@@ -49,8 +42,13 @@ def chance(p: float | None) -> str:
     return "p < 1e-9" if p < 1e-9 else f"p = {p:.2g}"
 
 
-def ratio(found: Mapping[str, Any]) -> str:
+def ratio(ratio: float, low: float | None, high: float | None) -> str:
     """Return a ratio of times with its interval: ``0.91 (0.88 to 0.94)``."""
-    if found["low"] is None:
-        return f"{found['ratio']:.3f}"
-    return f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    return f"{ratio:.3f}" if low is None else f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+
+
+def against(better: Better) -> str:
+    """Return the comparison with the parent as a phrase."""
+    rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
+    how = f"interleaved on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "separate runs"
+    return f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']} ({how})"

@@ -1,35 +1,33 @@
-"""Which runs trained and validated on the same data, told by the SHA-256 sums in their run.json.
+"""Group runs by the data they trained and validated on, compared by the SHA-256 sums in their run.json.
 
 Validation data are the same when the evaluated token ids are (``data.val_sha256``). Training data are the same when
-the shards read were the same files in the same order (``data.train_shards``), as far as both runs went if they read in
-order: more shards on disk, or a longer run, are no other data. Runs that shuffled, or went on after an epoch, read all
-of their shards, which must be equal. ``data.fingerprint`` is of names, sizes and headers only, so that it counts
-for runs without sums alone: those of schema 1, and interrupted ones.
+the shards read were the same files in the same order (``data.train_shards``). For sequential reading one list of shards
+may be a prefix of the other: a longer run is still the same data. Runs that shuffled, or read on after an epoch, can
+have read all of their shards, which must be equal. ``data.fingerprint`` is a hash of names, sizes and headers only, so
+it is used only for runs without sums: those of schema 1, and interrupted ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jspeed.record.preregistration_status import ByFolder, complete
-from jspeed.record.schema import Unsealed
+from jspeed.record.preregistration_status import complete
+from jspeed.record.schema import EVERY_SHARD, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track
-
-ALL = "all"  # ends the list of a run that read all of its shards
 
 
 @dataclass
 class DataSet:
-    """What some runs trained and validated on; ``shards`` is the longest list of SHA-256 sums among them, or ALL's."""
+    """What some runs trained and validated on; ``shards`` is their longest list of SHA-256 sums."""
 
     val_sha256: str | None
     shards: tuple[str, ...]
 
     def same_shards(self, shards: Sequence[str]) -> bool:
-        """Whether one list of shards begins with the other; or is it, where one of them ends in ALL."""
-        if ALL in (*self.shards[-1:], *shards[-1:]):
-            return [sha for sha in self.shards if sha != ALL] == [sha for sha in shards if sha != ALL]
+        """Whether one list of shards is a prefix of the other; equal, where one of them ends in EVERY_SHARD."""
+        if EVERY_SHARD in (*self.shards[-1:], *shards[-1:]):
+            return [sha for sha in self.shards if sha != EVERY_SHARD] == [sha for sha in shards if sha != EVERY_SHARD]
         return all(mine == other for mine, other in zip(self.shards, shards, strict=False))
 
     def difference(self, other: "DataSet") -> str | None:
@@ -39,49 +37,35 @@ class DataSet:
         return None if self.same_shards(other.shards) else "trained on other shards than the track's"
 
 
-def shards_of(run: Unsealed) -> tuple[str, ...] | None:
-    """Return the sums of the shards that ``run`` trained on, and ALL if it read all; None where it has none."""
-    data = run["data"]
-    shards = data.get("train_shards", [])
-    sums = [shard["sha256"] for shard in shards if shard["sha256"]]
-    if not data.get("val_sha256") or len(sums) < len(shards):
-        return None
-    position = data.get("position") or {}
-    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
-
-
 def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
     """Return the data set of every run by the path of its record; runs on the same data share one object.
 
     Runs that were planned and from a clean commit come first, then the earliest: where a short list of shards fits two
     sets, it goes to the one of the better evidence.
     """
-    found: dict[Path, DataSet] = {}
-    known: dict[str | None, list[DataSet]] = {}
-    fingerprints: dict[tuple[str, str], DataSet] = {}
-    for row in sorted(
-        rows, key=lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])
-    ):
+    by_path: dict[Path, DataSet] = {}
+    by_val: dict[str | None, list[DataSet]] = {}
+    by_fingerprint: dict[tuple[str, str], DataSet] = {}
+    order = lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])  # noqa: E731
+    for row in sorted(rows, key=order):
         data, shards = row.run["data"], shards_of(row.run)
         fingerprint = data["fingerprint"], data["val_fingerprint"]
+        val = data.get("val_sha256") if shards is not None else None
         if shards is None:
-            mine = fingerprints.get(fingerprint)
+            same = by_fingerprint.get(fingerprint)
         else:
-            mine = next((each for each in known.get(data["val_sha256"], ()) if each.same_shards(shards)), None)
-        if mine is None:
-            val = data.get("val_sha256") if shards is not None else None
-            mine = DataSet(val, shards or ())
-            known.setdefault(val, []).append(mine)
-        mine.shards = max(mine.shards, shards or (), key=len)
-        fingerprints.setdefault(fingerprint, mine)
-        found[row.path] = mine
-    return found
+            same = next((each for each in by_val.get(val, ()) if each.same_shards(shards)), None)
+        if same is None:
+            same = DataSet(val, shards or ())
+            by_val.setdefault(val, []).append(same)
+        same.shards = max(same.shards, shards or (), key=len)
+        by_fingerprint.setdefault(fingerprint, same)
+        by_path[row.path] = same
+    return by_path
 
 
-def data_of_track(
-    track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records, there: ByFolder
-) -> DataSet:
-    """Return the data that ``track`` is competed in on: what its file pins, and for the rest those of its first run.
+def data_of_track(track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records) -> DataSet:
+    """Return the data of ``track``: what its file pins, and for the rest those of its first run.
 
     The first run is the earliest of a complete plan and a clean commit on the pinned data, on the track's hardware and
     number of validation tokens; where there is none, the earliest of all. Without any run everything is the track's.
@@ -94,7 +78,7 @@ def data_of_track(
             None,
             row.run["data"].get("val_tokens"),
         )
-        return not (plan and complete(plan[1], there) and ruled), row.run["started"]
+        return not (plan and complete(plan[1], records) and ruled), row.run["started"]
 
     for row in sorted(rows, key=rank):
         shards = shards_of(row.run)

@@ -1,21 +1,20 @@
 """Figures of the page as inline SVG: records over time, loss over seconds, seeds against the target, time saved.
 
-Each is a pure function of the board's data, drawn for a width of 360 units so that a phone shows its letters at their
-size, in colours of the page (CSS variables), with words for those who do not see it.
+Each is a pure function of the board's data, drawn 360 units wide to stay legible on phones, in the page's CSS colours,
+with an aria label.
 """
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
-from typing import Any
 
 from markupsafe import Markup
 
 from jspeed.leaderboard import formatting
+from jspeed.leaderboard.board import BoardTrack, Entry, HistoryRow, best, kind_of, mean_of
 from jspeed.standard_streams import printable
 
-Entry = Mapping[str, Any]
 WIDTH, LEFT, RIGHT, TOP = 360.0, 46.0, 8.0, 10.0
 BOTTOM = 210.0  # of the plots with a legend under them
 GUTTER = 136.0  # room for a recipe's name
@@ -23,11 +22,11 @@ NAME = 21  # letters that fit there
 LINES = 6  # curves that can be told apart
 
 
-def figure(title: str, said: str, height: float, parts: Sequence[str]) -> str:
-    """Return a figure with a caption; ``said`` is what a screen reader says of it."""
+def figure(title: str, label: str, height: float, parts: Sequence[str]) -> str:
+    """Return a figure with a caption, ``height`` SVG units high; ``label`` is the text for screen readers."""
     return Markup(
         '<figure><figcaption>{}</figcaption><svg role="img" viewBox="0 0 {:g} {:g}" aria-label="{}">{}</svg></figure>'
-    ).format(printable(title), WIDTH, height, printable(said), Markup("".join(parts)))
+    ).format(printable(title), WIDTH, height, printable(label), Markup("".join(parts)))
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
@@ -113,14 +112,14 @@ def best_so_far(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
     return best
 
 
-def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], reference: str) -> str:
-    """Return the records over time: ours as they fell, and the ``history`` of ``reference`` beside them.
-
-    Nothing where all are of one day, which is no course yet.
-    """
+def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) -> str:
+    """Return our records over time beside the ``history`` of ``reference``; empty if all are of one day."""
     unit = "steps" if track["rank"] == "steps" else "seconds"
-    value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: e["seconds"]["mean"])
-    ours = [(days(e["date"]), value(e)) for e in track["entries"] if e["valid"]]
+    value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: mean_of(e["seconds"]))
+    valid = [e for e in track["entries"] if e["valid"]]
+    if unit == "seconds":  # compared on one kind and number of devices only
+        valid = [e for e in valid if kind_of(e["devices"]) == kind_of(valid[0]["devices"])]
+    ours = [(days(e["date"]), value(e)) for e in valid]
     theirs = [(days(row["date"]), row["seconds"]) for row in history]
     everything = ours + theirs
     if len({day for day, _ in everything}) < 2:
@@ -139,8 +138,8 @@ def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], re
             now = f"{best[-1][1]:,.0f} steps" if unit == "steps" else formatting.seconds(best[-1][1])
             names.append((f"line {kind}", f"{name}: {now}"))
     parts += [f'<circle class="dot" cx="{axes.x(d):.1f}" cy="{axes.y(v):.1f}" r="3.5"/>' for d, v in ours]
-    said = f"Best {unit} over time. {'; '.join(name for _, name in names)}"
-    return figure(f"Best {unit} over time", said, BOTTOM + 14 * len(names), [*parts, *legend(names)])
+    label = f"Best {unit} over time. {'; '.join(name for _, name in names)}"
+    return figure(f"Best {unit} over time", label, BOTTOM + 14 * len(names), [*parts, *legend(names)])
 
 
 def legend(names: Sequence[tuple[str, str]]) -> list[str]:
@@ -171,7 +170,7 @@ def labels(entries: Sequence[Entry]) -> list[str]:
     return [printable(entry["recipe"], NAME - len(end)) + end for entry, end in zip(entries, hashes, strict=True)]
 
 
-def curves(track: Mapping[str, Any]) -> str:
+def curves(track: BoardTrack) -> str:
     """Return validation loss over timed seconds of the best entries."""
     shown = [entry for entry in track["entries"] if entry["data"]["of_track"] and entry["seconds"]]
     shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][:LINES]
@@ -179,7 +178,7 @@ def curves(track: Mapping[str, Any]) -> str:
         return ""
     target = track["target_loss"]
     points = [[(s, loss) for _, s, loss in entry["curve"] if loss is not None] for entry in shown]
-    # The first seconds fall from the loss of a guess; they leave through the top.
+    # The initial drop is cut off at the top.
     late = [loss for curve in points for s, loss in curve if s >= 0.25 * curve[-1][0]] or [target]
     top, low = max(late), min([target, *(loss for curve in points for _, loss in curve)])
     right = max(curve[-1][0] for curve in points) or 1.0
@@ -191,12 +190,12 @@ def curves(track: Mapping[str, Any]) -> str:
         f"{name}: {formatting.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)
     ]
     names = [(f"line c{place}", end) for place, end in enumerate(ends)]
-    said = f"Validation loss over timed seconds. {'; '.join(ends)}"
+    label = f"Validation loss over timed seconds. {'; '.join(ends)}"
     title = f"Validation loss over seconds, target {target:g}"
-    return figure(title, said, BOTTOM + 14 * len(names), [*parts, *legend(names)])
+    return figure(title, label, BOTTOM + 14 * len(names), [*parts, *legend(names)])
 
 
-def dots(track: Mapping[str, Any]) -> str:
+def dots(track: BoardTrack) -> str:
     """Return the final loss of every run of the best entries, a row each, against the target."""
     shown = [entry for entry in track["entries"] if entry["loss"] and entry["data"]["of_track"]]
     shown = [entry for entry in shown if not entry["cut_short"]][:10]
@@ -213,39 +212,39 @@ def dots(track: Mapping[str, Any]) -> str:
         y = TOP + 20.0 * place + 14
         parts.append(word(GUTTER - 8, y + 3.5, name, "", "end"))
         parts += [f'<circle class="dot" cx="{axes.x(loss):.1f}" cy="{y:.1f}" r="3"/>' for loss in losses]
-        mean = axes.x(entry["loss"]["mean"])
+        mean = axes.x(mean_of(entry["loss"]))
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
-    said = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{name} mean {formatting.loss(entry['loss']['mean'])} of {len(losses)}"
-        for name, entry, losses in zip(names, shown, found, strict=True)
+    label = f"Final loss of every run against the target {target:g}: " + "; ".join(
+        f"{name} mean {formatting.loss(mean_of(entry['loss']))} of {entry['loss']['n'] if entry['loss'] else 0}"
+        for name, entry in zip(names, shown, strict=True)
     )
-    return figure(f"Final loss of every run, target {target:g}", said, height, parts)
+    return figure(f"Final loss of every run, target {target:g}", label, height, parts)
 
 
-def chain(track: Mapping[str, Any]) -> list[Entry]:
+def chain(track: BoardTrack) -> list[Entry]:
     """Return the best valid entry and its parents, eldest first."""
     by_hash: dict[str, Entry] = {}
     for each in track["entries"]:  # of several entries of a recipe the valid one, which comes first
         if each["seconds"]:
             by_hash.setdefault(each["recipe_hash"], each)
     found: list[Entry] = []
-    entry = next((entry for entry in track["entries"] if entry["valid"]), None)
+    entry = best(track)
     while entry is not None and entry not in found:
         found.insert(0, entry)
         entry = by_hash.get(entry["better"]["parent_hash"]) if entry["better"] else None
     return found
 
 
-def waterfall(track: Mapping[str, Any]) -> str:
-    """Return what bought the time: the mean seconds of the best entry's ancestors, and what each step saved."""
+def waterfall(track: BoardTrack) -> str:
+    """Return the mean seconds of the best entry and its ancestors, and what each saved of its parent's."""
     line_of = chain(track)[-10:]
     if len(line_of) < 2:
         return ""
-    height, most = TOP + 34.0 * len(line_of) + 6, max(entry["seconds"]["mean"] for entry in line_of)
+    height, most = TOP + 34.0 * len(line_of) + 6, max(mean_of(entry["seconds"]) for entry in line_of)
     scale, parts = (WIDTH - 2 * RIGHT) / most, []
     for place, entry in enumerate(line_of):
-        y, mean = TOP + 34.0 * place, entry["seconds"]["mean"]
-        before = line_of[place - 1]["seconds"]["mean"] if place else mean
+        y, mean = TOP + 34.0 * place, mean_of(entry["seconds"])
+        before = mean_of(line_of[place - 1]["seconds"]) if place else mean
         saved = before - mean
         note = "" if not place else f", {formatting.seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
         parts.append(word(RIGHT, y + 10, f"{printable(entry['recipe'], 26)}: {formatting.seconds(mean)}{note}"))
@@ -254,7 +253,7 @@ def waterfall(track: Mapping[str, Any]) -> str:
         if place and width >= 0.5:
             kind = "saved" if saved > 0 else "lost"
             parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y + 15:.1f}" width="{width:.1f}" height="9"/>')
-    said = "What bought the time: " + "; ".join(
-        f"{e['recipe']} {formatting.seconds(e['seconds']['mean'])}" for e in line_of
+    label = "Seconds saved, parent by parent: " + "; ".join(
+        f"{e['recipe']} {formatting.seconds(mean_of(e['seconds']))}" for e in line_of
     )
-    return figure("What bought the time, parent by parent", said, height, parts)
+    return figure("Seconds saved, parent by parent", label, height, parts)

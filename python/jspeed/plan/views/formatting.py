@@ -1,10 +1,10 @@
 """Format values of a plan as text for tables and plots."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NONE = "-"
+from jspeed.numbers import NONE, si
+
 UNITS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))  # seconds in each
 
 
@@ -51,8 +51,7 @@ def size(value: float) -> str:
 
 def short(value: float) -> str:
     """``7.27e8`` as ``727 M``: four figures and an SI prefix."""
-    power = max(0, min(8, math.floor(math.log10(max(value, 1)) / 3)))
-    return f"{value / 1000**power:.4g} {' kMGTPEZY'[power]}".rstrip()
+    return si(value, 4, gap=" ")
 
 
 def percent(value: float, whole: float) -> str:
