@@ -44,7 +44,8 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
             config = {"model_type": "jspeed", "recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
             config |= {"overrides": found.overrides, "tokenizer": loaded.facts}
         write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), config.json")
+    others = sorted(path.name for path in out.iterdir() if path.name != FILE)
+    print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), {', '.join(others)}")
 
 
 COMMAND = Command(export, ("runs/mine --out model  # to share, or to go on from: run RECIPE --init-from model",))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jspeed.commands.flags import Axes, Command, Fields, Folder, Wants
+from jspeed.errors import first_line
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.run.recipe_names import known_recipes
@@ -38,7 +39,7 @@ def speak(run_dir: Path) -> None:
         print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
         write_whole(run_dir / "samples.txt", joined(texts) + "\n")
     except Exception as error:  # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
-        print(f"no sample: {type(error).__name__ if not str(error) else str(error).splitlines()[0]}")
+        print(f"no sample: {first_line(error)}")
 
 
 def run(

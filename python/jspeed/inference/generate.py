@@ -129,11 +129,11 @@ class Generator:
                 return
 
     def _led(self, prompt: Sequence[int]) -> list[int]:
-        led = [] if self.bos_id is None else [self.bos_id]
-        text = [*led, *prompt]
-        if not text:
-            raise BadInput(f"model {self._name} has no mark to begin a text with; give a --prompt")
-        return text[:1] + text[1:][-(self.limit - 1) :] if self.limit > 1 else text[-1:]
+        bos = [] if self.bos_id is None else [self.bos_id]
+        if not bos and not prompt:
+            raise BadInput(f"model {self._name} has no BOS token; give a --prompt")
+        room = self.limit - len(bos)
+        return [*bos, *prompt[-room:]] if room else [*bos, *prompt][-1:]
 
     def _read_all(self, texts: Sequence[Sequence[int]]) -> tuple[Cache, np.ndarray]:
         """Read all of each text but its last token, which the next step reads."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput, first_line, nearest
 from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length
 from jspeed.inference.score import ROWS, filled, likeliest, token_losses
 from jspeed.inference.trained import Model
@@ -37,7 +37,7 @@ def run_tasks(model: Model, tasks: Sequence[str | dict[str, Any]], limit: int | 
         found = simple_evaluate(harness(model), tasks=list(tasks), limit=limit, log_samples=False, task_manager=manager)
     except OSError as error:
         raise BadInput(
-            f"the data of {', '.join(map(str, tasks))} cannot be fetched ({str(error).splitlines()[0]})"
+            f"the data of {', '.join(map(str, tasks))} cannot be fetched ({first_line(error)})"
         ) from None
     assert found is not None
     return dict(found["results"])

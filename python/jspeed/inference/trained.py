@@ -1,6 +1,6 @@
 """A trained model from wherever it lies: a run directory, a checkpoint, an exported folder, GPT-2's own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -89,8 +89,9 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")
     step = None
     run_dir = path
-    if path.name.isdecimal() and path.parent.name == "checkpoints":
-        step, run_dir = int(path.name), path.parent.parent
+    at = path.absolute()
+    if at.name.isdecimal() and at.parent.name == "checkpoints":
+        step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
         found, facts = gpt2_recipe(path, config), config.get("tokenizer") or dict(GPT2_FACTS)
@@ -130,9 +131,10 @@ def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, A
     source = folder / "recipe.py"
     if not source.is_file():
         raise BadInput(f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed")
-    found = find(
-        str(source), [f"{name}={value!r}" for name, value in config.get("overrides", {}).items() if name.isupper()]
-    )
+    overrides = config.get("overrides", {})
+    found = find(str(source), [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()])
+    added = {name: value for name, value in overrides.items() if not name.isupper()}  # init_from
+    found = replace(found, fields=found.fields | added, overrides=found.overrides | added)
     facts = config.get("tokenizer")
     if facts is None:
         data = found.recipe.data
@@ -166,6 +168,8 @@ def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
         wrong = damage(folder, number) or ""
         if not wrong:
             return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[0]["params"]
+    if step is not None:
+        raise BadInput(f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or {folder.parent}")
     raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")
 
 

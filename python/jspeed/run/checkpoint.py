@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster import distributed
 from jspeed.cluster.failure import at_failure
 from jspeed.cluster.timeout import with_timeout
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, first_line
 from jspeed.files import read_json, sha256_of, write_whole
+from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
 
 KEEP = 2  # unless another number is asked for: the newest, and one before it should the newest be damaged
@@ -69,7 +71,7 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
             self._guarded(lambda: setattr(self, "_manager", ocp.CheckpointManager(self._folder, options=options)))
         frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
-        args = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), record=ocp.args.JsonSave(frozen))
+        args = ocp.args.Composite(state=ocp.args.StandardSave(_named(accumulators.without(state))), record=ocp.args.JsonSave(frozen))
         with jax.transfer_guard("allow"):
             self._guarded(self._manager.wait_until_finished)
             self._step = step
@@ -123,7 +125,7 @@ def _reason(error: Exception) -> str:
     """A few words for a page of Orbax's or TensorStore's."""
     if found := re.search(r"No space left on device|Disk quota exceeded|Read-only file system", str(error)):
         return found.group()
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return first_line(error, 300)
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -180,16 +182,21 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
 
 
 def restore(folder: Path, step: int, shapes: State) -> tuple[State, dict[str, Any]]:
-    """Read the checkpoint of ``step`` into arrays like ``shapes``, on whatever mesh those lie; and its record."""
+    """Read the checkpoint of ``step`` into arrays with the shapes and shardings of ``shapes``; also return its record.
+
+    The mesh may be another than the one it was saved on. What is carried between slow updates is zeros.
+    """
     import orbax.checkpoint as ocp
 
     _quieten()
-    names = _named(shapes)
+    saved = accumulators.without(shapes)
+    names = _named(saved)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(names), record=ocp.args.JsonRestore())
     with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         found = manager.restore(step, args=args)
     leaves = [found["state"][name] for name in names]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), found["record"]
+    carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
+    return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}, found["record"]
 
 
 def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
         prefetch=0,
     )
     with loader:
-        rows = [np.array(batch.tokens[0]) for batch, _ in zip(loader, range(wanted), strict=False)]
+        rows = [np.array(batch.tokens[0]) for batch in islice(loader, wanted)]
     return np.stack(rows)
 
 

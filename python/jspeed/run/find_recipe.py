@@ -5,14 +5,14 @@ import json
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspeed.errors import BadInput, Terminated, nearest
+from jspeed.errors import BadInput, Terminated, first_line, nearest
 from jspeed.fields import expected, recipe_hash
 from jspeed.recipe import Context, Recipe, init_parameters
 from jspeed.run.recipe_names import FOLDER, locate
@@ -80,7 +80,7 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
 
 
 def check_functions(recipe: Recipe) -> None:
-    """Trace loss and optimizer on shapes alone, so that a recipe that cannot work is found before any data is."""
+    """Trace forward, loss and optimizer on shapes alone, so that a faulty recipe fails before data are looked for."""
     stage = recipe.stages[0]
     params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.int32)
@@ -91,6 +91,12 @@ def check_functions(recipe: Recipe) -> None:
         raise BadInput(
             f"recipe {recipe.name}: loss returns shapes {total.shape} and {loss_BT.shape}; "
             f"expected () and (batch, tokens) = {tokens.shape}"
+        )
+    logits = jax.eval_shape(lambda p, t: recipe.forward(p, t, replace(ctx, training=False)), params, tokens)
+    if logits.shape[:-1] != tokens.shape or logits.shape[-1] < recipe.data.vocab_size:
+        raise BadInput(
+            f"recipe {recipe.name}: forward returns shape {logits.shape}; expected (batch, tokens, vocabulary) = "
+            f"{(*tokens.shape, recipe.data.vocab_size)}, the last of them at least"
         )
     jax.eval_shape(recipe.optimizer().init, params)
 
@@ -152,7 +158,7 @@ def _alike(value: Any, old: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
 
 
 def _line_in(error: BaseException, path: Path) -> str:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.cluster.distributed import everyones, process_index, same_everywhere
-from jspeed.cluster.failure import at_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
@@ -36,7 +34,6 @@ from jspeed.record.schema import Kernels
 from jspeed.run import evaluate
 from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.clock import Clock
-from jspeed.run.compute import accumulators
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.malloc import keep_freed_memory
@@ -55,7 +52,7 @@ from jspeed.run.export import fingerprint, read_parameters
 from jspeed.run.find_recipe import Found, find
 from jspeed.run.output import console as say
 from jspeed.run.output.sinks import check_sinks
-from jspeed.run.run_directory import Claim, claim
+from jspeed.run.run_directory import RunDirectory, open_run_directory
 from jspeed.sizes import describe
 
 
@@ -106,7 +103,7 @@ class Setup:
     manifest: dict[str, Any]
     run_dir: Path
     started: str
-    claim: Claim
+    directory: RunDirectory
     program: Program
     validation: evaluate.ValidationSet
     state: State
@@ -159,9 +156,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"
     saving = options.checkpoint_every > 0
-    claimed = claim(options.run_dir, name, options.resume, saving, same, console, options.steps)
-    run_dir, step = claimed.run_dir, claimed.step
-    forget = at_failure(claimed.abandon)
+    directory = open_run_directory(options.run_dir, name, options.resume, saving, same, console, options.steps)
+    run_dir, step = directory.path, directory.step
     try:
         config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
         config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}
@@ -211,8 +207,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             record: dict[str, Any] | None = None
             if step is not None:
                 shapes, _ = state_shardings(recipe, options.layout, mesh)
-                state, record = restore(run_dir / "checkpoints", step, accumulators.without(shapes))
-                state["carry"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
+                state, record = restore(run_dir / "checkpoints", step, shapes)
                 loader.load_state_dict(record["loader"])
                 after_warm_up = checksum(program.init(seed))
             else:
@@ -223,9 +218,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             jax.block_until_ready(state)
             at_start = StartEvidence(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
-        claimed.abandon()
+        directory.abandon()
         raise
-    forget()
+    directory.keep()
     return Setup(
         options=options,
         found=found,
@@ -237,8 +232,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         loader=loader,
         manifest=manifest or {},
         run_dir=run_dir,
-        started=claimed.started,
-        claim=claimed,
+        started=directory.started,
+        directory=directory,
         program=program,
         validation=validation,
         state=state,

@@ -20,7 +20,6 @@ from jspeed.recipe import Stage
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
-from jspeed.run.compute import accumulators
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import validation_loss
@@ -58,11 +57,11 @@ def run(options: Options) -> tuple[int, Path]:
     asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = GracefulStop()
     logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
-    with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
+    with setup.directory, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
         with Display(console, asked, options.progress, setup.recipe.target_loss) as display:
-            progress = Progress(clock, setup.claim.metrics, display, sinks=opened)
+            progress = Progress(clock, setup.directory.metrics, display, sinks=opened)
             try:
-                setup.claim.begin()
+                setup.directory.begin()
                 if setup.record:
                     progress.resume(setup.record)
                 # Without jit every constant of the program is a copy.
@@ -71,7 +70,7 @@ def run(options: Options) -> tuple[int, Path]:
                         state = loop(setup, progress, stop, checkpoints, asked)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
-                    setup.claim.abandon()
+                    setup.directory.abandon()
                     raise
                 progress.status = "interrupted"
                 with suppress(BadInput, OSError):  # there may be no room for this either, and no data
@@ -105,9 +104,11 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     def save() -> None:
         nonlocal saved
         read()
+        if progress.status == "diverged":  # a good checkpoint would make room for this one
+            return
         with clock.section("checkpoint", wait_for=state):
             record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
-            checkpoints.save(progress.steps, accumulators.without(state), record)
+            checkpoints.save(progress.steps, state, record)
         saved = progress.steps
 
     clock.start(state)
@@ -153,7 +154,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     clock.stop(state)
     wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
     try:
-        if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
+        if wanted and setup.directory.shared and progress.steps > saved:
             save()
         checkpoints.wait()
     except BadInput as error:  # all steps are made: their record needs no checkpoint

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.cluster.distributed import everyones
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, first_line
 from jspeed.files import cache_folder, read_json, write_whole
 from jspeed.model.kernels import attention_backends
 from jspeed.model.kernels.attention_backends import Refused
@@ -134,7 +134,7 @@ def outcome(name: str, check: Callable[[], str | None], remembered: "Remembered 
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     first = next((text for text in everyones(f"checked: {name}", reason) if text), None)
     if first is None and remembered:
         remembered.passed.add(name)
@@ -207,7 +207,7 @@ def compile_or_fall_back(
             except (Refused, jax.errors.JaxRuntimeError) as caught:
                 if (device.attention == "xla" and not device.own_kernels) or "RESOURCE_EXHAUSTED" in str(caught):
                     raise
-                error, failure = caught, _first_line(caught)
+                error, failure = caught, first_line(caught)
         tried = f"compiled with {device.attention}, own kernels {device.own_kernels}"
         reason = next((text for text in everyones(tried, failure) if text), None)
         if program and reason is None:
@@ -233,7 +233,3 @@ def compile_or_fall_back(
             checked = Preflight(rest.device, rest.checks + others, checked.refused + rest.refused)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
         console.print(f"{said}; attention by {checked.device.attention}", markup=False, soft_wrap=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

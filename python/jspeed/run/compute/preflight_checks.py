@@ -92,7 +92,7 @@ def attention_in_float64(
 
 
 def fp8_error() -> str | None:
-    """Compare an FP8 matmul and both of its gradients with products of the same FP8 numbers in float64."""
+    """Compare an FP8 matmul and both of its gradients with matmuls of the same FP8 values in float64."""
     rows, columns, depth = FP8_SHAPE
     draw = np.random.default_rng(0)
     x, w, g = (draw.normal(size=s).astype(jnp.bfloat16) for s in ((rows, depth), (columns, depth), (rows, columns)))
@@ -105,7 +105,7 @@ def fp8_error() -> str | None:
     found = jax.device_get(jax.jit(call)(*jax.device_put([x, w, g], jax.local_devices()[0])))
     rounded = zip((x, w, g), scales, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)
     qx, qw, qg = (scale * _quantised(a, scale, dtype) for a, scale, dtype in rounded)
-    return worst(("the product", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
+    return worst(("the output", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
 
 
 def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
@@ -166,10 +166,10 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
     of_heads = [drawn(*shape) for _ in range(4)]  # a gradient, queries, keys, values
     return {
         "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
-        "its gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
+        "squared ReLU gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
         "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
-        "its gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
-        "copies in FP8": (*cast, [x, np.float32(0.01)]),
+        "squared ReLU gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
+        "FP8 cast": (*cast, [x, np.float32(0.01)]),
         "queries and keys": (*with_gradients(turn), [tuple(of_heads[:2]), drawn(*shape[:2], 2 * width)]),
         "composed heads": (*with_gradients(mix), [*of_heads, drawn(*shape[:3]), drawn(*shape[:3])]),
     }

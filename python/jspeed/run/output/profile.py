@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 from jax.errors import JaxRuntimeError
 
+from jspeed.errors import first_line
 from jspeed.run.clock import Clock
 from jspeed.run.compute.step import State
 
@@ -44,5 +45,5 @@ class Profile:
                 except (OSError, JaxRuntimeError) as error:
                     shutil.rmtree(self._folder, ignore_errors=True)  # what there is of it has no use and takes room
                     self._failed.append(
-                        f"the trace could not be written ({str(error).splitlines()[0]}); make room there"
+                        f"the trace could not be written ({first_line(error)}); make room there"
                     )
