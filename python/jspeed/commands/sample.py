@@ -49,7 +49,7 @@ def sample(
     with importing():
         from jspeed.inference.generate import Sampling, joined, write
         from jspeed.inference.trained import load_model
-        from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
+        from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
 
     text = read_prompt(prompt, prompt_file)
@@ -57,10 +57,7 @@ def sample(
         if given is not None and not 1 <= given <= most:
             raise BadInput(f"--{flag} {given}: must be at least 1 and at most {most:,}")
     use_compile_cache()
-    axes = parse_mesh(mesh) if mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    loaded = load_model(model, make_mesh(axes) if axes else None)
+    loaded = load_model(model, mesh_for(mesh))
     asked = loaded.recipe.sample
     count = number if number is not None else asked.number if text is None else 1
     length = tokens if tokens is not None else asked.tokens

@@ -1,6 +1,7 @@
-"""A trained model from wherever it lies: a run directory, a checkpoint, an exported folder, GPT-2's own."""
+"""Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's GPT-2."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
@@ -18,6 +19,7 @@ from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
+from jspeed.run.compute.step import computing
 from jspeed.run.export import FILE, named, read_parameters
 from jspeed.run.find_recipe import Found, find
 
@@ -70,6 +72,11 @@ class Model:
     def recipe(self) -> Recipe:
         """The recipe, fields as they were in training."""
         return self.found.recipe
+
+    @cached_property
+    def compute_params(self) -> Any:
+        """The parameters in their compute dtypes."""
+        return jax.jit(partial(computing, self.recipe))(self.params)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput where its vocabulary cannot be fetched."""

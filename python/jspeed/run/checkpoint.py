@@ -71,7 +71,9 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
             self._guarded(lambda: setattr(self, "_manager", ocp.CheckpointManager(self._folder, options=options)))
         frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
-        args = ocp.args.Composite(state=ocp.args.StandardSave(_named(accumulators.without(state))), record=ocp.args.JsonSave(frozen))
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(_named(accumulators.without(state))), record=ocp.args.JsonSave(frozen)
+        )
         with jax.transfer_guard("allow"):
             self._guarded(self._manager.wait_until_finished)
             self._step = step

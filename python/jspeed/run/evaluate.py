@@ -20,7 +20,7 @@ from jspeed.run.compute.step import mean_weight
 class ValidationSet:
     """The first ``tokens`` validation tokens as rows on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
 
-    ``first`` is the first of them on the host; ``mean_weight`` is what one counts on average.
+    ``first`` is the first row on the host; ``mean_weight`` is the mean weight of a target in the loss.
     """
 
     rows: jax.Array
@@ -33,7 +33,8 @@ class ValidationSet:
 def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
     """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id only a target.
 
-    All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do.
+    All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do. Raises
+    :class:`BadInput` when they hold less than a row.
     """
     wanted = recipe.eval_tokens // recipe.eval_len
     loader = TokenLoader(
@@ -59,7 +60,7 @@ def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
         )
 
 
-def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
+def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
     full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)
     full[: len(rows)] = rows

@@ -128,7 +128,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "ledger": ledger,
         "resumed": progress.resumed,
         "plan": setup.at_start.plan,
-        "initial_state": setup.at_start.fresh,
+        "initial_state": setup.at_start.initial_checksum,
         "curve": progress.curve,
         "probes": cast(dict[str, Probe], verdicts),
         "versions": provenance.versions(),
@@ -147,7 +147,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     parts.append(lambda: draw(setup, progress, unit, run))
     failed = list(progress.failed)
     if data["val_sha256"] is None and progress.status != "interrupted":
-        failed.append("its shards cannot be read any more, so that run.json has no hashes of its data")
+        failed.append("the shards can no longer be read, so run.json has no data hashes")
     for write in parts:
         try:
             write()
@@ -156,7 +156,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     for line in say.closing(run, setup.run_dir, unit):
         console.print(line, soft_wrap=True)
     if failed:
-        raise BadInput(f"the run has ended but {'; and '.join(failed)}")
+        raise BadInput(f"the run ended, but {'; '.join(failed)}")
     return exit_code(setup, progress, reached)
 
 

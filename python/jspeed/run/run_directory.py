@@ -109,8 +109,8 @@ def open_run_directory(
             )
             if checkpoints or resume:
                 raise BadInput(
-                    f"not all processes see {of_first}, and each writes its part of a checkpoint; give a --run-dir that "
-                    "all nodes share, or leave out --checkpoint-every and --resume"
+                    f"not all processes see {of_first}, and each writes its part of a checkpoint; give a --run-dir "
+                    "that all nodes share, or leave out --checkpoint-every and --resume"
                 )
     except BaseException:
         directory.abandon()

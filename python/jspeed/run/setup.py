@@ -1,10 +1,11 @@
-"""Everything before the clock starts: recipe, devices, data, run directory, compiled program, warm-up, first state."""
+"""Set up a run before the clock starts: recipe, devices, data, run directory, compiled programs, warm-up, state."""
 
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
-from jspeed.parallel.mesh import make_mesh, parse_mesh, put, replicated, request_cpu_devices
+from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.preregistration import place_in_plan
@@ -58,7 +59,7 @@ from jspeed.sizes import describe
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; ``jspeed run`` explains each."""
+    """Options of ``jspeed run``, which explains each."""
 
     recipe: str
     data: Path | None = None
@@ -90,7 +91,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that is ready to start; ``recipe`` has the target that counts, ``state`` is the initial one."""
+    """A run that is ready to start; ``recipe`` has --target-loss applied, ``state`` is the first one.
+
+    ``identity`` is what a checkpoint must share to be resumed; ``record`` is that of the checkpoint resumed from, or
+    None; ``kernels`` is what the preflight found."""
 
     options: Options
     found: Found
@@ -113,10 +117,10 @@ class Setup:
     kernels: Kernels
 
 
-def prepare(options: Options, clock: Clock, console: Console) -> Setup:
+def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
     use_compile_cache()
-    found, mesh = find_and_place(options)
+    found, mesh = load_recipe_and_mesh(options)
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
@@ -132,7 +136,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     device = dataclasses.replace(
         device, own_kernels=device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on")
     )
-    parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
+    parts = tuple(micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages)
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
@@ -167,7 +171,6 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         devices = provenance.devices()
-        accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
         path = min(str(found.path), os.path.relpath(found.path), key=len)
         kernels, explanation = kernels_of(device, found.fields.get("FP8"))
         facts = [
@@ -180,8 +183,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             ),
             (
                 "micro-batches",
-                "lanes (rows of a batch) / devices / lanes a device computes at once; gradients accumulate over them",
-                accumulation + idle(mesh, parts[-1]),
+                "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated",
+                by_stage(parts) + pipeline_note(mesh, parts[-1]),
             ),
             ("kernels", explanation, kernels),
             ("data", str(folder), f"{shards.num_tokens:,} tokens"),
@@ -196,12 +199,14 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
             device = checked.device
+        if program.parts != parts:
+            console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
         for note in in_less_memory(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))
-            validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
+            validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
             record: dict[str, Any] | None = None
@@ -244,35 +249,37 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     )
 
 
-def find_and_place(options: Options) -> tuple[Found, Mesh]:
-    """Return the recipe and the mesh it is to lie on, with no device used yet.
+def load_recipe_and_mesh(options: Options) -> tuple[Found, Mesh]:
+    """Return the recipe and its mesh, with no device used yet.
 
-    Raises :class:`BadInput` for options that cannot be meant, and where the layout does not fit.
+    Raises :class:`BadInput` for invalid options, and where the layout does not fit.
     """
     check_options(options)
     found = find(options.recipe, options.sets)
-    axes = parse_mesh(options.mesh) if options.mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    mesh = make_mesh(axes)
+    mesh = mesh_for(options.mesh) or make_mesh()
     check_layout(options.layout, mesh, found.recipe)
     return found, mesh
 
 
-def idle(mesh: Mesh, parts: int) -> str:
-    """What a pipeline loses, in words."""
+def by_stage(parts: Sequence[int]) -> str:
+    """Write a number of each stage, equal neighbours once."""
+    return " then ".join(str(part) for part, _ in itertools.groupby(parts))
+
+
+def pipeline_note(mesh: Mesh, parts: int) -> str:
+    """Describe the bubble of a pipeline."""
     stages = mesh.shape.get("pipe", 1)
     return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
 def start_from(found: Found, path: Path) -> Found:
-    """Return ``found`` with the hash of the parameters it starts from among its fields: it is another recipe then."""
+    """Return ``found`` with the hash of its first parameters among its fields: another hash than from scratch."""
     given = {"init_from": fingerprint(path)}
     return dataclasses.replace(found, fields=found.fields | given, overrides=found.overrides | given)
 
 
 def given_state(recipe: Recipe, given: Any, state: State) -> State:
-    """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
+    """Return a first state with the ``given`` parameters (NumPy), with the shardings of ``state``."""
     params = jax.tree.map(lambda array, old: put(array, old.sharding), given, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
     optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)
@@ -293,7 +300,7 @@ def identity(options: Options, found: Found, shards: Shards, val_shards: Shards)
 
 
 def check_options(options: Options) -> None:
-    """Raise :class:`BadInput` for values that no option may have, whatever the recipe."""
+    """Raise :class:`BadInput` for invalid option values, whatever the recipe."""
     for where, expected, found in misfits(options, Options):
         raise BadInput(f"--{where.replace('_', '-')} {getattr(options, where)}: expected {expected}, found {found}")
     check_sinks(options.log)

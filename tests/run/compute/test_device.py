@@ -107,7 +107,7 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
 def test_what_an_evaluation_leaves_on_the_device_is_counted():
     """Two moments of Adam beside each parameter, cut among the devices in their turn."""
     recipe = find("stdlib").recipe
-    one, two = (program.waiting_bytes(recipe, mesh_of(n), "zero1") for n in (1, 2))
+    one, two = (program.idle_state_bytes(recipe, mesh_of(n), "zero1") for n in (1, 2))
     params = 4 * sum(
         math.prod(p.shape) for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
     )

@@ -17,7 +17,10 @@ CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a 
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
 BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-FUSED = (8, 0)  # Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
+FUSED = (
+    8,
+    0,
+)  # Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
 HOPPER = (9, 0)
 PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones

@@ -46,7 +46,8 @@ class Program:
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
     last rows being padding. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
-    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``.
+    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts`` are the
+    micro-batches of a device in each stage.
     """
 
     init: Callable[[jax.Array], State]
@@ -56,6 +57,7 @@ class Program:
     eval_rows: int
     head_chunk: int | None = None
     remat: bool = False
+    parts: tuple[int, ...] = ()
 
 
 def compile_program(
@@ -80,15 +82,28 @@ def compile_program(
     every, period = [step for step, *_ in fitted], recipe.period
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
+    idle = idle_state_bytes(recipe, mesh, layout)
+    padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
+    numbers = tuple(parts for _, parts, *_ in fitted[period - 1 :: period])
+    return Program(init, steps, evaluation, micro_tokens, padded, chunk, remat, numbers)
+
+
+def compile_evaluation(
+    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int, idle: int = 0
+) -> tuple[int, jax.stages.Compiled]:
+    """Compile :func:`lower_evaluation`; returns the padded rows too.
+
+    Raises :class:`BadInput` where it does not fit into a device's memory beside ``idle`` bytes.
+    """
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
-    evaluation = compiled(lowered, device)
-    need = memory_needed(evaluation) + waiting_bytes(recipe, mesh, layout) if device.memory else 0
-    if device.memory and need > device.memory:
+    need, evaluation = measured(partial(compiled, device=device), lowered)
+    if evaluation is None or need + idle > (device.memory or math.inf):
+        there = f" and there are {device.memory / 1e9:.1f} GB" if device.memory else ", more than there are"
         raise BadInput(
-            f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
-            f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
+            f"recipe {recipe.name} needs {(need + idle) / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} "
+            f"tokens{there}; use more or larger devices, or --set a shorter EVAL_LEN"
         )
-    return Program(init, steps, evaluation, micro_tokens, padded, chunk, remat)
+    return padded, evaluation
 
 
 def eager_program(
@@ -118,7 +133,8 @@ def eager_program(
     cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
     steps = tuple(tuple(step(stage, phase) for phase in range(recipe.period)) for stage in recipe.stages)
     evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
-    return Program(init, steps, evaluation, micro_tokens, padded)
+    numbers = tuple(micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages)
+    return Program(init, steps, evaluation, micro_tokens, padded, parts=numbers)
 
 
 def fit(
@@ -127,8 +143,8 @@ def fit(
     """Return (compiled step, micro-batches, chunk of the head's loss, whether layers are recomputed for gradients) of
     the first of :func:`attempts` that fits.
 
-    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. With ``micro_batch``
-    tokens asked for, these; raises :class:`BadInput` if they, or all, need too much.
+    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. ``micro_batch`` fixes
+    the tokens of one; raises :class:`BadInput` if that size, or every size, needs too much memory.
     """
     wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
     own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
@@ -174,8 +190,8 @@ def memory_needed(step: jax.stages.Compiled) -> int:
     return arrays + sizes.temp_size_in_bytes
 
 
-def waiting_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
-    """Bytes of the state that one device keeps during an evaluation, which does not read them: all but parameters."""
+def idle_state_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
+    """Bytes of optimizer state and accumulators that stay on a device during an evaluation."""
     state, _ = state_shardings(recipe, layout, mesh)
     arrays = jax.tree.leaves([state[name] for name in state if name != "params"])
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
@@ -243,17 +259,16 @@ def lower_evaluation(
 
 
 TPU_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"
-"""How long libtpu may look for a better program, from -1 to 1: the least unless this variable says otherwise. A core
-compiles track3 for eight v6e in a minute then; with libtpu's own 0 it had not after two hours."""
+"""libtpu's optimisation effort, from -1 to 1: -1 unless this variable is set. A core then compiles track3 for eight v6e
+in a minute; with libtpu's own 0 it had not after two hours."""
 
 
 class DoesNotFit(BadInput):
-    """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers leave that to us."""
+    """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers do not check."""
 
     def __init__(self, needed: int) -> None:
         super().__init__(
-            f"a program needs {needed / 1e9:.1f} GB of a device, more than there are; give a smaller --micro-batch, or "
-            "use more or larger devices"
+            f"a program needs {needed / 1e9:.1f} GB of a device, more than there are; use more or larger devices"
         )
         self.bytes = needed
 

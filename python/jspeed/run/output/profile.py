@@ -44,6 +44,4 @@ class Profile:
                     jax.profiler.stop_trace()
                 except (OSError, JaxRuntimeError) as error:
                     shutil.rmtree(self._folder, ignore_errors=True)  # what there is of it has no use and takes room
-                    self._failed.append(
-                        f"the trace could not be written ({first_line(error)}); make room there"
-                    )
+                    self._failed.append(f"the trace could not be written ({first_line(error)}); make room there")
