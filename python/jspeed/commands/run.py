@@ -85,9 +85,9 @@ def run(
         steps: Stop after this many steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
         layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
-            state), dp (each holds all), fsdp (gathered layer by layer), tp (tensor parallel: matmuls sharded), fsdp+tp, pp
-            (layers in a pipeline); with +remat at the end activations are recomputed instead of stored, with
-            +scan the layers are one loop, which compiles as fast for many as for one.
+            state), dp (each holds all), fsdp (gathered layer by layer), tp (tensor parallel: matmuls sharded), fsdp+tp,
+            pp (layers in a pipeline); with +remat at the end activations are recomputed instead of stored, with +scan
+            the layers are one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
         show_recipe: Print the recipe's file, to copy and to change, and stop.
         show_layout: Print how each parameter would be sharded, and stop.

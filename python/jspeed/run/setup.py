@@ -38,7 +38,7 @@ from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.malloc import keep_freed_memory
-from jspeed.run.compute.memory_fallbacks import in_less_memory
+from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
 from jspeed.run.compute.program import (
     Program,
@@ -201,7 +201,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             device = checked.device
         if program.parts != parts:
             console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
-        for note in in_less_memory(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
+        for note in memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), say.waiting(console, "warming up"):

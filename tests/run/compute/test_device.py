@@ -13,7 +13,7 @@ from jspeed.model import attention
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import device, program
+from jspeed.run.compute import compiler, device, program
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -92,7 +92,7 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     cpu, stage = device.device_of(mesh), recipe.stages[0]
 
     def needs(parts):
-        return program.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
+        return compiler.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
 
     large, small = needs(1), needs(2)
     assert small < large
@@ -204,8 +204,8 @@ def test_no_options_for_gpus_reach_another_compiler(monkeypatch):
     given = []
     lowered = types.SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options))
     for platform in ("cpu", "tpu", "metal", "gpu", "cuda"):
-        program.compiled(lowered, device.Device(platform, "xla", "missing", 1))
-    assert given == [None, None, None, program.GPU_OPTIONS, program.GPU_OPTIONS]
+        compiler.compiled(lowered, device.Device(platform, "xla", "missing", 1))
+    assert given == [None, None, None, compiler.GPU_OPTIONS, compiler.GPU_OPTIONS]
 
 
 def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):
@@ -223,14 +223,14 @@ def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch)
             return self
 
     monkeypatch.setattr(program, "lower_step", lambda *a: Lowered(parts=a[5]))
-    monkeypatch.setattr(program, "memory_needed", lambda step: 10**9)
+    monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
     assert program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, None)[1] == 4
     with pytest.raises(BadInput, match=r"--micro-batch 128 needs 57.6 GB a device and there are 16.0 GB; 32 tokens"):
         program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, 128)
     with pytest.raises(BadInput, match=r"a program needs 57.6 GB of a device"):
-        program.compiled(Lowered(parts=1), tpu)
+        compiler.compiled(Lowered(parts=1), tpu)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        program.compiled(Lowered(parts=1), device.Device("gpu", "cudnn", "native", 512))
+        compiler.compiled(Lowered(parts=1), device.Device("gpu", "cudnn", "native", 512))
 
 
 def test_memory_decides_the_first_micro_batch():

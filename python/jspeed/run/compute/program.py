@@ -1,8 +1,7 @@
-"""The executables of a run, compiled ahead of time for one mesh: initial state, one step per stage, evaluation."""
+"""The executables of a run, compiled for its mesh before training: initial state, steps of each stage, evaluation."""
 
 import math
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -20,22 +19,13 @@ from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
-from jspeed.run.compute.memory_fallbacks import attempts
+from jspeed.run.compute.compiler import compiled, measured
+from jspeed.run.compute.device import Device, device_of, divisions, lanes_of_device, micro_batches
+from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
-
-# XLA options for GPUs, each with its reason; what is not here is XLA's default.
-GPU_OPTIONS: dict[str, Any] = {
-    # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
-    # apart, the first bank is orthogonalised while the next is on its way.
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
-    # Else a rounding to bf16 that is undone at once is left out, and the fp32 numbers, twice the bytes, go through
-    # memory: 10 of the 183 GB that record 89's last stages move in a step. So it rounds as written, as PyTorch does.
-    "xla_allow_excess_precision": False,
-}
 
 
 @dataclass(frozen=True)
@@ -78,14 +68,14 @@ def compile_program(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
         fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
-    _, parts, chunk, remat = fitted[-1]
-    every, period = [step for step, *_ in fitted], recipe.period
+    last, period = fitted[-1], recipe.period
+    every = [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
-    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, mesh, layout)
     padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
-    numbers = tuple(parts for _, parts, *_ in fitted[period - 1 :: period])
-    return Program(init, steps, evaluation, micro_tokens, padded, chunk, remat, numbers)
+    numbers = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
+    return Program(init, steps, evaluation, micro_tokens, padded, last.head_chunk, last.remat, numbers)
 
 
 def compile_evaluation(
@@ -139,9 +129,8 @@ def eager_program(
 
 def fit(
     recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
-) -> tuple[jax.stages.Compiled, int, int | None, bool]:
-    """Return (compiled step, micro-batches, chunk of the head's loss, whether layers are recomputed for gradients) of
-    the first of :func:`attempts` that fits.
+) -> Attempt:
+    """Return the first of :func:`attempts` that fits in memory, compiled.
 
     Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. ``micro_batch`` fixes
     the tokens of one; raises :class:`BadInput` if that size, or every size, needs too much memory.
@@ -157,18 +146,19 @@ def fit(
         return lower_step(recipe, stage, mesh, how, device, parts, phase, head_chunk)
 
     measure = partial(measured, partial(compiled, device=device))
-    for parts, chunk, remat, _, need, step in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
-        if step is None or need > limit:
-            too_much = need if parts == wanted else too_much
+    for tried in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
+        if not tried.fits(limit):
+            too_much = tried.need if tried.parts == wanted else too_much
             continue
-        if micro_batch and parts != wanted:
+        if micro_batch and tried.parts != wanted:
             raise BadInput(
                 f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
-                f"{limit / 1e9:.1f} GB; {own // parts} tokens need {need / 1e9:.1f} GB and fit"
+                f"{limit / 1e9:.1f} GB; {own // tried.parts} tokens need {tried.need / 1e9:.1f} GB and fit"
             )
-        return step, parts, chunk, remat
+        return tried
     raise BadInput(
-        f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with {smallest(recipe, stage, parts, own)} at once "
+        f"recipe {recipe.name} needs {tried.need / 1e9:.1f} GB a device with "
+        f"{smallest(recipe, stage, tried.parts, own)} at once "
         f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
     )
 
@@ -178,16 +168,6 @@ def smallest(recipe: Recipe, stage: Stage, parts: int, own: int) -> str:
     if own // parts < stage.lane_len:
         return f"a piece of a lane, {piece_length(stage, stage.lane_len * parts // own)} tokens,"
     return f"one lane of {stage.lane_len} tokens"
-
-
-def memory_needed(step: jax.stages.Compiled) -> int:
-    """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
-    sizes: Any = step.memory_analysis()
-    shardings = jax.tree.leaves(step.input_shardings)
-    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":  # whose temporaries are not in the others
-        return sizes.peak_memory_in_bytes
-    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return arrays + sizes.temp_size_in_bytes
 
 
 def idle_state_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
@@ -256,45 +236,6 @@ def lower_evaluation(
         return evaluate(recipe, ctx, layout, parts, mesh, params, rows)
 
     return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
-
-
-TPU_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"
-"""libtpu's optimisation effort, from -1 to 1: -1 unless this variable is set. A core then compiles track3 for eight v6e
-in a minute; with libtpu's own 0 it had not after two hours."""
-
-
-class DoesNotFit(BadInput):
-    """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers do not check."""
-
-    def __init__(self, needed: int) -> None:
-        super().__init__(
-            f"a program needs {needed / 1e9:.1f} GB of a device, more than there are; use more or larger devices"
-        )
-        self.bytes = needed
-
-
-def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
-    """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
-    if device.platform == "tpu" and TPU_EFFORT not in os.environ:
-        jax.config.update(TPU_EFFORT.lower(), -1.0)
-    try:
-        return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
-    except jax.errors.JaxRuntimeError as error:
-        needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
-        if device.platform != "tpu" or needed is None:
-            raise
-        raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
-
-
-def measured(
-    build: Callable[[jax.stages.Lowered], jax.stages.Compiled], lowered: jax.stages.Lowered
-) -> tuple[int, jax.stages.Compiled | None]:
-    """Return (bytes of a device that a step needs, step); no step where ``build`` raises :class:`DoesNotFit`."""
-    try:
-        step = build(lowered)
-    except DoesNotFit as refused:
-        return refused.bytes, None
-    return memory_needed(step), step
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:

@@ -89,7 +89,7 @@ def no_overlap(setup: Setup) -> Verdict:
 
 
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
-    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: the losses before it must not change.
+    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it must not change.
 
     The targets stay, because looking ahead by one token first shows in the loss just before the change. Eight
     positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
