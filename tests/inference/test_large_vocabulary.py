@@ -11,7 +11,7 @@ from jspeed.corpus import tokenise
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
-from jspeed.inference.trained import load_model, parameters_of
+from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Data, replace
 from jspeed.run import evaluate
@@ -74,7 +74,7 @@ def test_a_vocabulary_above_uint16_from_text_to_text(data, tmp_path):
     export(tmp_path / "run", tmp_path / "out")
     (tmp_path / "words.json").unlink()
     exported = load_model(tmp_path / "out")
-    np.testing.assert_array_equal(parameters_of(exported)["head"], parameters_of(model)["head"])
+    np.testing.assert_array_equal(exported.tensors()["head"], model.tensors()["head"])
     assert sample(exported, ["w69001 w69002"], 8, Sampling(temperature=0)) == [text]
     (tmp_path / "out" / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match=r"tokenizer\.json cannot be read"):

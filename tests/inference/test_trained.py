@@ -17,7 +17,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import recipe_hash
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
-from jspeed.inference.trained import load_model, parameters_of, read_config
+from jspeed.inference.trained import load_model, read_config
 from jspeed.run.export import load
 from jspeed.run.setup import Options
 from jspeed.run.train import train
@@ -63,25 +63,25 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
     whole = load_model(run.run_dir)
     kept, metadata = load(run.run_dir)
     assert metadata["recipe_hash"] == record(run)["recipe_hash"] == whole.found.hash
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(whole), kept)
+    jax.tree.map(np.testing.assert_array_equal, whole.tensors(), kept)
     newest = load_model(run.run_dir / "checkpoints" / "10")
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(newest), kept)
+    jax.tree.map(np.testing.assert_array_equal, newest.tensors(), kept)
     best = {point["step"]: point["val_loss"] for point in record(run)["curve"]}
     assert load(run.run_dir / "best")[1]["step"] == str(min(best, key=best.__getitem__))
     load_model(run.run_dir / "best").tokenizer()
     earlier = load_model(run.run_dir / "checkpoints" / "8")
-    assert not np.array_equal(parameters_of(earlier)["head"], kept["head"])
+    assert not np.array_equal(earlier.tensors()["head"], kept["head"])
     export(run.run_dir, tmp_path / "out")
     exported = load_model(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(exported), kept)
+    jax.tree.map(np.testing.assert_array_equal, exported.tensors(), kept)
     for sampling in (Sampling(0.0), Sampling(1.0, seed=5)):
         assert sample(whole, ["an", ""], 10, sampling) == sample(exported, ["an", ""], 10, sampling)
     with pytest.raises(BadInput, match="not empty"):
         export(run.run_dir, tmp_path / "out")
     with monkeypatch.context() as within:
         within.chdir(run.run_dir / "checkpoints")
-        jax.tree.map(np.testing.assert_array_equal, parameters_of(load_model(Path("10"))), kept)
+        jax.tree.map(np.testing.assert_array_equal, load_model(Path("10").tensors()), kept)
 
 
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
@@ -202,7 +202,7 @@ def test_exported_gpt2_loads_again(tmp_path):
     export(tmp_path / "run", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     back = load_model(tmp_path / "out")
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(back), parameters_of(model))
+    jax.tree.map(np.testing.assert_array_equal, back.tensors(), model.tensors())
     assert "h.1.attn.c_attn.weight" in load(tmp_path / "out")[0]
 
 

@@ -1,4 +1,4 @@
-"""``jspeed evaluate``: measure a trained model on text that it has not seen, HellaSwag, or lm-eval's tasks."""
+"""``jspeed evaluate``: validation loss of a trained model, HellaSwag, or lm-eval's tasks."""
 
 import json
 import sys
@@ -29,10 +29,10 @@ def evaluate(
             GPT-2's config.json and model.safetensors.
         data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
-        accuracy: Also say how often the likeliest token is the right one; it takes as long again.
-        hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
+        accuracy: Also report top-1 accuracy; doubles the time.
+        hellaswag_: Score HellaSwag instead: path of hellaswag_val.jsonl, or download.
         tasks: Run these tasks of lm-eval (the extra eval) instead, for example lambada_openai,arc_easy.
-        items: Only the first so many of them, or of each task.
+        items: Use only the first N items, or of each task.
         mesh: Spread the parameters over these devices, for example data=8.
         json_: Also write the figures here.
     """

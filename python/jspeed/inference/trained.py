@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
@@ -19,9 +18,9 @@ from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
-from jspeed.run.compute.step import computing
-from jspeed.run.export import FILE, named, read_parameters
-from jspeed.run.find_recipe import Found, find
+from jspeed.run.compute.step import to_compute_dtype
+from jspeed.run.export import FILE, Tensors, gathered, read_parameters
+from jspeed.run.find_recipe import LoadedRecipe, find
 
 GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
 
@@ -62,7 +61,7 @@ class Model:
     A tokenizer that is a file lies in ``folder``.
     """
 
-    found: Found
+    found: LoadedRecipe
     params: Any
     mesh: Mesh
     facts: dict[str, Any]
@@ -76,7 +75,11 @@ class Model:
     @cached_property
     def compute_params(self) -> Any:
         """The parameters in their compute dtypes."""
-        return jax.jit(partial(computing, self.recipe))(self.params)
+        return jax.jit(partial(to_compute_dtype, self.recipe))(self.params)
+
+    def tensors(self) -> Tensors:
+        """Return the parameters on the host under their names."""
+        return gathered(self.params)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput where its vocabulary cannot be fetched."""
@@ -133,7 +136,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, Any]]:
+def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, dict[str, Any]]:
     """Return the recipe of a run directory or exported folder, from its own copy, and its tokenizer's facts."""
     source = folder / "recipe.py"
     if not source.is_file():
@@ -153,7 +156,7 @@ def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, A
     return found, facts
 
 
-def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
+def gpt2_recipe(folder: Path, config: dict[str, Any]) -> LoadedRecipe:
     """Return the recipe gpt2 at the size of Hugging Face's ``config``."""
     shape = tuple(config[name] for name in ("n_layer", "n_head", "n_embd"))
     block, vocabulary = config.get("n_positions") or config.get("n_ctx"), config["vocab_size"]
@@ -178,8 +181,3 @@ def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
     if step is not None:
         raise BadInput(f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or {folder.parent}")
     raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")
-
-
-def parameters_of(model: Model) -> dict[str, np.ndarray]:
-    """Return the parameters on the host under their names."""
-    return {name: np.asarray(array) for name, array in named(model.params).items()}

@@ -1,4 +1,4 @@
-"""Validation loss on a fixed set of tokens, the same whatever the batch size and the number of devices."""
+"""Validation loss on a fixed set of tokens, the same for every batch size and number of devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

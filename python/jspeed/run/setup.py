@@ -1,7 +1,6 @@
 """Set up a run before the clock starts: recipe, devices, data, run directory, compiled programs, warm-up, state."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -32,7 +31,7 @@ from jspeed.recipe import Recipe, replace
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
-from jspeed.run import evaluate
+from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
@@ -49,8 +48,7 @@ from jspeed.run.compute.program import (
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
-from jspeed.run.export import fingerprint, read_parameters
-from jspeed.run.find_recipe import Found, find
+from jspeed.run.find_recipe import LoadedRecipe, find
 from jspeed.run.output import console as say
 from jspeed.run.output.sinks import check_sinks
 from jspeed.run.run_directory import RunDirectory, open_run_directory
@@ -97,7 +95,7 @@ class Setup:
     None; ``kernels`` is what the preflight found."""
 
     options: Options
-    found: Found
+    found: LoadedRecipe
     recipe: Recipe
     mesh: Mesh
     device: Device
@@ -126,7 +124,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         recipe = replace(recipe, target_loss=options.target_loss)
     given = None
     if options.init_from is not None:
-        given, found = read_parameters(options.init_from, recipe), start_from(found, options.init_from)
+        given, found = export.read_parameters(options.init_from, recipe), start_from(found, options.init_from)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     device = device_of(mesh, options.attention, recipe=recipe)
@@ -152,7 +150,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
     how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
     same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
-    checked = Preflight(device)
+    checked = Preflight(device, own_kernels_asked=found.fields.get("OWN_KERNELS") == "on")
     if options.preflight:
         with clock.section("preflight"):
             checked = preflight(recipe, mesh, device, found.fields, console)
@@ -163,9 +161,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     directory = open_run_directory(options.run_dir, name, options.resume, saving, same, console, options.steps)
     run_dir, step = directory.path, directory.step
     try:
-        config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
-        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}
-        config |= {"options": dataclasses.asdict(options)}
+        config = export.own_config(found, tokenizer_facts(manifest or {})) | {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
             copy_tokenizer(folder, run_dir, config["tokenizer"])
@@ -192,7 +188,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         say.opening(console, facts)
         if device.note:
             console.print(f"note: {device.note}", markup=False, soft_wrap=True)
-        if note := taken_name(recipe.name, recipe.track, hashlib.sha256(found.source.encode()).hexdigest()):
+        if note := taken_name(recipe.name, recipe.track, found.source_sha256):
             console.print(f"note: {note}", markup=False, soft_wrap=True)
         with clock.section("compile"):
             program, checked = compile_or_fall_back(
@@ -249,7 +245,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     )
 
 
-def load_recipe_and_mesh(options: Options) -> tuple[Found, Mesh]:
+def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
     """Return the recipe and its mesh, with no device used yet.
 
     Raises :class:`BadInput` for invalid options, and where the layout does not fit.
@@ -272,9 +268,9 @@ def pipeline_note(mesh: Mesh, parts: int) -> str:
     return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
-def start_from(found: Found, path: Path) -> Found:
+def start_from(found: LoadedRecipe, path: Path) -> LoadedRecipe:
     """Return ``found`` with the hash of its first parameters among its fields: another hash than from scratch."""
-    given = {"init_from": fingerprint(path)}
+    given = {"init_from": export.fingerprint(path)}
     return dataclasses.replace(found, fields=found.fields | given, overrides=found.overrides | given)
 
 
@@ -292,7 +288,7 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
     return {name: manifest[name] for name in names if name in manifest} or None
 
 
-def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
+def identity(options: Options, found: LoadedRecipe, shards: Shards, val_shards: Shards) -> dict[str, Any]:
     """What must be equal for two processes to make one run."""
     named = {"recipe hash": found.hash, "seed": options.seed, "training data": shards.fingerprint}
     named |= {"validation data": val_shards.fingerprint, "--layout": options.layout, "--steps": options.steps}

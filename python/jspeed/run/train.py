@@ -148,7 +148,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
             progress.end("stopped")
         if clock.timed_seconds > limit:
             stop.request("stopped")
-        # Between two updates of slow parameters there is more to keep than a checkpoint does.
+        # Between two updates of slow parameters the state holds more than a checkpoint does.
         if progress.steps % recipe.period == 0 and (why := stop.reached(progress.steps)):
             progress.end(why)
         if progress.status != "finished":

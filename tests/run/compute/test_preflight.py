@@ -1,4 +1,4 @@
-"""A backend that raises, gives NaN or is 1 % off makes way for the next; the run is that of the next backend."""
+"""Preflight: a backend that raises, returns NaN or is 1 % off is replaced by the next one."""
 
 import dataclasses
 import functools
@@ -175,6 +175,9 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
     _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (composed heads in own kernels: the window" in said.file.getvalue()
+    asked = dataclasses.replace(start, own_kernels_asked=True)
+    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: the window"):
+        preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):

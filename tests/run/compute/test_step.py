@@ -188,7 +188,7 @@ def test_a_constant_loss_stays_what_it_is():
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():
     recipe = find("llmc", [*TOYS["llmc"], "COMPUTE=bfloat16", "LAYERS=1"]).recipe
-    params = jax.eval_shape(lambda: step.computing(recipe, step.init_state(recipe, jnp.uint32(1))["params"]))
+    params = jax.eval_shape(lambda: step.to_compute_dtype(recipe, step.init_state(recipe, jnp.uint32(1))["params"]))
     tokens = jax.ShapeDtypeStruct((8, recipe.stages[0].lane_len + 1), jnp.uint16)
     ctx = Context(recipe.stages[0], training=True)
     made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, 1.0, p, t))(params, tokens)

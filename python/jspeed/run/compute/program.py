@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, partitions, with_remat
@@ -266,7 +266,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
 
     def shardings_of(cuts: Any) -> Any:
-        return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts)
 
     params = shardings_of(cuts)
     optimizer = optax.tree_utils.tree_map_params(
@@ -279,8 +279,8 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
     )
     carried = shardings_of(accumulators.specs(recipe, layout, mesh))
     shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "carry": carried}
-    placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
-    return placed, shardings
+    sharded = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
+    return sharded, shardings
 
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:

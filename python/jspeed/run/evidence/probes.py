@@ -15,7 +15,7 @@ from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
 from jspeed.recipe import Context
 from jspeed.run.compute.program import eval_context
-from jspeed.run.compute.step import State, on_one_row
+from jspeed.run.compute.step import State, replicated_on_all_devices
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import overlap_of_run
@@ -102,7 +102,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         inputs, targets = both[:1], both[1:]
         return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
 
-    probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, losses)
+    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.mesh, losses)
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
@@ -149,7 +149,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
         return jnp.mean(found), jnp.mean(expected)
 
-    probe = on_one_row(recipe, ctx, setup.options.layout, setup.mesh, both)
+    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.mesh, both)
     tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
     found, expected = jax.device_get(probe(params, tokens))
     error = abs(float(found - expected))
