@@ -318,15 +318,10 @@ class Recipe:
             )
 
 
-def leaves(parameters: Mapping[str, Any]) -> list[tuple[str, ParamSpec]]:
-    """Return (slash-joined path, spec) for every row of a parameter table, in pytree order."""
-    return list(named_leaves(parameters).items())
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by their slash-joined paths, in pytree order."""
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return (slash-joined path, leaf) of every row of a parameter table, or of any tree, in pytree order."""
     flat = jax.tree.leaves_with_path(tree)
-    return {"/".join(str(getattr(key, "key", key)) for key in path): leaf for path, leaf in flat}
+    return [("/".join(str(getattr(key, "key", key)) for key in path), leaf) for path, leaf in flat]
 
 
 def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *trees: Any) -> Any:

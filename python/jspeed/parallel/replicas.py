@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.recipe import named_leaves
+from jspeed.recipe import leaves
 
 
 def drift(tree: Any) -> dict[str, float]:
@@ -15,7 +15,7 @@ def drift(tree: Any) -> dict[str, float]:
     smallest number. Nothing but one number for each array comes to the host.
     """
     found = {}
-    for name, array in named_leaves(tree).items():
+    for name, array in leaves(tree):
         first: dict[Any, jax.Array] = {}
         furthest = 0.0
         for shard in array.addressable_shards:

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jspeed.errors import BadInput, nearest
 from jspeed.files import open_regular, read_json, sha256_of, whole
-from jspeed.recipe import Recipe, leaves, named_leaves
+from jspeed.recipe import Recipe, leaves
 from jspeed.run.find_recipe import LoadedRecipe
 
 FILE = "model.safetensors"
@@ -56,14 +56,14 @@ def is_gpt2(recipe: Recipe) -> bool:
 def gathered(params: Any) -> Tensors:
     """Return the parameters by name, whole and on the host; every process calls this."""
     tensors = {}
-    for name, array in named_leaves(params).items():
+    for name, array in leaves(params):
         whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
         tensors[name] = np.asarray(jax.device_get(whole))
     return tensors
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo :func:`jspeed.recipe.named_leaves`."""
+    """Undo :func:`jspeed.recipe.leaves`."""
     tree: dict[str, Any] = {}
     for name, value in tensors.items():
         *path, last = name.split("/")

@@ -39,17 +39,12 @@ from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batch
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
-from jspeed.run.compute.program import (
-    Program,
-    eval_context,
-    state_shardings,
-    warm_up,
-)
+from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find
-from jspeed.run.output import console as say
+from jspeed.run.output import console as output
 from jspeed.run.output.sinks import check_sinks
 from jspeed.run.run_directory import RunDirectory, open_run_directory
 from jspeed.sizes import describe
@@ -166,30 +161,10 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             write_whole(run_dir / "recipe.py", found.source)
             copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        devices = provenance.devices()
-        path = min(str(found.path), os.path.relpath(found.path), key=len)
-        kernels, explanation = kernels_of(device, found.fields.get("FP8"))
-        facts = [
-            ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
-            *describe(recipe),
-            (
-                "devices",
-                f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
-                str(devices["count"]),
-            ),
-            (
-                "micro-batches",
-                "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated",
-                by_stage(parts) + pipeline_note(mesh, parts[-1]),
-            ),
-            ("kernels", explanation, kernels),
-            ("data", str(folder), f"{shards.num_tokens:,} tokens"),
-        ]
-        say.opening(console, facts)
-        if device.note:
-            console.print(f"note: {device.note}", markup=False, soft_wrap=True)
-        if note := taken_name(recipe.name, recipe.track, found.source_sha256):
-            console.print(f"note: {note}", markup=False, soft_wrap=True)
+        output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
+        for note in (device.note, taken_name(recipe.name, recipe.track, found.source_sha256)):
+            if note:
+                console.print(f"note: {note}", markup=False, soft_wrap=True)
         with clock.section("compile"):
             program, checked = compile_or_fall_back(
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
@@ -200,7 +175,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         for note in memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
-        with clock.section("warm-up"), say.waiting(console, "warming up"):
+        with clock.section("warm-up"), output.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))
             validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
@@ -255,6 +230,32 @@ def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
     mesh = mesh_for(options.mesh) or make_mesh()
     check_layout(options.layout, mesh, found.recipe)
     return found, mesh
+
+
+def opening_facts(
+    options: Options,
+    found: LoadedRecipe,
+    recipe: Recipe,
+    mesh: Mesh,
+    device: Device,
+    parts: Sequence[int],
+    folder: Path,
+    shards: Shards,
+) -> list[tuple[str, str, str]]:
+    """Return (name, formula, value) of every derived number of a run."""
+    devices = provenance.devices()
+    path = min(str(found.path), os.path.relpath(found.path), key=len)
+    kernels, explanation = kernels_of(device, found.fields.get("FP8"))
+    on = f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}"
+    accumulated = "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated"
+    return [
+        ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
+        *describe(recipe),
+        ("devices", on, str(devices["count"])),
+        ("micro-batches", accumulated, by_stage(parts) + pipeline_note(mesh, parts[-1])),
+        ("kernels", explanation, kernels),
+        ("data", str(folder), f"{shards.num_tokens:,} tokens"),
+    ]
 
 
 def by_stage(parts: Sequence[int]) -> str:

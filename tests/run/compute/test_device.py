@@ -178,7 +178,7 @@ def other(platform, **attributes):
 @pytest.mark.parametrize(
     ("mesh", "note"),
     [
-        (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "jspeed does not know"),
+        (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "unknown device kind"),
         (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is an unknown device kind"),
     ],
 )

@@ -110,7 +110,7 @@ def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
         assert len(calls) == count
 
 
-def test_no_backend_at_all_is_one_sentence(said, monkeypatch):
+def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["versions of which nothing is known"])
     with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
@@ -126,9 +126,9 @@ def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatc
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
     found = preflight.preflight(RECIPE, one_device(), native, {"FP8": "auto"}, said)
     assert found.device.fp8 == "missing"
-    assert "FP8 matmuls: the product is off by 1.0" in said.file.getvalue()
+    assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
-    with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the product is off"):
+    with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the output is off"):
         preflight.preflight(RECIPE, one_device(), native, {"FP8": "on"}, said)
     assert preflight.preflight(RECIPE, one_device(), native, {"FP8": "off"}, said).device.fp8 == "native"
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.parallel.layout import owned, partitions
-from jspeed.recipe import Context, ParamSpec, Recipe, leaves, named_leaves
+from jspeed.recipe import Context, ParamSpec, Recipe, leaves
 
 Carry = dict[str, dict[str, Any]]
 
@@ -70,17 +70,17 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
     if ctx.phase == recipe.period - 1:
         return grads, carried
     slow = [path for path, spec in leaves(recipe.parameters) if spec.every > 1]
-    copies, sums = named_leaves(whole), named_leaves(grads)
+    copies, sums = dict(leaves(whole)), dict(leaves(grads))
     return grads, {"whole": {path: copies[path] for path in slow}, "sums": {path: sums[path][None] for path in slow}}
 
 
 def _slow(recipe: Recipe, layout: str, mesh: Mesh | None) -> dict[str, Any]:
     """Return spec and PartitionSpec of each slow parameter by its path."""
-    cuts = named_leaves(partitions(recipe.parameters, layout, mesh)) if mesh else {}
+    cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     every = leaves(recipe.parameters)
     return {path: (spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1}
 
 
 def _merge(tree: Any, kept: dict[str, jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
-    merged = [join(new, kept[path]) if path in kept else new for path, new in named_leaves(tree).items()]
+    merged = [join(new, kept[path]) if path in kept else new for path, new in leaves(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), merged)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jspeed.recipe import Recipe, Stage
 
 MOST = 32  # pieces of a lane
-MARGIN = 8  # tokens on either side of a piece, for primitives that look back (token_before: 1, pairs: 1) or ahead
+MARGIN = 8  # tokens on either side of a piece, which primitives see: model/ngrams.py looks back order - 1
 TILE = 128  # lengths of pieces are a multiple of it in long lanes whose own length is
 
 
