@@ -22,8 +22,6 @@ from jspeed.run.compute.step import to_compute_dtype
 from jspeed.run.export import FILE, Tensors, gathered, read_parameters
 from jspeed.run.find_recipe import LoadedRecipe, find
 
-GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
-
 
 class Facts(TypedDict):
     """What config.json says of the tokenizer, as a manifest does."""
@@ -32,6 +30,9 @@ class Facts(TypedDict):
     vocab_size: Count
     bos_id: CountOrZero | None
     symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
+
+
+GPT2_FACTS: Facts = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
 
 
 class OwnConfig(TypedDict):
@@ -58,13 +59,13 @@ class GPT2Config(TypedDict):
 class Model:
     """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
 
-    A tokenizer that is a file lies in ``folder``.
+    ``folder`` holds the tokenizer's file, where it has one.
     """
 
     found: LoadedRecipe
     params: Any
     mesh: Mesh
-    facts: dict[str, Any]
+    facts: Facts
     folder: Path | None = None
 
     @property
@@ -87,10 +88,10 @@ class Model:
 
 
 def load_model(path: Path, mesh: Mesh | None = None) -> Model:
-    """Load a run directory (its final parameters, or its newest whole checkpoint), one checkpoint of it
+    """Load a run directory (its final parameters, or its newest undamaged checkpoint), one checkpoint of it
     (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
 
-    The parameters lie on ``mesh`` (default: this process's first device) as the default layout cuts them. Raises
+    The parameters are on ``mesh`` (default: this process's first device), sharded by the default layout. Raises
     BadInput with what is there and what was expected.
     """
     mesh = mesh or make_mesh({"data": 1}, jax.local_devices()[:1])
@@ -104,9 +105,9 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
-        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or dict(GPT2_FACTS)
+        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or GPT2_FACTS
     else:
-        found, facts = own_recipe(run_dir, config)
+        found, facts = recipe_of_run(run_dir, config)
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
         arrays = read_parameters(path, found.recipe)
@@ -136,7 +137,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, dict[str, Any]]:
+def recipe_of_run(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, Facts]:
     """Return the recipe of a run directory or exported folder, from its own copy, and its tokenizer's facts."""
     source = folder / "recipe.py"
     if not source.is_file():
@@ -171,7 +172,7 @@ def gpt2_recipe(folder: Path, config: dict[str, Any]) -> LoadedRecipe:
 
 
 def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
-    """Return the parameters of one checkpoint, or of the newest that is whole. Raises BadInput for none."""
+    """Return the parameters of one checkpoint, or of the newest undamaged one. Raises BadInput for none."""
     steps = [step] if step is not None else sorted(steps_in(folder), reverse=True)
     wrong = "there is none"
     for number in steps:

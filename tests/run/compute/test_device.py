@@ -100,6 +100,7 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* 256 tokens need .* GB and fit"):
         program.fit(recipe, stage, mesh, "zero1", tight, 512)
     assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 2
+    assert program.compile_program(recipe, mesh, "zero1", None, 1, tight).parts == (2,)
     with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
         program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
 
@@ -112,6 +113,13 @@ def test_what_an_evaluation_leaves_on_the_device_is_counted():
         math.prod(p.shape) for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
     )
     assert 0.99 * params < one <= 2.01 * params and two < 0.6 * one
+
+
+def test_an_evaluation_that_does_not_fit_is_refused():
+    recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
+    small = dataclasses.replace(device.device_of(mesh), memory=1000)
+    with pytest.raises(BadInput, match="to evaluate rows of 16 tokens and there are 0.0 GB"):
+        program.compile_evaluation(recipe, mesh, "zero1", small, 16, 1)
 
 
 @pytest.mark.parametrize(
