@@ -46,4 +46,4 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
     print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), {', '.join(others)}")
 
 
-COMMAND = Command(export, ("runs/mine --out model  # to share, or to go on from: run RECIPE --init-from model",))
+COMMAND = Command(export, ("runs/mine --out model  # to share, or to start from: run RECIPE --init-from model",))

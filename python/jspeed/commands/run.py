@@ -112,7 +112,7 @@ def run(
         stop_at_target: Stop at the first evaluation that reaches the target loss. Such a run is shorter than the
             recipe's schedule and does not count as a record.
         resume: Resume from the newest undamaged checkpoint in --run-dir, on any mesh; start where there is none.
-        plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
+        plan: Make several preregistered runs one after another; plan.json lists them before the first: n=4,seeds=1..4.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
@@ -177,8 +177,8 @@ COMMAND = Command(
         "stdlib --set MUON_LR=0.03 --seed 2  # fields of the recipe file changed",
         "stdlib --show-recipe  # its file, to copy (> mine.py) and to change",
         "mine.py --mesh data=8  # your own recipe, on eight devices (of a CPU: virtual ones)",
-        "--plan n=5,seeds=1..5  # five runs, announced before the first, for the leaderboard",
-        "--run-dir runs/long --checkpoint-every 500 --resume  # goes on where it was stopped",
+        "--plan n=5,seeds=1..5  # five preregistered runs, for the leaderboard",
+        "--run-dir runs/long --checkpoint-every 500 --resume  # resumes where it was stopped",
     ),
     {
         "training": ("data", "seed", "set", "target_loss", "init_from", "show_recipe"),

@@ -92,7 +92,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
     if len(content) > MOST_BYTES:
-        raise BadInput(f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model looks back on far fewer")
+        raise BadInput(f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is far shorter")
     return text
 
 

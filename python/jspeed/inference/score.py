@@ -177,8 +177,8 @@ def hellaswag(model: Model, items: Sequence[Item]) -> Iterator[HellaSwag]:
     for start in range(0, len(order), ROWS // 4):
         numbers = order[start : start + ROWS // 4]
         found = scored([pair for n in numbers for pair in encoded[n]])
-        for place, n in enumerate(numbers):
-            four = found[4 * place : 4 * place + 4]
+        for row, n in enumerate(numbers):
+            four = found[4 * row : 4 * row + 4]
             chosen = (int(np.argmin([each.loss for each in four])), int(np.argmin([each.mean for each in four])))
             right, right_by_mean = (choice == items[n].label for choice in chosen)
             counts = HellaSwag(counts.items + 1, counts.right + right, counts.right_by_mean + right_by_mean)

@@ -42,7 +42,7 @@ class Clock:
         self._earlier = 0.0
 
     def resume(self, ledger: list[Interval]) -> None:
-        """Put ``ledger``, of the process that this one goes on from, before everything here."""
+        """Put ``ledger``, of the process that this one resumes, before everything here."""
         self._done[:0] = ledger
         self._earlier += sum(section["seconds"] for section in ledger)
 

@@ -1,7 +1,7 @@
 """Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend where one fails.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are seen here, on a small
-example, and a run goes on with the next backend. What passed is remembered in the cache folder, for one kind of device
+example, and the run takes the next backend. What passed is remembered in the cache folder, for one kind of device
 and one set of versions; what failed is checked again in every run. The examples are in
 :mod:`jspeed.run.compute.preflight_checks`.
 """
