@@ -25,9 +25,10 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
     devices = mesh.shape["data"] if mesh else 1
 
     def gradients(spec: ParamSpec, cut: PartitionSpec) -> jax.Array:
-        rows, rest = spec.shape[0], spec.shape[1:]
-        own = rows // devices if owned(spec, cut) else rows
-        return jnp.zeros((devices, own, *rest), spec.compute or spec.dtype)
+        shape = spec.shape
+        if owned(spec, cut):
+            shape = shape[0] // devices, *shape[1:]
+        return jnp.zeros((devices, *shape), spec.compute or spec.dtype)
 
     slow = _slow(recipe, layout, mesh)
     return slow and {
