@@ -81,7 +81,7 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
         export(run.run_dir, tmp_path / "out")
     with monkeypatch.context() as within:
         within.chdir(run.run_dir / "checkpoints")
-        jax.tree.map(np.testing.assert_array_equal, load_model(Path("10").tensors()), kept)
+        jax.tree.map(np.testing.assert_array_equal, load_model(Path("10")).tensors(), kept)
 
 
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
