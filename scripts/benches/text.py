@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jspeed.commands.flags import Wants
 from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
+from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import Model
@@ -97,7 +98,7 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
     params = init_parameters(found.recipe.parameters, jax.random.key(0))
     params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    facts: dict[str, Any] = {**bytes_tokenizer().described(), "bos_id": None}
+    facts: TokenizerFacts = {**bytes_tokenizer().described(), "bos_id": None}
     generator = Generator(Model(found, params, mesh, facts), 1, Sampling(0.0))
     context = eval_context(found.recipe, device_of(mesh, "xla"))
 

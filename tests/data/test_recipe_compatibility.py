@@ -1,4 +1,4 @@
-"""Data that do not fit a recipe end its run with an error message, before anything is compiled or written."""
+"""Data that do not fit the recipe are refused before anything is compiled or written."""
 
 import json
 import os

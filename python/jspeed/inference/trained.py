@@ -1,36 +1,26 @@
-"""A trained model from wherever it lies: a run directory, a checkpoint, an exported folder, GPT-2's own."""
+"""Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's GPT-2."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
-from jspeed.data.manifest import characters
+from jspeed.corpus.tokenizers import GPT2, Tokenizer, tokenizer_of
+from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, Rule, check_json, whole
+from jspeed.fields import Count, check_json, whole
 from jspeed.files import read_json
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
-from jspeed.run.export import FILE, named, read_parameters
-from jspeed.run.find_recipe import Found, find
-
-GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
-
-
-class Facts(TypedDict):
-    """What config.json says of the tokenizer, as a manifest does."""
-
-    tokenizer: str
-    vocab_size: Count
-    bos_id: CountOrZero | None
-    symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
+from jspeed.run.compute.step import to_compute_dtype
+from jspeed.run.export import FILE, Tensors, gathered, read_parameters
+from jspeed.run.find_recipe import LoadedRecipe, find
 
 
 class OwnConfig(TypedDict):
@@ -38,7 +28,7 @@ class OwnConfig(TypedDict):
 
     recipe: str
     overrides: NotRequired[dict[str, Any]]
-    tokenizer: NotRequired[Facts | None]
+    tokenizer: NotRequired[TokenizerFacts | None]
 
 
 class GPT2Config(TypedDict):
@@ -50,20 +40,20 @@ class GPT2Config(TypedDict):
     vocab_size: Count
     n_positions: NotRequired[Count | None]
     n_ctx: NotRequired[Count | None]
-    tokenizer: NotRequired[Facts | None]
+    tokenizer: NotRequired[TokenizerFacts | None]
 
 
 @dataclass(frozen=True)
 class Model:
     """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
 
-    A tokenizer that is a file lies in ``folder``.
+    ``folder`` holds the tokenizer's file, where it has one.
     """
 
-    found: Found
+    found: LoadedRecipe
     params: Any
     mesh: Mesh
-    facts: dict[str, Any]
+    facts: TokenizerFacts
     folder: Path | None = None
 
     @property
@@ -71,16 +61,25 @@ class Model:
         """The recipe, fields as they were in training."""
         return self.found.recipe
 
+    @cached_property
+    def compute_params(self) -> Any:
+        """The parameters in their compute dtypes."""
+        return jax.jit(partial(to_compute_dtype, self.recipe))(self.params)
+
+    def tensors(self) -> Tensors:
+        """Return the parameters on the host under their names."""
+        return gathered(self.params)
+
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput where its vocabulary cannot be fetched."""
         return tokenizer_of(self.facts, self.folder)
 
 
 def load_model(path: Path, mesh: Mesh | None = None) -> Model:
-    """Load a run directory (its final parameters, or its newest whole checkpoint), one checkpoint of it
+    """Load a run directory (its final parameters, or its newest undamaged checkpoint), one checkpoint of it
     (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
 
-    The parameters lie on ``mesh`` (default: this process's first device) as the default layout cuts them. Raises
+    The parameters are on ``mesh`` (default: this process's first device), sharded by the default layout. Raises
     BadInput with what is there and what was expected.
     """
     mesh = mesh or make_mesh({"data": 1}, jax.local_devices()[:1])
@@ -89,13 +88,14 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")
     step = None
     run_dir = path
-    if path.name.isdecimal() and path.parent.name == "checkpoints":
-        step, run_dir = int(path.name), path.parent.parent
+    at = path.absolute()
+    if at.name.isdecimal() and at.parent.name == "checkpoints":
+        step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
-        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or dict(GPT2_FACTS)
+        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or GPT2
     else:
-        found, facts = own_recipe(run_dir, config)
+        found, facts = recipe_of_run(run_dir, config)
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
         arrays = read_parameters(path, found.recipe)
@@ -125,26 +125,27 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, Any]]:
+def recipe_of_run(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, TokenizerFacts]:
     """Return the recipe of a run directory or exported folder, from its own copy, and its tokenizer's facts."""
     source = folder / "recipe.py"
     if not source.is_file():
         raise BadInput(f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed")
-    found = find(
-        str(source), [f"{name}={value!r}" for name, value in config.get("overrides", {}).items() if name.isupper()]
-    )
+    overrides = config.get("overrides", {})
+    found = find(str(source), [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()])
+    added = {name: value for name, value in overrides.items() if not name.isupper()}  # init_from
+    found = replace(found, fields=found.fields | added, overrides=found.overrides | added)
     facts = config.get("tokenizer")
     if facts is None:
         data = found.recipe.data
-        if data.bos_id != GPT2_FACTS["bos_id"]:
+        if data.bos_id != GPT2["bos_id"]:
             raise BadInput(
                 f"{folder}/config.json does not say how text becomes tokens; train on a folder with a manifest"
             )
-        facts = GPT2_FACTS
+        facts = GPT2
     return found, facts
 
 
-def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
+def gpt2_recipe(folder: Path, config: dict[str, Any]) -> LoadedRecipe:
     """Return the recipe gpt2 at the size of Hugging Face's ``config``."""
     shape = tuple(config[name] for name in ("n_layer", "n_head", "n_embd"))
     block, vocabulary = config.get("n_positions") or config.get("n_ctx"), config["vocab_size"]
@@ -159,16 +160,13 @@ def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
 
 
 def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
-    """Return the parameters of one checkpoint, or of the newest that is whole. Raises BadInput for none."""
+    """Return the parameters of one checkpoint, or of the newest undamaged one. Raises BadInput for none."""
     steps = [step] if step is not None else sorted(steps_in(folder), reverse=True)
     wrong = "there is none"
     for number in steps:
         wrong = damage(folder, number) or ""
         if not wrong:
             return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[0]["params"]
+    if step is not None:
+        raise BadInput(f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or {folder.parent}")
     raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")
-
-
-def parameters_of(model: Model) -> dict[str, np.ndarray]:
-    """Return the parameters on the host under their names."""
-    return {name: np.asarray(array) for name, array in named(model.params).items()}

@@ -28,9 +28,9 @@ from jspeed.plan.describe_stage import describe_stage
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
-from jspeed.run.compute import program
+from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import divisions, micro_batches
-from jspeed.run.find_recipe import Found
+from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.sizes import parameter_count, scored_shape
 from jspeed.stage import Stage
 
@@ -51,7 +51,7 @@ GUESSES = [
 
 
 def make_plan(
-    found: Found, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
+    found: LoadedRecipe, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
@@ -200,7 +200,7 @@ def candidates(recipe: Recipe, cluster: Cluster, fraction: float) -> Iterator[Ha
         yield hardware
 
 
-def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]:
+def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[dict[str, Any]]:
     """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
     The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all
@@ -231,7 +231,7 @@ def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]
         }
         try:
             step = last_step(recipe, hardware, tokens_per_device // number)
-        except program.DoesNotFit as refused:
+        except compiler.DoesNotFit as refused:
             yield row | {"peak_bytes": refused.bytes, "fits": False, "predicted_ms": None}
             continue
         seconds = predict.times(step.kernels, hardware.cluster)[0].total
