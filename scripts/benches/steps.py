@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jspeed.data import Shards
 from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
-from jspeed.recipe import Recipe, Stage, leaves, replace
+from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
 from jspeed.run.compute.device import Device
 from jspeed.run.compute.program import fit, memory_needed, state_shardings

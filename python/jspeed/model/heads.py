@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, attention, cached_mask
-from jspeed.model.kv_cache import opened
+from jspeed.model.kv_cache import active_cache
 
 
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:
@@ -70,8 +70,8 @@ def composed(
     take_BTH = take_BTH.astype(jnp.float32)
     take_BTH *= jax.lax.rsqrt(jnp.mean(jnp.square(take_BTH), axis=-1, keepdims=True) + 1e-6)
     give_BTH1 = give_BTH[..., None].astype(v_BTHK.dtype)
-    if cache := opened():
-        k_BSHK, v_BSHK = cache.keep(k_BTHK), cache.keep(v_BTHK)
+    if cache := active_cache():
+        k_BSHK, v_BSHK = cache.append(k_BTHK), cache.append(v_BTHK)
         seen_BTS = cached_mask(cache, length, k_BSHK.shape[1], documents, window)
         q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))  # one block
         return _mixed(q, k, v, take, seen, scale)[:, 0] * give_BTH1

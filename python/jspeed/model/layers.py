@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 
-from jspeed.model.kv_cache import opened
+from jspeed.model.kv_cache import active_cache
 
 
 @jax.custom_vjp
@@ -73,7 +73,7 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
     Half-truncated as in modded-nanogpt: of K/2 frequencies the first K/4 fall from 1 to 1/``base``, the others
     are 0, so half of the channels carry no position. Same shape and dtype out.
     """
-    cache = opened()
+    cache = active_cache()
     _, length, _, width = x_BTHK.shape
     turning = width // 4
     frequency = (1.0 / base) ** jnp.linspace(0.0, 1.0, turning, dtype=jnp.float32)
@@ -91,19 +91,19 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
 
 def positions(table_PD: jax.Array, length: int) -> jax.Array:
     """Return the rows of a table of positions for ``length`` tokens: ``[1, T, D]``, or with a cache ``[B, T, D]``."""
-    cache = opened()
+    cache = active_cache()
     return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
 
 
-def places(length: int) -> jax.Array:
+def position_ids(length: int) -> jax.Array:
     """Return how many tokens lie before each of ``length`` tokens: int32 ``[1, T]``, or with a cache ``[B, T]``."""
-    cache = opened()
+    cache = active_cache()
     return jnp.arange(length, dtype=jnp.int32)[None] if cache is None else cache.positions_BT(length)
 
 
 def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
     """Return the token ``back`` positions before each, ``fill`` where there is none: int32 ``[B, T]``."""
-    cache = opened()
+    cache = active_cache()
     if cache is None:
         return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]
     place_BT = cache.positions_BT(tokens_BT.shape[1]) - back

@@ -13,13 +13,13 @@ Head = Callable[[Any, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Softcap:
-    """A smooth elementwise function ``bend`` of fp32 logits whose values stay below ``bound``.
+    """A smooth elementwise function ``function`` of fp32 logits whose values stay below ``bound``.
 
-    Because the bound is known, log-sum-exp needs no pass for the maximum. ``bend`` must stay above ``bound - 80``,
+    Because the bound is known, log-sum-exp needs no pass for the maximum. ``function`` must stay above ``bound - 80``,
     or ``exp`` underflows in fp32.
     """
 
-    bend: Callable[[jax.Array], jax.Array]
+    function: Callable[[jax.Array], jax.Array]
     bound: float
 
 
@@ -45,7 +45,7 @@ def asymmetric_cap(bound: float, shift: float, width: float) -> Softcap:
 def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
     """Return what the softmax sees of a head's ``logits``: fp32, bent by ``cap`` if there is one."""
     logits32 = logits.astype(jnp.float32)
-    return cap.bend(logits32) if cap else logits32
+    return cap.function(logits32) if cap else logits32
 
 
 def cross_entropy(
@@ -121,7 +121,7 @@ def _forward(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
-        new, dx_BtD = pull(dlogits(read_again(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
+        new, dx_BtD = pull(dlogits(keep_low_precision(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
         return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (loss_BtN, dx_BtD)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
@@ -131,7 +131,7 @@ def _forward(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
 
 
 def _backward(head, cap, chunk, saved, cotangents):
-    return *scaled(saved, cotangents), None, None
+    return *rescale_gradients(saved, cotangents), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -188,7 +188,7 @@ def loss_of(target_BTN: jax.Array, shift_BT: jax.Array, sum_BT: jax.Array, cap: 
     return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap)
 
 
-def read_again(logits_BTV: jax.Array) -> jax.Array:
+def keep_low_precision(logits_BTV: jax.Array) -> jax.Array:
     """Return ``logits_BTV`` for the gradient, after the loss has read them."""
     # Else XLA keeps the fp32 logits of the loss for the gradient, twice the size of those it has.
     return jax.lax.optimization_barrier(logits_BTV) if logits_BTV.dtype.itemsize < 4 else logits_BTV
@@ -209,13 +209,13 @@ def dlogits(
     """
     logits32_BTn = logits_BTn.astype(jnp.float32)
     slope_BTn = jnp.ones_like(logits32_BTn)
-    z_BTn, slope_BTn = jax.jvp(cap.bend, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
+    z_BTn, slope_BTn = jax.jvp(cap.function, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
     p_BTn = jnp.exp(z_BTn - shift_BT[..., None]) * scale_BT[..., None]
     p_BTn = p_BTn if counts_BTn is None else counts_BTn * p_BTn
     return ((p_BTn if hits_BTn is None else p_BTn - hits_BTn) * slope_BTn).astype(logits_BTn.dtype)
 
 
-def scaled(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array, Any]) -> Any:
+def rescale_gradients(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array, Any]) -> Any:
     """Return gradients saved for shares of the largest weight as those for the weights, times the total's cotangent."""
     grads, largest = saved
     scale = largest * cotangents[0]

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.layers import places, token_before
+from jspeed.model.layers import position_ids, token_before
 
 SIGN_ROWS = 8192
 
@@ -31,7 +31,7 @@ def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
     62). As there, the second token is hashed with ``rows`` - 1 in place of the first.
     """
     last = rows - 1
-    tokens_BT, place_BT = tokens_BT.astype(jnp.int32), places(tokens_BT.shape[1])
+    tokens_BT, place_BT = tokens_BT.astype(jnp.int32), position_ids(tokens_BT.shape[1])
     before_BT = jnp.where(place_BT == 1, last, token_before(tokens_BT, 1, last))
     hashed_BT = jnp.bitwise_xor(36313 * tokens_BT, 27191 * before_BT) % last
     return jnp.where(place_BT == 0, last, hashed_BT)
@@ -41,7 +41,7 @@ def sign_rows(tokens_BT: jax.Array) -> jax.Array:
     """Hash every token with the one before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0 at the first."""
     tokens_BT = tokens_BT.astype(jnp.int32)
     pairs_BT = jnp.bitwise_xor(token_before(tokens_BT, 1, 0), tokens_BT) % SIGN_ROWS
-    return jnp.where(places(tokens_BT.shape[1]) == 0, 0, pairs_BT)
+    return jnp.where(position_ids(tokens_BT.shape[1]) == 0, 0, pairs_BT)
 
 
 def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32) -> jax.Array:

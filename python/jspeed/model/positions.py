@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.model.kv_cache import opened
-from jspeed.model.layers import places, rms_norm
+from jspeed.model.kv_cache import active_cache
+from jspeed.model.layers import position_ids, rms_norm
 
 
 def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
@@ -43,7 +43,7 @@ def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Arr
     """
     count, columns = len(angles), positions_TP.shape[1]
     positions_BTP = positions_TP[None]
-    if cache := opened():
+    if cache := active_cache():
         positions_BTP += columns * cache.start_B[:, None, None]
     angle_BTPF = positions_BTP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None, None]
     cos, sin = jnp.cos(angle_BTPF)[:, :, None], jnp.sin(angle_BTPF)[:, :, None]
@@ -72,7 +72,7 @@ def queries_and_keys(
     (``Documents.offsets``) have slots: call :func:`jspeed.model.attention.attention` with ``marked``. Inside
     ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not take.
     """
-    if not own_kernels or opened():
+    if not own_kernels or active_cache():
         q, k = jnp.split(y_BTE, 2, axis=-1)
         q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(shape)), angles, positions_TP) for x in (q, k))
         return q_BTHK, offset_keys(k_BTHK) if look_back else k_BTHK
@@ -90,9 +90,9 @@ def shift_right(x_BT: jax.Array) -> jax.Array:
 
     Across document borders too: the first token of a document gets the last of the one before.
     """
-    if cache := opened():
+    if cache := active_cache():
         place_BT = cache.positions_BT(x_BT.shape[1]) - 1
-        before_BT = jax.vmap(lambda row, place: row[place])(cache.keep(x_BT), jnp.maximum(place_BT, 0))
+        before_BT = jax.vmap(lambda row, place: row[place])(cache.append(x_BT), jnp.maximum(place_BT, 0))
         return jnp.where(jnp.expand_dims(place_BT < 0, range(2, x_BT.ndim)), 0, before_BT)
     return jnp.pad(x_BT[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x_BT.ndim - 2))
 
@@ -109,5 +109,5 @@ def offset_keys(k_BTHK: jax.Array) -> jax.Array:
     (modded-nanogpt, record 49).
     """
     own, late = jnp.split(k_BTHK, 2, axis=-1)
-    first_BT11 = places(k_BTHK.shape[1])[..., None, None] == 0
+    first_BT11 = position_ids(k_BTHK.shape[1])[..., None, None] == 0
     return jnp.concatenate([own, jnp.where(first_BT11, late, shift_right(late))], axis=-1)

@@ -17,11 +17,11 @@ from jspeed.model.losses import (
     Head,
     Softcap,
     dlogits,
+    keep_low_precision,
     loss_of,
     over_chunks,
     partition_sum,
-    read_again,
-    scaled,
+    rescale_gradients,
     shares,
     targets_last,
     total,
@@ -193,7 +193,7 @@ def _forward(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_R
         drows_RtND, dx_RtD = pull_own(dlogits(target_RtN, share_RtN, scale_Rt, shift_Rt, cap, once_RtN))
         new = []
         for (logits_RtC, counts_RtC), (_, pull) in zip(parts, scored, strict=True):
-            dw, more_RtD = pull(dlogits(read_again(logits_RtC), None, scale_Rt, shift_Rt, cap, counts_RtC))
+            dw, more_RtD = pull(dlogits(keep_low_precision(logits_RtC), None, scale_Rt, shift_Rt, cap, counts_RtC))
             new.append(dw.astype(jnp.float32))
             dx_RtD += more_RtD
         return jax.tree.map(jnp.add, dcolumns, new), (loss_of(target_RtN, shift_Rt, sum_Rt, cap), drows_RtND, dx_RtD)
@@ -206,7 +206,7 @@ def _forward(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_R
 
 
 def _backward(head, cap, chunk, saved, cotangents):
-    return *scaled(saved, cotangents), None, None, None
+    return *rescale_gradients(saved, cotangents), None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import ROW_AXES
 from jspeed.parallel.pipeline import pipeline
-from jspeed.recipe import ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
+from jspeed.recipe import Context, ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,21 @@ def with_remat(layout: str) -> str:
     return layout if find_layout(layout).remat else layout + "+remat"
 
 
+def loops_over_layers(recipe: Recipe) -> bool:
+    """Whether ``recipe`` runs its layers through ``ctx.layer``, so that remat can recompute them."""
+    asked = []
+
+    def layer(f: Callable[..., Any]) -> Callable[..., Any]:
+        asked.append(f)
+        return f
+
+    ctx = Context(recipe.stages[0], training=True, layer=layer)
+    params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.compute or spec.dtype), recipe.parameters)
+    ids, weights = (jax.ShapeDtypeStruct((1, ctx.stage.lane_len), dtype) for dtype in ("int32", "float32"))
+    jax.eval_shape(lambda *arrays: recipe.loss(*arrays, ctx), params, ids, ids, weights)
+    return bool(asked)
+
+
 def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
     """Raise :class:`BadInput` for a ``layout`` that is unknown, or does not fit ``mesh`` or ``recipe``."""
     found = find_layout(layout)
@@ -92,7 +107,8 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             f"--layout {layout} {works}, so the mesh axis '{idle[0]}' of size {mesh.shape[idle[0]]} would repeat the "
             f"same work; give --mesh data={mesh.size}, or another --layout"
         )
-    if not recipe.alike and ("pipe" in needed or found.remat or found.scan):
+    by_layer = "pipe" in needed or found.scan or (found.remat and not loops_over_layers(recipe))
+    if not recipe.alike and by_layer:
         raise BadInput(
             f"--layout {layout} works layer by layer and the layers of recipe {recipe.name} are not alike; choose "
             "another --layout, or a recipe that runs its layers through ctx.blocks"

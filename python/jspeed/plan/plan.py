@@ -18,7 +18,6 @@ from jspeed.plan.cost import part_of
 from jspeed.plan.shard_map_checks import manual_mode
 from jspeed.plan.target import pretend
 from jspeed.recipe import Recipe, leaves
-from jspeed.recipe import replace as change
 from jspeed.run.compute import program
 from jspeed.run.compute.device import divisions, micro_batches
 from jspeed.run.find_recipe import Found
@@ -275,7 +274,7 @@ def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any
     for number in divisions(recipe, last, hardware.mesh):
         if number < parts:
             continue
-        step = compile_stages(change(recipe, stages=(last,)), hardware, own // number)[-1]
+        step = compile_stages(replace(recipe, stages=(last,)), hardware, own // number)[-1]
         seconds = predict.times(step.kernels, hardware.cluster)[0].total
         yield {
             "layout": with_remat(hardware.layout) if step.remat else hardware.layout,

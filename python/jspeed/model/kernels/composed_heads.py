@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.model.kernels.attention_backends import Refused, name_gpus_to_pallas
+from jspeed.model.kernels.attention_backends import Refused, register_gpus_with_pallas
 from jspeed.model.kernels.fused_attention import LOG2_E, MASKED
 
 SIZE = 64  # tokens of a block
@@ -68,7 +68,7 @@ def compose(
         if x.dtype != jnp.bfloat16 and not interpret:
             raise Refused(f"composed heads in own kernels take bfloat16, found {name} in {x.dtype}")
     if not interpret:
-        name_gpus_to_pallas()
+        register_gpus_with_pallas()
     return _compose(q_BTHK, k_BTHK, v_BTHK, take_BTH, give_BTH, ids_BT, scale, window, interpret)
 
 

@@ -12,7 +12,7 @@ from jspeed.plan import chinchilla, estimates
 from jspeed.plan.views.formatting import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.output.console import opening
-from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count, parameters_met
+from jspeed.sizes import active_matmul_parameters, flops_per_token, is_matrix, matmul_parameters, parameter_count
 
 Row = tuple[str, str, str]
 
@@ -139,13 +139,13 @@ def _even_rows(recipe: Recipe, devices: int, limit: int | None) -> list[Row]:
 def _flops_rows(recipe: Recipe) -> list[Row]:
     first = recipe.stages[0]
     of_head = f", of a head {first.scored:,} rows" if first.scored else ""
-    dense = short(6 * parameters_met(recipe, first))
+    dense = short(6 * active_matmul_parameters(recipe, first))
     rows, whole = [("matmuls per token", dense, f"6 x N{of_head}: 2 forward, 4 backward")], 0.0
     for number, stage in enumerate(recipe.stages, 1):
         each, tokens = flops_per_token(recipe, stage), recipe.tokens_per_step(stage)
         whole += stage.steps * tokens * each
         name = f"stage {number}: " if len(recipe.stages) > 1 else ""
-        keys = short(each - 6 * parameters_met(recipe, stage))
+        keys = short(each - 6 * active_matmul_parameters(recipe, stage))
         rows.append((f"{name}attention per token", keys, "12 x width x keys a query sees, each layer"))
         rows.append((f"{name}a step", short(tokens * each), f"{tokens:,} tokens x {short(each)}"))
     full = estimates.flops_without_mask(recipe, recipe.stages[-1])
