@@ -11,7 +11,7 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.model.kernels import composed_heads
-from jspeed.model.kernels.qk_norm import norm_and_turn
+from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.recipes import jspeed2, r89
 from jspeed.run.find_recipe import find
 
@@ -111,9 +111,9 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(toy, monk
 
     def interpreted(*args):
         called.append(args[-1])
-        return norm_and_turn(*args, interpret=True)
+        return norm_and_rotate(*args, interpret=True)
 
-    monkeypatch.setattr("jspeed.model.kernels.qk_norm.norm_and_turn", interpreted)
+    monkeypatch.setattr("jspeed.model.kernels.qk_norm.norm_and_rotate", interpreted)
     compose = functools.partial(composed_heads.compose, interpret=True)
     monkeypatch.setattr(composed_heads, "compose", compose)
     found = []

@@ -34,8 +34,8 @@ def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = Non
     """Number the documents of each lane, and with ``max_docs`` return where they start, as the loader's own table does.
 
     A document starts at every BOS token ``bos_id``. A lane need not begin with one: its first document starts at 0
-    either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents, its
-    last offset is less than T, by which backends detect the overflow. The loader refuses such lanes in training
+    either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents,
+    its last offset is less than T, by which backends detect the overflow. The loader refuses such lanes in training
     (DocOverflowError).
     """
     ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
@@ -72,10 +72,10 @@ def attention(
     ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
     :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
     ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
-    than ``max_docs`` documents gives NaN, never a silently wrong mask. ``marked``: the caller has already made the queries
-    of such lanes NaN (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them. Over a
-    mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and for heads
-    that do not divide.
+    than ``max_docs`` documents gives NaN, never a silently wrong mask. ``marked``: the caller has already made the
+    queries of such lanes NaN (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them.
+    Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
+    for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(

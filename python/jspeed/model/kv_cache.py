@@ -1,9 +1,9 @@
 """KV cache for generation (prefill and decode): each token runs through the model once.
 
 Recipes need no code for it. While a cache is active, the primitives of ``jspeed.model`` that look across positions
-(attention, alone, in pairs and composed; rotary, rotate, positions, position_ids, token_before, shift_right, find_documents)
-treat their tokens as the next ones of each row, and append them. A recipe that looks across positions in another way
-cannot decode token by token.
+(attention, alone, in pairs and composed; rotary, rotate, positions, position_ids, token_before, shift_right,
+find_documents) treat their tokens as the next ones of each row, and append them. A recipe that looks across positions
+in another way cannot decode token by token.
 """
 
 from collections.abc import Callable, Iterator

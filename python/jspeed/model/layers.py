@@ -12,7 +12,7 @@ from jspeed.model.kv_cache import active_cache
 
 @jax.custom_vjp
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return the rows of ``table_VD`` that integer ``tokens_BT`` below V name: ``[B, T, D]`` in the table's dtype.
+    """Return rows ``tokens_BT`` (integers below V) of ``table_VD``: ``[B, T, D]`` in the table's dtype.
 
     The gradient is summed in fp32 and cast to the table's dtype once. JAX's own adds bf16 to bf16: the sum of a
     frequent token stops growing, and colliding bf16 additions are some 20 times slower on GPUs (openxla/xla issue
@@ -22,7 +22,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 
 def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array):
-    # The table only lends its shape and dtype to the backward pass.
+    # The table is saved for its shape and dtype only.
     return table_VD[tokens_BT], (table_VD, tokens_BT)
 
 
@@ -49,8 +49,8 @@ def rms_norm(x: jax.Array) -> jax.Array:
 def scaled(weights: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Return ``weights`` x ``scale``, an fp32 scalar, in the dtype of ``weights``.
 
-    The same as scaling what they multiply, but neither that nor its gradient goes through memory once more, and the
-    gradient of ``scale`` is a sum over weights instead of activations.
+    The same as scaling activations, without another pass over them or their gradients, and the gradient of ``scale`` is
+    a sum over weights instead of activations.
     """
     return weights if scale is None else (weights.astype(jnp.float32) * scale).astype(weights.dtype)
 
@@ -90,13 +90,13 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
 
 
 def positions(table_PD: jax.Array, length: int) -> jax.Array:
-    """Return the rows of a table of positions for ``length`` tokens: ``[1, T, D]``, or with a cache ``[B, T, D]``."""
+    """Return the rows of a table of positions for ``length`` tokens: ``[1, T, D]``; with a KV cache ``[B, T, D]``."""
     cache = active_cache()
     return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
 
 
 def position_ids(length: int) -> jax.Array:
-    """Return how many tokens lie before each of ``length`` tokens: int32 ``[1, T]``, or with a cache ``[B, T]``."""
+    """Return the position of each of ``length`` tokens in its row: int32 ``[1, T]``, or with a KV cache ``[B, T]``."""
     cache = active_cache()
     return jnp.arange(length, dtype=jnp.int32)[None] if cache is None else cache.positions_BT(length)
 
@@ -112,7 +112,7 @@ def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
 
 
 def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the sigmoid of what ``weights`` (``[n]`` or ``[n, H]``) make of the first n channels: ``[B, T]`` or
+    """Return the sigmoid of the first n channels @ ``weights`` (``[n]`` or ``[n, H]``): ``[B, T]`` or
     ``[B, T, H]`` (modded-nanogpt, record 28)."""
     return jax.nn.sigmoid(x_BTD[..., : weights.shape[0]] @ weights)
 
@@ -156,7 +156,7 @@ def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale:
 
 
 def uniform(scale: float) -> initializers.Initializer:
-    """Draw matrices ``[..., in, out]`` evenly around zero, with standard deviation ``scale`` / sqrt(in)."""
+    """Draw banks ``[n, in, out]`` uniformly around zero, with standard deviation ``scale`` / sqrt(in)."""
     return initializers.variance_scaling(scale**2, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
 
 

@@ -79,9 +79,9 @@ def cudnn(
 def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Return (lengths ``[B, M]``, starts ``[B, M + 1]``) of the documents, int32, -1 in unused slots.
 
-    JAX compacts the entries that are not -1 over all lanes, starts and lengths separately, and pairs them in order: so a
-    lane must have as many starts as lengths, and no end after its last start. M is ``max_docs``, but at least 2, since
-    JAX takes one slot to mean that nothing is packed.
+    JAX compacts the entries that are not -1 over all lanes, starts and lengths separately, and pairs them in order: so
+    a lane must have as many starts as lengths, and no end after its last start. M is ``max_docs``, but at least 2,
+    since JAX takes one slot to mean that nothing is packed.
     """
     starts_BM, ends_BM = _slots(offsets_BO, length)
     used = ends_BM > starts_BM
@@ -152,9 +152,9 @@ def triton(
 ) -> jax.Array:
     """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`).
 
-    They are for GPUs that no maintained library supports with documents (docs/devices.md). Inside ``jax.shard_map`` this needs
-    ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types
-    other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    They are for GPUs that no maintained library supports with documents (docs/devices.md). Inside ``jax.shard_map``
+    this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for
+    types other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
     """
     _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
@@ -212,10 +212,10 @@ def splash(
 ) -> jax.Array:
     """Attend with JAX's own kernels for TPUs (:mod:`jspeed.model.kernels.splash_attention`).
 
-    Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not needed and no lane becomes
-    NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests.
-    Raises BadInput for types other than bf16, a head width that is no multiple of 8 or above 256, and a JAX without
-    these kernels.
+    Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not needed and no lane
+    becomes NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of
+    kernels, for tests. Raises BadInput for types other than bf16, a head width that is no multiple of 8 or above 256,
+    and a JAX without these kernels.
     """
     _check("splash", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
