@@ -102,13 +102,13 @@ def attention(
         )
     offsets_BO = None if documents is None else documents.offsets
 
-    def run(q_BTHK, k_BTHK, v_BTHK):
+    def with_offsets(q_BTHK, k_BTHK, v_BTHK):
         if offsets_BO is not None and not marked:
             q_BTHK = attention_backends.nan_where_overflown(q_BTHK, offsets_BO)
         path = getattr(attention_backends, backend)
         return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window)
 
-    return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
+    return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK)
 
 
 def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):

@@ -122,11 +122,11 @@ def relu_squared(x: jax.Array) -> jax.Array:
     return jnp.square(jnp.maximum(x, 0))
 
 
-def row_keys(seed: int, step: jax.Array, first_row: jax.Array, rows: int) -> jax.Array:
+def row_keys(seed: int, step: jax.Array | int, first_row: jax.Array | int, rows: int) -> jax.Array:
     """Return random keys for ``rows`` rows of a batch from ``first_row`` (int32 scalar) on: uint32 ``[B, 2]``.
 
-    A key depends on ``seed``, ``step`` and the row's number in the global batch alone, so it is the same on any mesh
-    and with any micro-batch (``Context.step``, ``Context.first_row``).
+    A key depends only on ``seed``, ``step`` and the row's index in the global batch, so it is the same on any mesh and
+    with any micro-batch (``Context.step``, ``Context.first_row``).
     """
     at_step = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     numbers_B = first_row + jnp.arange(rows, dtype=jnp.int32)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.layout import check_layout, cut_dim, partition
+from jspeed.parallel.layout import check_layout, partition, sharded_dim
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, micro_batches
 from jspeed.run.compute.program import state_shardings
@@ -192,7 +192,7 @@ def _bytes(spec: ParamSpec) -> int:
 
 def _copied(spec: ParamSpec, layout: str, mesh: Mesh) -> bool:
     cast_down = jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype)
-    return cast_down or (mesh.shape["data"] > 1 and cut_dim(partition(spec, layout, mesh)) is not None)
+    return cast_down or (mesh.shape["data"] > 1 and sharded_dim(partition(spec, layout, mesh)) is not None)
 
 
 def _kept_for_backward(spec: ParamSpec) -> int:

@@ -13,7 +13,7 @@ import jax
 from jax._src import source_info_util
 from jax.sharding import PartitionSpec
 
-from jspeed.parallel.layout import SMALL, cut_dim, partition
+from jspeed.parallel.layout import SMALL, partition, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel
 from jspeed.recipe import Recipe, leaves
@@ -134,10 +134,10 @@ def whole_leaves(recipe: Recipe, layout: str, mesh: Any) -> list[Finding]:
     best, specs = by_path(recipe, "zero1", mesh), by_path(recipe, layout, mesh)
     found = []
     for path, spec in leaves(recipe.parameters):
-        if devices == 1 or spec.size < SMALL or cut_dim(specs[path]) is not None:
+        if devices == 1 or spec.size < SMALL or sharded_dim(specs[path]) is not None:
             continue
         size = f"{path} {'x'.join(map(str, spec.shape))}"
-        if cut_dim(best[path]) is not None:
+        if sharded_dim(best[path]) is not None:
             text = f"{size} and its optimizer state are replicated; --layout zero1 shards them {devices} ways"
             found.append(Finding("replicated-leaf", "warning", text, 4.0 * spec.size, 4.0 * SMALL))
         elif "matrix" in spec.axes:

@@ -239,7 +239,7 @@ def candidates(
 ) -> Iterator[Hardware]:
     """Yield the devices in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
     for layout, how in LAYOUTS.items():
-        over = sorted(set(how.cuts.values()) - {"data"})
+        over = sorted(set(how.rules.values()) - {"data"})
         if over and devices % 2:
             continue
         hardware = hardware_in(layout, {"data": devices // 2, over[0]: 2} if over else None)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.parallel.layout import cut_dim, partition
+from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.plan import chinchilla, estimates
 from jspeed.plan.views.formatting import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
@@ -87,7 +87,7 @@ def _memory_rows(recipe: Recipe, layout: str, devices: int, micro_batch: int | N
     parts, at_once = estimates.micro_batching(recipe, stage, devices, micro_batch)
     mesh = estimates.absent_mesh(devices)
     specs = leaves(recipe.parameters)
-    cut = [path for path, spec in specs if cut_dim(partition(spec, layout, mesh)) is not None]
+    cut = [path for path, spec in specs if sharded_dim(partition(spec, layout, mesh)) is not None]
     where = f"1/{devices} of {', '.join(cut)}; the rest replicated" if cut and devices > 1 else "all replicated"
     a_token = found.activations // at_once
     computing = sorted({jnp.dtype(spec.compute or spec.dtype).name for _, spec in specs if is_matrix(spec)})
