@@ -1,4 +1,4 @@
-"""FP8 products against NumPy with ml_dtypes' casts and float64 sums."""
+"""FP8 matmuls and casts against NumPy with ml_dtypes' casts and float64 sums."""
 
 from functools import partial
 

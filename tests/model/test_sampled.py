@@ -1,4 +1,4 @@
-"""The sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
+"""Sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
 
 import functools
 import re

@@ -1,4 +1,4 @@
-"""NorMuon, cautious decay, slow and tied tables and staged rates against float64 NumPy written from their formulas."""
+"""NorMuon, cautious decay, optimizer wrappers and schedules against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp

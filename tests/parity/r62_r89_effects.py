@@ -1,4 +1,4 @@
-"""What record 89's Adam makes of numbers in bf16 that nothing keeps the rest of, over a whole run."""
+"""Effect of bf16 rounding in record 89's Adam state over a whole run."""
 
 from collections.abc import Mapping, Sequence
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jspeed.parallel.layout import on_whole_matrices
 
@@ -60,15 +61,15 @@ def scale_by_muon(
     momentum: Callable[[jax.Array], Any],
     *,
     coefficients: Coefficients = NEWTON_SCHULZ_5,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
     """Replace each gradient bank (``[..., in, out]``) by its orthogonalised Nesterov momentum.
 
     ``momentum`` maps the number of past updates to beta: M <- beta M + (1 - beta) G, and beta M + (1 - beta) G is
     orthogonalised in ``dtype``. The update is scaled by sqrt(max(1, out / in)) so that its effect on activations
-    does not depend on the shape (modded-nanogpt, records 3-40). A bank that stores some matrices transposed gives
-    that factor itself: ``scale``, broadcast against the bank.
+    does not depend on the shape (modded-nanogpt, records 3-40). For a bank that stores some matrices transposed
+    ``scale``, broadcast against the bank, replaces that factor.
     """
 
     def init(params: Any) -> MuonState:
@@ -94,7 +95,7 @@ def muon(
     momentum: Callable[[jax.Array], Any],
     *,
     coefficients: Coefficients = NEWTON_SCHULZ_5,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     weight_decay: float = 0.0,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:

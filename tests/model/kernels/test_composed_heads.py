@@ -1,4 +1,4 @@
-"""Composed heads in our own kernels, in JAX's interpreter: against float64, and against the same in plain JAX."""
+"""Composed-heads kernels in interpret mode, against float64 and plain JAX."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""QK-norm and rotation in one pass, in JAX's interpreter of kernels: against the plain path and against float64."""
+"""Fused QK-norm and RoPE in interpret mode, against the plain path and float64."""
 
 from functools import partial
 
