@@ -1,4 +1,4 @@
-"""Effect of bf16 rounding in record 89's Adam state over a whole run."""
+"""Effect of storing parameters in bf16, without an fp32 copy, in record 89's Adam over a whole run."""
 
 from collections.abc import Mapping, Sequence
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from jspeed.optim.cautious import add_cautious_decay
 from jspeed.optim.muon import POLAR_EXPRESS, scale_by_muon
@@ -57,7 +56,7 @@ def normuon(
     *,
     beta2: float,
     weight_decay: float,
-    scale: ArrayLike,
+    scale: Any,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
     """Nesterov momentum, Polar Express, NorMuon's division and cautious decay, for banks ``[..., in, out]``.
