@@ -137,7 +137,7 @@ def test_keys_that_look_back_are_those_of_offset_keys():
 @pytest.mark.parametrize(
     ("shape", "count", "columns", "dtype", "words"),
     [
-        ((1, 8, 4, 64), 16, 1, jnp.float32, "takes bfloat16, found float32"),
+        ((1, 8, 4, 64), 16, 1, jnp.float32, "needs bfloat16, found float32"),
         ((1, 8, 4, 48), 12, 1, jnp.bfloat16, "12 angles"),
         ((1, 8, 4, 64), 8, 1, jnp.bfloat16, "512 channels, 8 angles"),
         ((1, 8, 3, 64), 16, 2, jnp.bfloat16, "2 x 3 heads"),
