@@ -102,13 +102,13 @@ def position_ids(length: int) -> jax.Array:
 
 
 def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
-    """Return the token ``back`` positions before each, ``fill`` where there is none: int32 ``[B, T]``."""
+    """Return the token ``back`` positions before each, ``fill`` where there is none: ``[B, T]`` in their dtype (int32 with a KV cache)."""
     cache = active_cache()
     if cache is None:
         return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]
-    place_BT = cache.positions_BT(tokens_BT.shape[1]) - back
-    found_BT = jnp.take_along_axis(cache.cache.tokens_BS, jnp.maximum(place_BT, 0), axis=1)
-    return jnp.where(place_BT < 0, fill, found_BT)
+    position_BT = cache.positions_BT(tokens_BT.shape[1]) - back
+    found_BT = jnp.take_along_axis(cache.cache.tokens_BS, jnp.maximum(position_BT, 0), axis=1)
+    return jnp.where(position_BT < 0, fill, found_BT)
 
 
 def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
