@@ -102,7 +102,10 @@ def position_ids(length: int) -> jax.Array:
 
 
 def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
-    """Return the token ``back`` positions before each, ``fill`` where there is none: ``[B, T]`` in their dtype (int32 with a KV cache)."""
+    """Return the token ``back`` positions before each, ``fill`` where there is none: ``[B, T]`` in the same dtype.
+
+    With a KV cache: in int32.
+    """
     cache = active_cache()
     if cache is None:
         return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]
