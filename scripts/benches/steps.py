@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.plan.target import facts_of
-from jspeed.recipe import Recipe, Stage, leaves, replace
+from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
 from jspeed.run.compute.device import device_of

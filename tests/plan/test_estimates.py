@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import cut_dim, partition
+from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import chinchilla, estimates
 from jspeed.plan.views.estimates import print_estimates
@@ -106,7 +106,7 @@ def test_parameters_lie_as_the_layout_says(name, layout, devices):
     mesh = estimates.abstract_mesh({"data": devices})
     local = 0
     for _, spec in leaves(recipe.parameters):
-        dim = cut_dim(partition(spec, layout, mesh))
+        dim = sharded_dim(partition(spec, layout, mesh))
         local += math.prod(n // devices if i == dim else n for i, n in enumerate(spec.shape)) * 4
     found = estimates.memory(recipe, recipe.stages[0], layout, mesh)
     assert found.parameters == local

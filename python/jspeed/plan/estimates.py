@@ -6,6 +6,7 @@ training. What a step adds is an estimate by formula; ``plan.py`` without ``--no
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -13,13 +14,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.layout import check_layout, cut_dim, partition
+from jspeed.parallel.layout import check_layout, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
-from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, replace
+from jspeed.recipe import ParamSpec, Recipe, Stage, leaves
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, lanes_of_device, micro_batches
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.find_recipe import find
-from jspeed.sizes import is_matrix, parameters_met
+from jspeed.sizes import active_matmul_parameters, is_matrix
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2; GPT-3: Brown et al. 2020,
 # table 2.1, its batch of 3.2 M tokens as 1,536 lanes so that 512 devices divide it, its 300 G tokens.
@@ -149,9 +150,9 @@ def activation_bytes(recipe: Recipe, tokens: int) -> int:
 def flops_without_mask(recipe: Recipe, stage: Stage) -> int:
     """Training FLOPs per token as PaLM and nanoGPT count: every query meets every key of its lane, masked or not.
 
-    ``6 N + 12 x layers x width x lane length`` with N the matmul parameters met (PaLM, arXiv 2204.02311, appendix B).
+    ``6 N + 12 x layers x width x lane length``, N the active matmul parameters (PaLM, arXiv 2204.02311, appendix B).
     """
-    return 6 * parameters_met(recipe, stage) + 12 * recipe.layers * recipe.attention_width * stage.lane_len
+    return 6 * active_matmul_parameters(recipe, stage) + 12 * recipe.layers * recipe.attention_width * stage.lane_len
 
 
 def days(flops: float, devices: int, peak: float, fraction: float) -> float:
@@ -186,7 +187,7 @@ def _not_gathered(cut: PartitionSpec, mesh: Mesh) -> int:
 
 
 def _copied(spec: ParamSpec, cut: PartitionSpec) -> bool:
-    return jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype) or cut_dim(cut) is not None
+    return jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype) or sharded_dim(cut) is not None
 
 
 def _kept_for_backward(spec: ParamSpec) -> int:

@@ -13,7 +13,7 @@ from jax._src import source_info_util
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from jspeed.parallel.layout import SMALL, cut_dim, partition
+from jspeed.parallel.layout import SMALL, partition, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
 from jspeed.recipe import Recipe, leaves
@@ -123,7 +123,7 @@ def replicated_parameters(recipe: Recipe, specs: Mapping[str, PartitionSpec], me
         if devices == 1 or spec.size < SMALL or axes_of(specs[path]):
             continue
         size = f"{path} {'x'.join(map(str, spec.shape))}"
-        if cut_dim(best[path]) is not None:
+        if sharded_dim(best[path]) is not None:
             text = f"{size} and its optimizer state are replicated; --layout zero1 shards them {devices} ways"
             found.append(Finding("replicated-leaf", "warning", text, 4.0 * spec.size, 4.0 * SMALL))
         elif "matrix" in spec.axes:

@@ -189,7 +189,7 @@ def memory_summary(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) ->
 def candidates(recipe: Recipe, cluster: Cluster, fraction: float) -> Iterator[Hardware]:
     """Yield ``cluster`` in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
     for layout, how in LAYOUTS.items():
-        over = sorted(set(how.cuts.values()) - {"data"})
+        over = sorted(set(how.rules.values()) - {"data"})
         if over and cluster.devices % 2:
             continue
         hardware = hardware_for(cluster, layout, {"data": cluster.devices // 2, over[0]: 2} if over else None, fraction)

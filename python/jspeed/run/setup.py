@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
-from jspeed.recipe import Recipe, replace
+from jspeed.recipe import Recipe
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels

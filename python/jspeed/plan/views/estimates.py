@@ -5,13 +5,13 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.parallel.layout import cut_dim, partition
+from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
 from jspeed.plan import chinchilla, estimates
 from jspeed.plan.views.formatting import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.output.console import opening
-from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count, parameters_met
+from jspeed.sizes import active_matmul_parameters, flops_per_token, is_matrix, matmul_parameters, parameter_count
 
 Row = tuple[str, str, str]  # name, formula, value
 
@@ -61,7 +61,7 @@ def _memory_rows(
     specs = leaves(recipe.parameters)
     rows = []
     for axis, ways in mesh.shape.items():
-        if cut := [path for path, spec in specs if cut_dim(partition(spec, layout, mesh), axis) is not None]:
+        if cut := [path for path, spec in specs if sharded_dim(partition(spec, layout, mesh), axis) is not None]:
             rows.append(f"1/{ways} of {', '.join(cut)}")
     where = "; ".join([*rows, "the rest replicated"]) if rows else "all replicated"
     a_token = found.activations // at_once
@@ -118,13 +118,13 @@ def _zero3_rows(recipe: Recipe, devices: int, limit: int) -> list[Row]:
 def _flops_rows(recipe: Recipe) -> list[Row]:
     first = recipe.stages[0]
     of_head = f", of a head {first.scored:,} rows" if first.scored else ""
-    dense = short(6 * parameters_met(recipe, first))
+    dense = short(6 * active_matmul_parameters(recipe, first))
     rows, whole = [("matmuls per token", f"6 x N{of_head}: 2 forward, 4 backward", dense)], 0.0
     for number, stage in enumerate(recipe.stages, 1):
         each, tokens = flops_per_token(recipe, stage), recipe.tokens_per_step(stage)
         whole += stage.steps * tokens * each
         name = f"stage {number}: " if len(recipe.stages) > 1 else ""
-        keys = short(each - 6 * parameters_met(recipe, stage))
+        keys = short(each - 6 * active_matmul_parameters(recipe, stage))
         rows.append((f"{name}attention per token", "12 x width x keys a query sees, each layer", keys))
         rows.append((f"{name}a step", f"{tokens:,} tokens x {short(each)}", short(tokens * each)))
     full = estimates.flops_without_mask(recipe, recipe.stages[-1])
