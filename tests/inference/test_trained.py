@@ -215,7 +215,7 @@ OWN = {"recipe": "stdlib", "overrides": {}, "tokenizer": {"tokenizer": "bytes", 
     [
         (OWN | {"overrides": []}, "field 'overrides': expected an object, found \\[\\]"),
         (OWN | {"tokenizer": 3}, "field 'tokenizer': expected an object or null, found 3"),
-        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected text, found 3"),
+        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected a name, found 3"),
         (OWN | {"tokenizer": {"tokenizer": "bytes"}}, "field 'tokenizer.vocab_size': .* found no such field"),
         (OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}}, "'tokenizer.symbols': expected a list of diff"),
         (GPT2 | {"n_layer": float("inf")}, "field 'n_layer': expected a whole number from 1 to 1000, found inf"),

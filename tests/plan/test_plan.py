@@ -19,8 +19,8 @@ from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devi
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
 from jspeed.run.compute import memory_fallbacks
+from jspeed.run.compute.compiler import DoesNotFit
 from jspeed.run.compute.device import Device
-from jspeed.run.compute.program import DoesNotFit
 from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
 
@@ -155,7 +155,7 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
         return build(lowered, device)
 
     monkeypatch.setattr(jspeed.plan.compile, "build", refuses)
-    monkeypatch.setattr(memory_fallbacks, "freed", lambda *_: 0)
+    monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
     fits, refused = search(FOUND, [taking(hardware_for(), 1024)])
     assert fits == next(row for row in rows if row["fits"])
     assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (False, 12 * 10**9, None)
@@ -214,7 +214,7 @@ def tried(monkeypatch):
 
     monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
     monkeypatch.setattr(jspeed.plan.compile, "build", lambda lowered, device: lowered)
-    monkeypatch.setattr(jspeed.plan.compile.program, "memory_needed", lambda step: step.need)
+    monkeypatch.setattr(jspeed.plan.compile.compiler, "memory_needed", lambda step: step.need)
     return found
 
 
