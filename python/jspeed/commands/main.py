@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": "Predict memory, time and bottlenecks of a recipe on GPUs that are absent",
     "bench": "Measure what jspeed promises, on the machine at hand",
     "leaderboard": "Add runs, check every number, show the board, compare, race and reproduce recipes",
-    "sample": "Let a trained model go on with a text",
+    "sample": "Generate text with a trained model",
     "evaluate": "Measure a trained model on text that it has not seen",
     "export": "Write a trained model for others to read",
     "doctor": "Say what this machine can do",
