@@ -105,8 +105,8 @@ def _of_open_mpi(environment: Mapping[str, str]) -> Rank | None:
     if coordinator is None and "OMPI_MCA_orte_hnp_uri" not in environment:
         if local_count < count:
             raise BadInput(
-                "Open MPI does not give the address of process 0; set JAX_COORDINATOR_ADDRESS=HOST:PORT for all processes, "
-                "with the host that mpirun starts rank 0 on (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
+                "Open MPI does not give the address of process 0; set JAX_COORDINATOR_ADDRESS=HOST:PORT for all "
+                "processes, with the host that mpirun starts rank 0 on (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
             )
         job = environment.get("PMIX_NAMESPACE", "")
         coordinator = f"127.0.0.1:{61_440 + zlib.crc32(job.encode()) % 4_096}"
@@ -128,8 +128,8 @@ def _checked(rank: Rank, index: str, count: str) -> Rank | None:
         raise BadInput(f"{index} is {rank.index} and {count} is {rank.count}; expected 0 <= {index} < {count}")
     if not 0 <= rank.local_index < rank.local_count:
         raise BadInput(
-            f"the local rank is {rank.local_index} but this node has {rank.local_count} processes; set LOCAL_WORLD_SIZE "
-            "(1 where it is not set) to the number of processes of this node"
+            f"the local rank is {rank.local_index} but this node has {rank.local_count} processes; set "
+            "LOCAL_WORLD_SIZE (1 where it is not set) to the number of processes of this node"
         )
     host, _, port = (rank.coordinator or "host:1").rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
@@ -156,7 +156,7 @@ def local_devices(rank: Rank, environment: Mapping[str, str]) -> list[int] | Non
     seen = visible_gpus(environment)
     if not seen:
         return None
-    # The launcher assigned GPUs to each process: fewer than there are processes, or as many as Slurm says (TYPE:NUMBER).
+    # The launcher assigned GPUs to each process: fewer than processes, or as many as Slurm's [TYPE:]NUMBER says.
     per_task = environment.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
     if per_task == str(seen) or (seen < rank.local_count and "CUDA_VISIBLE_DEVICES" in environment):
         return list(range(seen))

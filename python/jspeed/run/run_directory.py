@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jspeed.cluster.distributed import everyones, process_index, share
+from jspeed.cluster.distributed import broadcast, gather, process_index
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
@@ -87,10 +87,10 @@ def claim(
         metrics = claim_here(run_dir, resume)
         if resume:
             step = find_checkpoint(run_dir, same, say, steps)
-    path, started, step = json.loads(share("run", json.dumps([str(run_dir.absolute()), started, step])))
+    path, started, step = json.loads(broadcast("run", json.dumps([str(run_dir.absolute()), started, step])))
     if process_index():
         run_dir = Path(path)
-    shared = all(everyones("sees-run-dir", (run_dir / METRICS).exists()))
+    shared = all(gather("sees-run-dir", (run_dir / METRICS).exists()))
     if not shared:
         say.print(f"not all processes see {path}: SIGTERM will end this run without a checkpoint", soft_wrap=True)
     if (checkpoints or resume) and not shared:

@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import everyones, process_index, same_everywhere
-from jspeed.cluster.failure import at_failure
+from jspeed.cluster.distributed import gather, process_index, require_equal
+from jspeed.cluster.failure import on_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
@@ -129,7 +129,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     device = device_of(mesh, options.attention, recipe=recipe)
-    limits = [memory for memory in everyones("memory", device.memory) if memory]
+    limits = [memory for memory in gather("memory", device.memory) if memory]
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
     device = dataclasses.replace(
@@ -150,7 +150,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
     how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
-    same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
+    require_equal(same | how | {"--resume": options.resume, "jax": jax.__version__})
     checked = Preflight(device)
     if options.preflight:
         with clock.section("preflight"):
@@ -161,7 +161,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     saving = options.checkpoint_every > 0
     claimed = claim(options.run_dir, name, options.resume, saving, same, console, options.steps)
     run_dir, step = claimed.run_dir, claimed.step
-    forget = at_failure(claimed.abandon)
+    forget = on_failure(claimed.abandon)
     try:
         config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
         config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}

@@ -39,7 +39,7 @@ def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir:
     143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
 
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
-    with failure.ends_all(), sigterm_is(_terminate):
+    with failure.fail_together(), sigterm_is(_terminate):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
         if distributed.process_count() > 1:
             only_first_prints(distributed.process_index() == 0)

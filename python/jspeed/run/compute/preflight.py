@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import everyones
+from jspeed.cluster.distributed import gather
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder, read_json, write_whole
 from jspeed.model.kernels import attention_backends
@@ -129,13 +129,13 @@ def working_attention(recipe: Recipe, device: Device, remembered: "Remembered") 
 
 def outcome(name: str, check: Callable[[], str | None], remembered: "Remembered | None" = None) -> str | None:
     """Return why ``check`` failed on any process; None where it passed on all, now or in an earlier run."""
-    if remembered and all(everyones(f"remembered: {name}", name in remembered.passed)):
+    if remembered and all(gather(f"remembered: {name}", name in remembered.passed)):
         return None
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
         reason = f"{type(error).__name__}: {_first_line(error)}"
-    first = next((text for text in everyones(f"checked: {name}", reason) if text), None)
+    first = next((text for text in gather(f"checked: {name}", reason) if text), None)
     if first is None and remembered:
         remembered.passed.add(name)
     return first
@@ -209,7 +209,7 @@ def compile_or_fall_back(
                     raise
                 error, failure = caught, _first_line(caught)
         tried = f"compiled with {device.attention}, own kernels {device.own_kernels}"
-        reason = next((text for text in everyones(tried, failure) if text), None)
+        reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, checked
         if device.own_kernels:

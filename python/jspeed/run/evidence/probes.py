@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.cluster.distributed import everyones, process_index, share
+from jspeed.cluster.distributed import broadcast, gather, process_index
 from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
 from jspeed.recipe import Context
@@ -50,7 +50,7 @@ def replicas_agree(state: State) -> Verdict:
     """Compare the copies of parameters and optimizer state that the devices of each process hold, not those of several
     processes; all know what each found."""
     found: dict[str, float] = {}
-    for part in everyones("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
+    for part in gather("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
         found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
     worst = max(found, key=lambda path: found[path], default=None)
     return {"passed": not found, "largest": found[worst] if worst else 0.0, "where": worst, "arrays": len(found)}
@@ -59,7 +59,7 @@ def replicas_agree(state: State) -> Verdict:
 def no_overlap(setup: Setup) -> Verdict:
     """Compare training and validation tokens; process 0 reads the files and shares the result."""
     share_of = json.dumps(overlap(setup)) if process_index() == 0 else ""
-    found = json.loads(share("overlap", share_of))
+    found = json.loads(broadcast("overlap", share_of))
     return {"passed": found <= OVERLAP, "share": found}
 
 
