@@ -308,6 +308,8 @@ def _split(command: Command, words: Sequence[str]) -> tuple[Sequence[str], Seque
     switches |= {f"--no-{one[2:]}" for one in switches} | {"--help", "-h"}
     place = 0
     while place < len(words) and words[place].startswith("-"):
+        if words[place] == "--":
+            return words[:place], words[place + 1 :]
         named = words[place].replace("_", "-")
         place += 1 if named in switches or "=" in named else 2
     return words[:place], words[place:]
