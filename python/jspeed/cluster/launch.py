@@ -67,8 +67,8 @@ def check(launch: Launch) -> None:
         raise BadInput(f"--max-restarts {launch.max_restarts}: must be 0 or more")
     if launch.master_port + launch.max_restarts > 65_535 and not launch.standalone:
         raise BadInput(
-            f"--master-port {launch.master_port} --max-restarts {launch.max_restarts}: each restart uses the next port, and "
-            "the last one is 65535; give a smaller port or fewer restarts"
+            f"--master-port {launch.master_port} --max-restarts {launch.max_restarts}: each restart uses the next "
+            "port, up to 65535; give a smaller port or fewer restarts"
         )
     if not 0 <= launch.grace <= MOST_SECONDS:
         raise BadInput(f"--grace {launch.grace}: expected seconds from 0 to {MOST_SECONDS}")
