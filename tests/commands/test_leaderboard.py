@@ -43,7 +43,7 @@ def test_add_show_verify(records: Path, tmp_path: Path) -> None:
     shown = script("show", "--records", records, "--track", "stdlib/cpu")
     assert shown.returncode == 0 and "61.0 s" in shown.stdout and not shown.stderr
     verified = script("verify", "--records", records)
-    assert verified.returncode == 0 and "2 runs, 1 plans, 1 recipes, 0 tracks; every number follows" in verified.stdout
+    assert verified.returncode == 0 and "2 runs, 1 plans, 1 recipes, 0 tracks; all numbers verified" in verified.stdout
 
     path = next(records.rglob("*-s2-*.json"))
     rewrite(path, "timed_seconds", value=50.0)
@@ -96,7 +96,7 @@ def test_after_add_the_page_is_made_and_verify_passes(checkout, tmp_path, capsys
 def test_other_records_leave_the_repositorys_page_alone(checkout, tmp_path, records):
     board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
     assert not (checkout / "site").exists() and (checkout / "README.md").read_text() == MARKERS
-    with pytest.raises(BadInput, match=r"--records .*: .*site and README\.md show .*; give --out DIR"):
+    with pytest.raises(BadInput, match=r"--records .*: .*site and README\.md belong to .*; give --out DIR"):
         board.page_(records=records)
     board.page_(tmp_path / "site", records)
     assert json.loads((tmp_path / "site" / "leaderboard.json").read_text())["tracks"]
@@ -155,3 +155,20 @@ def test_add_says_that_a_name_is_taken(checkout, tmp_path, capsys):
 def test_help_says_that_a_record_is_optional():
     shown = script("verify", "--help").stdout
     assert "[RECORD]" in shown and "optional" in shown
+
+
+def test_verify_of_one_file_however_its_path_is_written(tmp_path, records, capsys, monkeypatch):
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
+    path = next(records.rglob("*-s2-*.json"))
+    rewrite(path, "timed_seconds", value=50.0)
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    for record, folder in (
+        (path, Path("records")),
+        (path.relative_to(tmp_path), records),
+        (path.parent, Path("records")),
+    ):
+        assert board.verify_(record, folder) == 1
+        assert f"{record}; " in capsys.readouterr().out
+    (records / "stdlib/cpu/std").mkdir()
+    assert board.verify_(records / "stdlib/cpu/std", Path("records")) == 0, "a folder whose name begins the same"

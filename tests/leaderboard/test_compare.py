@@ -9,7 +9,7 @@ from jspeed.errors import BadInput
 from jspeed.leaderboard import compare, judge
 from jspeed.record import store
 
-from ..record.synthetic_runs import make_run, make_series, source_of
+from ..record.synthetic_runs import as_run, make_run, make_series, source_of
 from .races import CHILD, PARENT, make_race
 
 RECIPES = Path(__file__).parents[2] / "python" / "jspeed" / "recipes"
@@ -92,3 +92,20 @@ def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match=r"recipe file .*odd\.py cannot be read as text"):
         compare.find_side(str(tmp_path / "odd.py"), [], {}, RECIPES)
+
+
+def test_other_tracks_and_data_do_not_compare(tmp_path: Path) -> None:
+    other = {"data": as_run()["data"] | {"val_sha256": "ab" * 32, "fingerprint": "cc" * 8, "val_fingerprint": "ff" * 8}}
+    for number, changes in enumerate(({"track": "other/cpu"}, other)):
+        records = tmp_path / f"records{number}"
+        runs = [make_run(tmp_path / f"a{number}"), make_run(tmp_path / f"b{number}", 50.0, **CHILD, **changes)]
+        store.add(runs, records)
+        text = said(records, "child", "stdlib")
+        assert text.startswith("Not comparable: they ran for different targets or on different data (")
+
+
+def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
+    cut = {"asked_steps": 4, "steps": 4, "planned_steps": 300, "status": "stopped"}
+    series = make_series(tmp_path / "s", [9.0, 9.1], [3.9, 4.0], **cut)
+    store.add([series, make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
+    assert "Not comparable: the runs of stdlib were stopped early" in said(tmp_path / "records", "child", "stdlib")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.leaderboard.history import read_history
+from jspeed.leaderboard.history import COLUMNS, read_history
 
 RECORDS = Path(__file__).parents[2] / "records"
 ROWS = read_history(RECORDS, "modded-nanogpt")
@@ -77,3 +77,10 @@ def test_a_table_that_is_wrong(tmp_path, old, new, says):
         read_history(tmp_path, "x")
     with pytest.raises(BadInput, match="cannot be read"):
         read_history(tmp_path, "y")
+
+
+def test_a_short_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "history").mkdir()
+    (tmp_path / "history" / "x.csv").write_text(",".join(COLUMNS) + "\n1,45.0,05/28/24\n")
+    row = read_history(tmp_path, "x")[0]
+    assert row["tokens_per_step"] == [] and row["steps"] is None

@@ -188,9 +188,7 @@ def test_the_price_of_a_step_comes_from_the_parents_own_lengths(records, tmp_pat
     price = (1.3950 - 1.3905) / 50
     assert better["price_per_step"] == pytest.approx(price) and "2 numbers of steps" in better["price_from"]
     sigma = np.sqrt(3 * 0.5 * 0.001**2 / 3)  # three pairs, each 0.001 apart
-    saved = 250 - 280 if better["steps_saved"] < 0 else 300 - 280
-    parent = 1.3950 if saved < 0 else 1.3905
-    z = (parent - 1.3935 + saved * price) / sigma
+    z = (1.3950 - 1.3935 + (250 - 280) * price) / sigma  # the parent's entry of 250 steps is the faster one
     assert better["pairwise"]["statistic"] == pytest.approx(z)
 
 
@@ -210,3 +208,12 @@ def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     assert max(map(len, text.splitlines())) <= 80
     assert "[red]odd[/red]" in text and "x=[bold]" in text and name[:77] in text and "8,124 s" in text
     assert "n valid better date" in text and "p < 0.01" in text and "A track in a test" in text
+
+
+def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, tmp_path):
+    other = {"devices": {"kind": "another", "count": 1, "processes": 1, "platform": "cpu"}}
+    series = [make_series(tmp_path / "p", [60.0, 61.0, 62.0]), make_series(tmp_path / "c", [50.0, 51.0, 49.0], **CHILD)]
+    slow = {"recipe": "slow", "source": source_of(0.9), "fields": {"RATE": 0.9}} | other
+    store.add([*series, make_series(tmp_path / "o", [80.0, 81.0, 82.0], **slow)], records)
+    found = entries(records)
+    assert [found[name]["rank"] for name in ("child", "stdlib", "slow")] == [1, 2, 1]

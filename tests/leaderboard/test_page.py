@@ -159,13 +159,14 @@ def test_the_readme_block_stays_between_its_markers(records, tmp_path):
     )
     row = next(line for line in text.splitlines() if "`fineweb/8xH100`" in line)
     best = judge.board(records)[0]["entries"][0]
+    on = f"{best['devices']['count']} x {best['devices']['kind']}"
     loss = f"{sum(run['val_loss'] for run in best['runs']) / 8:.4f}"
-    assert f"| {best['seconds']['mean']:,.0f} s | `r012` | {loss} | 8 |" in row and "old" not in text
+    assert f"| {best['seconds']['mean']:,.0f} s on `{on}` | `r012` | {loss} | 8 |" in row and "old" not in text
     assert page.stale(files) == []
     (tmp_path / "site" / "index.html").write_text("edited")
     path.write_text(text.replace(loss, "3.2000"))
     found = page.stale(page.contents(records, RULE, tmp_path / "site", path))
-    assert [sentence.split(":")[0] for sentence in found] == [str(tmp_path / "site" / "index.html"), str(path)]
+    assert [problem.path for problem in found] == [tmp_path / "site" / "index.html", path]
     path.write_text("no markers")
     with pytest.raises(BadInput, match="lacks the markers"):
         page.contents(records, RULE, tmp_path / "site", path)
@@ -202,3 +203,12 @@ def test_ten_thousand_runs(tmp_path):
     source.write_text(source_of())
     problems = verify.verify(store.read(tmp_path / "many"), many_records.NOW)
     assert len(problems) >= 2, "one wrong among ten thousand is found"
+
+
+def test_a_page_that_cannot_be_read_or_has_other_line_ends_is_stale(tmp_path):
+    for content in (b"\xff\xfe", b"a\r\n"):
+        (tmp_path / "index.html").write_bytes(content)
+        (problem,) = page.stale({tmp_path / "index.html": "a\n"})
+        assert "found another text" in problem.text
+    (tmp_path / "folder").mkdir()
+    assert "cannot be read" in page.stale({tmp_path / "folder": ""})[0].text

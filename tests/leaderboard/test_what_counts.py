@@ -185,3 +185,38 @@ def test_of_a_repeated_seed_the_first_run_counts_everywhere(records, tmp_path):
     entry = entries(records)["stdlib"]
     assert parents.losses(entry) == [1.390, 1.392] and entry["loss"]["mean"] == pytest.approx(1.391)
     assert {run["val_loss"] for run in parents.by_seed(entry).values()} == {1.390, 1.392}
+
+
+def test_a_run_of_unknown_data_does_not_count(valid, tmp_path, monkeypatch):
+    """Should one come among the records, although ``leaderboard add`` refuses it."""
+    before = judge.board(store.load(valid))[0]["entries"]
+    monkeypatch.setattr(store, "shards_of", lambda run: ("any",))
+    recipe = {"recipe": "own", "source": source_of(0.5), "fields": {"RATE": 0.5}}
+    for days, fingerprint in ((2, as_run()["data"]["fingerprint"]), (3, "99" * 8)):
+        unknown = on(val_sha256=None, train_shards=[], fingerprint=fingerprint) | {
+            "start": START + timedelta(days=days)
+        }
+        same = make_series(tmp_path / f"a{days}", [1.0, 1.1], [0.5, 0.6], **unknown)
+        store.add([same, make_series(tmp_path / f"b{days}", [1.0, 1.1], [0.5, 0.6], **unknown, **recipe)], valid)
+    entries = judge.board(store.load(valid))[0]["entries"]
+    assert entries[:2] == before
+    assert all("its data are not identified by hashes" in entry["why_not"] for entry in entries[2:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"devices": {"kind": "another", "count": 1, "processes": 1, "platform": "cpu"}},
+        {"machine": "another"},
+        {"started": START + timedelta(days=20)},
+    ],
+    ids=["devices", "machine", "order"],
+)
+def test_a_round_that_did_not_run_in_turn_on_one_machine_is_no_observation(records, tmp_path, changes):
+    folder = make_race(tmp_path / "race", PARENT, CHILD, [60.0, 61.0, 60.0, 61.0], [50.0, 51.0, 50.0, 52.0])
+    plan = preregistration.read_plan(folder / "plan.json")
+    place = {"plan": {"sha256": plan["sha256"], "folder": "2-child-s1"}, "started": START + timedelta(minutes=11)}
+    make_run(folder / "2-child-s1", 1.0, 1, **CHILD | place | changes)
+    store.add([folder], records)
+    ((pair, rounds), *_) = judge.raced(store.load(records)).items()
+    assert len(rounds) == 1 and rounds[0] == ([60.0, 61.0], [50.0, 52.0])

@@ -53,6 +53,16 @@ def test_a_run_on_other_data_says_so(records: Path, changes: dict[str, Any], say
     assert remark.startswith(says) and "on the board of stdlib/cpu this run does not count" in remark
 
 
+def test_the_track_that_the_run_enters_is_named(records: Path) -> None:
+    (records / "stdlib" / "gpu").mkdir()
+    (records / "stdlib" / "gpu" / "track.toml").write_text(PINS + 'hardware = {platform = "gpu"}\n')
+    path = records / "stdlib" / "cpu" / "track.toml"
+    path.write_text(PINS + 'hardware = {platform = "cpu"}\n')
+    run = on(val_sha256="ab" * 32) | {"devices": {"kind": "L40S", "count": 1, "processes": 1, "platform": "gpu"}}
+    (remark,) = remarks.remarks(run, records)
+    assert "on the board of stdlib/gpu this run does not count" in remark
+
+
 def test_no_track_and_no_records_are_no_remark(tmp_path: Path) -> None:
     assert remarks.remarks(on(val_sha256="ab" * 32), tmp_path) == []
 
@@ -79,4 +89,4 @@ def test_the_repositorys_tracks_with_records_pin_their_data() -> None:
     for name in {row.track for row in found.rows}:
         track = found.tracks[name]
         assert track.rules["data.val_sha256"] and track.rules["data.train_sha256"], name
-    assert all(remarks.other_data(row.run, remarks.RECORDS) is None for row in found.rows)
+    assert all(remarks.other_data(row.run, found.tracks[row.track]) is None for row in found.rows)

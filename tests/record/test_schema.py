@@ -110,7 +110,7 @@ def test_each_field_has_a_type(name: str) -> None:
         ("seed", 1.0, "an integer", "1.0 (float)"),
         ("steps", -1, "an integer of at least 0", "-1"),
         ("target_loss", math.nan, "a finite number (nats per token)", "nan"),
-        ("wall_seconds", math.inf, "a finite number of at least 0 (seconds)", "inf"),
+        ("wall_seconds", math.inf, "a finite number of at least 0 and at most 1e12 (seconds)", "inf"),
         ("val_loss", "1.39", "a finite number or null", "'1.39' (str)"),
         ("status", "done", "one of finished, stopped, interrupted, diverged", "'done'"),
         ("status", ["finished"], "one of finished", "list"),
@@ -262,3 +262,12 @@ def test_any_value_that_was_changed_is_named(tmp_path: Path) -> None:
 def test_the_rooms_do_not_import_jax() -> None:
     code = "import sys, jspeed.leaderboard.judge, jspeed.record.verify; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_seconds_too_large_to_add_are_a_message(tmp_path: Path) -> None:
+    run = as_run()
+    run["ledger"] += [{"name": "pause", "seconds": 1.7e308, "timed": False}] * 2
+    with pytest.raises(
+        BadInput, match=r"field 'ledger\[5\]\.seconds': expected a finite number of at least 0 and at most"
+    ):
+        write_run(tmp_path, run)

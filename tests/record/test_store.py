@@ -3,15 +3,17 @@
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.record import store
+from jspeed.record import preregistration, store, verify
+from jspeed.record.run_json import content_hash
 
-from .synthetic_runs import make_run, make_series, source_of
+from .synthetic_runs import NOW, make_run, make_series, source_of
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -114,7 +116,7 @@ def test_a_file_that_does_not_belong_is_named(tmp_path: Path) -> None:
     odd = tmp_path / "records" / "stdlib" / "cpu" / "notes.json"
     odd.write_text("{}")
     (problem,) = store.read(tmp_path / "records").problems
-    assert problem.startswith(f"{odd} is no record")
+    assert problem.path == odd and problem.text.startswith(f"{odd} is not a record")
     odd.unlink()
     for aside in store.ASIDE:
         (tmp_path / "records" / aside).mkdir()
@@ -145,7 +147,9 @@ def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Pat
         run_dir = make_run(tmp_path / home / str(count), 60 + count, track="fineweb/8xH100", devices=devices)
         (path,) = store.add([run_dir], records)
         assert path.relative_to(records).parts[:2] == ("fineweb", home)
-    assert {row.track for row in store.load(records).rows} == {"fineweb/8xH100", "fineweb/1xGPU"}
+    found = store.load(records)
+    assert {row.track for row in found.rows} == {"fineweb/8xH100", "fineweb/1xGPU"}
+    assert verify.verify(found, NOW) == [], "each folder has the recipe's source"
 
 
 def test_the_committed_records_are_whole_and_in_their_place() -> None:
@@ -172,9 +176,8 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(tmp_path: Path, monkeypatc
         return listed(path)
 
     monkeypatch.setattr(os, "scandir", scandir)  # root, who runs tests in containers, may read everything
-    assert store.read(tmp_path / "records").problems == [
-        f"{refused} cannot be read (Permission denied); restore it"
-    ]  # fmt: skip
+    (problem,) = store.read(tmp_path / "records").problems
+    assert problem == (refused, f"{refused} cannot be read (Permission denied); restore it")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,8 @@ def test_a_pipe_among_the_records_is_named_and_not_waited_for(tmp_path: Path, na
     home.mkdir(parents=True)
     os.mkfifo(home / name)
     (problem,) = store.read(tmp_path / "records").problems
-    assert problem.startswith(f"{home / name} ") and ("no record" in problem or "regular file" in problem)
+    assert problem.text.startswith(f"{home / name} ")
+    assert "not a record" in problem.text or "regular file" in problem.text
 
 
 @pytest.mark.parametrize("name", ["run.json", "plan.json", "1-stdlib-s1/run.json", "1-stdlib-s1/recipe.py"])
@@ -205,7 +209,7 @@ def test_a_device_among_the_records_is_not_read(tmp_path: Path) -> None:
     home.mkdir(parents=True)
     (home / "recipe-00000000.py").symlink_to("/dev/zero")
     (problem,) = store.read(tmp_path / "records").problems
-    assert "regular file" in problem
+    assert "regular file" in problem.text
 
 
 def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path) -> None:
@@ -215,5 +219,56 @@ def test_a_second_run_in_the_place_of_a_planned_one_is_refused(tmp_path: Path) -
     plan = json.loads((folder / "plan.json").read_text())
     again = {"plan": {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}}
     make_run(folder / "1-stdlib-s1", 9.0, 1, 0.5, **again)
-    with pytest.raises(BadInput, match="another run of 1-stdlib-s1 of this plan, .*; a plan means each of its runs"):
+    with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan; each planned run counts once"):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")
+
+
+def test_a_run_without_data_hashes_is_refused(tmp_path: Path) -> None:
+    """The trainer writes one when its shards are gone at the end."""
+    from .synthetic_runs import as_run
+
+    for changes in ({"val_sha256": None, "train_shards": []}, {"train_shards": []}):
+        run_dir = make_run(tmp_path / str(len(changes)), data=as_run()["data"] | changes)
+        with pytest.raises(BadInput, match="field 'data': expected the SHA-256 of its validation tokens and training"):
+            store.add([run_dir], tmp_path / "records")
+
+
+def test_a_plan_cannot_name_a_path_outside_the_records(tmp_path: Path) -> None:
+    folder = make_series(tmp_path / "series", [60.0])
+    plan = preregistration.read_plan(folder / "plan.json")
+    names = [("../../../../outside", "a", 9), ("stdlib", plan["runs"][0]["recipe_hash"], 1)]
+    bad = preregistration.make_plan("seeds", plan["made"], None, names)
+    bad["runs"][0]["folder"], bad["runs"][1]["folder"] = "1-x-s9", "1-stdlib-s1"
+    bad["sha256"] = content_hash(bad)
+    preregistration.write_plan(folder, bad)
+    make_run(folder / "1-stdlib-s1", plan={"sha256": bad["sha256"], "folder": "1-stdlib-s1"})
+    with pytest.raises(BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe': expected 1 to 100 of the letters"):
+        store.add([folder / "1-stdlib-s1"], tmp_path / "records")
+
+
+def test_two_new_runs_in_one_place_of_a_plan_are_refused(tmp_path: Path) -> None:
+    one = make_series(tmp_path / "one", [60.0])
+    two = tmp_path / "two"
+    shutil.copytree(one, two)
+    plan = json.loads((one / "plan.json").read_text())
+    make_run(two / "1-stdlib-s1", 9.0, 1, 0.5, plan={"sha256": plan["sha256"], "folder": "1-stdlib-s1"})
+    with pytest.raises(BadInput, match="is another run of 1-stdlib-s1 of this plan"):
+        store.add([one, two], tmp_path / "records")
+    assert not (tmp_path / "records").exists()
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_whole(path: Path, content: bytes) -> None:
+        if path.name.startswith("plan-"):
+            raise BadInput(f"{path} cannot be written (No space left on device)")
+        path.write_bytes(content)
+
+    monkeypatch.setattr(store, "write_whole", write_whole)
+    with pytest.raises(BadInput, match="No space left"):
+        store.add([make_series(tmp_path / "series", [60.0])], tmp_path / "records")
+    assert not [path for path in (tmp_path / "records").rglob("*") if path.is_file()]
+
+
+def test_the_current_folder_is_a_run_of_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make_series(tmp_path / "series", [60.0]) / "1-stdlib-s1")
+    assert store.add([Path()], tmp_path / "records")

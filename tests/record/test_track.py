@@ -29,4 +29,19 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, says: str) -> 
     with pytest.raises(BadInput) as caught:
         read_track(path, "stdlib/cpu")
     assert str(caught.value).startswith(str(path)) and says in str(caught.value)
-    assert str(caught.value).endswith("; mend the track's file")
+    assert str(caught.value).endswith("; correct the track's file")
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("", "any hardware"),
+        ("count = 8", "8 x device"),
+        ('platform = "cpu"', "any CPU"),
+        ('kind = "H100"\ncount = 8', "8 x H100"),
+    ],
+)
+def test_the_hardware_rule_in_words(tmp_path: Path, rule: str, text: str) -> None:
+    path = tmp_path / "track.toml"
+    path.write_text(TRACK.read_text().replace('[hardware]\nplatform = "cpu"', f"[hardware]\n{rule}"))
+    assert read_track(path, "x").hardware() == text

@@ -26,7 +26,7 @@ def records(tmp_path: Path) -> Path:
 
 
 def problems(records: Path, now=NOW) -> list[str]:
-    return verify.verify(store.read(records), now)
+    return [problem.text for problem in verify.verify(store.read(records), now)]
 
 
 def the_run(records: Path, seed: int) -> Path:
@@ -265,4 +265,4 @@ def test_a_plan_that_is_broken(records: Path) -> None:
         assert says in problems(records)[0]
         plan.write_text(content)
     write_plan(plan.parent, json.loads(plan.read_text()))
-    assert "is no record" in problems(records)[0]
+    assert "is not a record" in problems(records)[0]

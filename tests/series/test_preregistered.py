@@ -112,7 +112,9 @@ def test_a_run_that_fails_stops_the_series(trainer):
     with pytest.raises(BadInput, match=r"2-stdlib-s2: the run ended with exit code 2, .* not complete"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     (trainer / "told").write_text("2 143")
-    assert preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3") == 143
+    with pytest.raises(SystemExit) as ended:
+        preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
+    assert ended.value.code == 143
     assert len(calls(trainer)) == 1
 
 
@@ -144,7 +146,7 @@ def test_sigterm_reaches_the_run_and_its_code_comes_back(tmp_path):
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True)"
     )
-    parent = "import sys; from jspeed.series.preregistered import attended; sys.exit(attended(sys.argv[1:]))"
+    parent = "import sys; from jspeed.series.preregistered import run_child; sys.exit(run_child(sys.argv[1:]))"
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"{program}; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"
@@ -159,9 +161,9 @@ def test_a_run_keeps_to_its_plan(tmp_path):
     good = tmp_path / "2-stdlib-s2"
     assert preregistration.place_in_plan(good, "abc", 2, 40) == {"sha256": plan["sha256"], "folder": "2-stdlib-s2"}
     for arguments, says in [
-        ((good, "abd", 2, 40), "for recipe hash abc, found abd"),
-        ((good, "abc", 1, 40), "for seed 2, found 1"),
-        ((good, "abc", 2, None), "for --steps 40, found None"),
+        ((good, "abd", 2, 40), "plans recipe hash abc for this folder, found abd"),
+        ((good, "abc", 1, 40), "plans seed 2 for this folder, found 1"),
+        ((good, "abc", 2, None), "plans --steps 40 for this folder, found None"),
         ((tmp_path / "other", "abc", 2, 40), "no run for this folder"),
     ]:
         with pytest.raises(BadInput, match=says):
@@ -185,13 +187,13 @@ def test_two_real_runs_of_a_plan(tmp_path):
     assert all(run["asked_steps"] == plan["steps"] == 4 and run["started"] >= plan["made"] for run in runs)
     wrong = ["--data", "shards", "--run-dir", "plan/2-stdlib-s2", "--seed", 3, "--steps", 4, *fields]
     ((code, _, err),) = ended([start(tmp_path, environment(), *wrong)])
-    assert code == 2 and "means this folder for seed 2, found 3" in err and err.count("\n") == 1
+    assert code == 2 and "plans seed 2 for this folder, found 3" in err and err.count("\n") == 1
     ((code, out, err),) = ended(
         [start(tmp_path, environment(), "add", "plan", "--records", "r", script="leaderboard.py")]
     )
     assert code == 0 and out.count("added") == 2, err
     ((code, out, _),) = ended([start(tmp_path, environment(), "verify", "--records", "r", script="leaderboard.py")])
-    assert code == 0 and "every number follows" in out
+    assert code == 0 and "all numbers verified" in out
 
 
 def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path, monkeypatch):
@@ -200,3 +202,24 @@ def test_runs_are_made_by_this_jspeed_and_not_by_a_folder_of_that_name(tmp_path,
     monkeypatch.chdir(tmp_path)
     done = subprocess.run([*preregistered.RUN, "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: jspeed run"), done
+
+
+def test_planned_runs_start_from_their_seeds(trainer):
+    with pytest.raises(BadInput, match="--plan and --init-from: planned runs start from their seeds"):
+        preregistered.run_series(Options("stdlib", run_dir=trainer / "s", init_from=trainer), "n=1")
+
+
+def test_a_plan_of_another_schema_is_refused(tmp_path):
+    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)])
+    preregistration.write_plan(tmp_path, plan | {"schema": 9})
+    with pytest.raises(BadInput, match="field 'schema': expected 1, found 9; use the jspeed that wrote this schema"):
+        preregistration.read_plan(tmp_path / "plan.json")
+
+
+def test_the_current_folder_has_its_place_in_the_plan(tmp_path, monkeypatch):
+    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)])
+    preregistration.write_plan(tmp_path, plan)
+    (tmp_path / "1-stdlib-s1").mkdir()
+    monkeypatch.chdir(tmp_path / "1-stdlib-s1")
+    place = preregistration.place_in_plan(Path(), "abc", 1, 40)
+    assert place == {"sha256": plan["sha256"], "folder": "1-stdlib-s1"}

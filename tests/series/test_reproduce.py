@@ -72,8 +72,8 @@ def test_a_record_is_run_again_at_its_commit(tmp_path, repository, capfd):
     git(repository, "commit", "-qam", "later")
     assert reproduce.reproduce(repository, entry, source_of(), 0.001, 4, tmp_path / "again", []) == 0
     out = capfd.readouterr().out
-    assert "mean loss 1.3915 (n = 4) where the record has 1.3910 (n = 3)" in out and "they agree" in out
-    assert "3 of 4 final losses are the record's own" in out and "0.833 x it" in out
+    assert "mean loss 1.3915 (n = 4); record: 1.3910 (n = 3)" in out and "they agree" in out
+    assert "3 of 4 final losses equal the record's exactly" in out and "ratio 0.833" in out
     assert git(repository, "worktree", "list").count("\n") == 0, "the tree is gone"
     paths = store.add([tmp_path / "again"], tmp_path / "records")  # a reproduction is evidence as any other
     runs = [row.run for row in store.load(tmp_path / "records").rows if row.path in paths]
@@ -87,20 +87,17 @@ def test_another_result_does_not_agree(tmp_path, repository, capfd):
 
 
 def test_agreement_is_a_two_sided_z_test():
-    recorded = {1: {"val_loss": 1.390}, 2: {"val_loss": 1.392}}
-    entry = {"seconds": {"mean": 60.0}, "loss": {"mean": 1.391, "n": 2}}
+    runs = [{"seed": 1, "val_loss": 1.390}, {"seed": 2, "val_loss": 1.392}]
+    entry = {"seconds": {"mean": 60.0}, "runs": runs}
     made = [
         {"seed": seed, "val_loss": loss, "timed_seconds": 60.0} for seed, loss in ((1, 1.390), (2, 1.395), (3, 1.394))
     ]
     z = (fmean([1.390, 1.395, 1.394]) - 1.391) / (0.001 * (1 / 2 + 1 / 3) ** 0.5)
-    agrees, lines = reproduce.compare_losses(entry, made, recorded, 0.001)
+    agrees, lines = reproduce.compare_losses(entry, made, 0.001)
     p = 2 * scipy_stats.norm.sf(abs(z))
     assert agrees == (p > 0.001) and f"two-sided p = {p:.2g}" in lines[-1]
-    assert (
-        reproduce.compare_losses(entry, made[:1], recorded, None)[0]
-        and not reproduce.compare_losses(entry, made, recorded, None)[0]
-    )
-    assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], recorded, 0.001)[0]
+    assert reproduce.compare_losses(entry, made[:1], None)[0] and not reproduce.compare_losses(entry, made, None)[0]
+    assert not reproduce.compare_losses(entry, [made[0] | {"val_loss": None}], 0.001)[0]
 
 
 def test_a_commit_that_is_not_there(tmp_path, repository):
@@ -125,3 +122,21 @@ def test_an_extension_of_other_sources_that_cannot_be_built_is_a_sentence(tmp_pa
 def test_how_many_runs_is_bounded_before_any_is_planned(n):
     with pytest.raises(BadInput, match=f"--n {n}: expected 1 to 1000 runs"):
         reproduce.reproduce(Path(), {}, "", None, n, None, [])
+
+
+def test_git_that_fails_without_a_message_or_is_not_there_is_a_message(tmp_path, repository, monkeypatch):
+    entry = entry_of(tmp_path, repository)
+
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, int("add" in command), "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(BadInput, match="git cannot check out .*: no message"):
+        reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
+
+    def absent(command, **_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(subprocess, "run", absent)
+    with pytest.raises(BadInput, match="git is not installed"):
+        reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])

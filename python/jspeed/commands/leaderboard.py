@@ -1,7 +1,6 @@
 """``jspeed leaderboard``: add finished runs, check every number, show it, compare two recipes, make its page."""
 
 import ast
-import json
 import shlex
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,18 +31,18 @@ def add_(run_dir: Runs, records: Folder | None = None) -> None:
         records: The records folder; default: the repository's, or records/ in the current folder.
     """
     folder, own = places(records)
-    files = store.admit(run_dir, folder)
-    runs = [json.loads(content) for path, content in files.items() if store.RUN.fullmatch(path.name)]
-    notes = dict.fromkeys(note for run in runs for note in remarks(run, folder))
-    for path in store.put(files):
+    addition = store.check_runs(run_dir, folder)
+    notes = dict.fromkeys(note for run in addition.runs.values() for note in remarks(run, folder))
+    store.write_files(addition.files)
+    for path in addition.runs:
         print(f"added {path}")
     for note in notes:
         print(f"note: {note}")
     found = store.read(folder)
     for problem in verify.verify(found, now()):
-        print(f"`jspeed leaderboard verify` fails until this is fixed: {problem}")
+        print(f"`jspeed leaderboard verify` fails until this is fixed: {problem.text}")
     if own and not found.problems:
-        write_page(found, own, None)
+        write_page(found, own / "site", own / "README.md")
 
 
 def verify_(
@@ -66,14 +65,14 @@ def verify_(
         from jspeed.leaderboard.views import page
 
         problems = page.stale(page.contents(found, timing_rule(), own / "site", own / "README.md"))
+    subject = f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes"
+    subject = f"{folder}: {subject}, {len(found.tracks)} tracks"
     if record is not None:
-        problems = [problem for problem in problems if str(record.resolve()) in problem or str(record) in problem]
+        subject = str(record)
+        problems = [problem for problem in problems if problem.path.resolve().is_relative_to(record.resolve())]
     for problem in problems:
-        print(problem)
-    count = (
-        f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes, {len(found.tracks)} tracks"
-    )
-    print(f"{folder}: {count}; " + (f"{len(problems)} problems" if problems else "every number follows from its file"))
+        print(problem.text)
+    print(f"{subject}; {len(problems)} problems" if problems else f"{subject}; all numbers verified")
     return 1 if problems else 0
 
 
@@ -137,11 +136,15 @@ def page_(out: Folder | None = None, records: Folder | None = None) -> None:
     """
     folder, own = places(records)
     found = store.load(folder)
-    if out is None and own is None:
-        shown = repository()
-        why = f"{shown / 'site'} and README.md show {shown / 'records'}" if shown else "there is no repository here"
-        raise BadInput(f"--records {folder}: {why}; give --out DIR for a page of others")
-    write_page(found, own, out)
+    if out is not None:
+        write_page(found, out)
+    elif own is not None:
+        write_page(found, own / "site", own / "README.md")
+    else:
+        around, why = repository(), "there is no repository here"
+        if around:
+            why = f"{around / 'site'} and README.md belong to {around / 'records'}"
+        raise BadInput(f"--records {folder}: {why}; give --out DIR for other records")
 
 
 def race_(
@@ -217,12 +220,11 @@ def places(records: Path | None) -> tuple[Path, Path | None]:
     return folder, around if around and folder.resolve() == (around / "records").resolve() else None
 
 
-def write_page(found: store.Records, own: Path | None, out: Path | None) -> None:
-    """Write the page to ``out``, or that of repository ``own`` and the block in its README.md, and say so."""
+def write_page(found: store.Records, folder: Path, readme: Path | None = None) -> None:
+    """Write the page to ``folder``, and the block in ``readme``; print their paths."""
     from jspeed.leaderboard.views import page
 
-    folder, readme = (out, None) if out or own is None else (own / "site", own / "README.md")
-    made = page.contents(found, timing_rule(), folder or Path(), readme)
+    made = page.contents(found, timing_rule(), folder, readme)
     page.write(made)
     for path in made:
         print(f"wrote {path}")
@@ -230,7 +232,7 @@ def write_page(found: store.Records, own: Path | None, out: Path | None) -> None
 
 def timing_rule() -> str:
     """The docstring of run/clock.py, read without importing it and jax."""
-    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text())) or ""
+    return ast.get_docstring(ast.parse((PACKAGE / "run" / "clock.py").read_text(encoding="utf-8"))) or ""
 
 
 def now() -> datetime:

@@ -10,10 +10,10 @@ from typing import Any
 
 from jspeed.errors import BadInput, nearest
 from jspeed.leaderboard import formatting, stats
+from jspeed.leaderboard.board import BoardTrack, Entry, mean_of
 from jspeed.leaderboard.parents import losses, times
 from jspeed.record.preregistration_status import Rounds
 
-Entry = Mapping[str, Any]
 STATES = ("changed", "new", "gone")
 
 
@@ -22,15 +22,13 @@ class Side:
     """One of the two: its name, its track and entry on the board if it has runs, and its source."""
 
     name: str
-    track: Mapping[str, Any] | None
+    track: BoardTrack | None
     entry: Entry | None
     source: str
 
 
-def find_side(
-    text: str, tracks: Sequence[Mapping[str, Any]], sources: Mapping[str, tuple[Path, str]], recipes: Path
-) -> Side:
-    """Return what ``text`` means: RECIPE, RECIPE@HASH or FILE.py; of several entries the best valid, else the newest.
+def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str], recipes: Path) -> Side:
+    """Return what ``text`` means: RECIPE, RECIPE@HASH or FILE.py; of several entries the newest valid, else the newest.
 
     ``sources`` are those of the records by SHA-256; a recipe without runs is taken from the folder ``recipes``.
     Raises BadInput when nothing is called so.
@@ -43,7 +41,7 @@ def find_side(
             source = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(f"recipe file {path} cannot be read as text: {error}") from None
-        shas = {sha for sha, (_, stored) in sources.items() if stored == source}
+        shas = {sha for sha, stored in sources.items() if stored == source}
         found = [(t, e) for t in tracks for e in t["entries"] if e["recipe_sha256"] in shas]
         track, entry = found[0] if found else (None, None)
         return Side(path.stem, track, entry, source)
@@ -58,7 +56,7 @@ def find_side(
     file = recipes / f"{name.replace('-', '_')}.py"
     if found:
         track, entry = found[0]
-        source = sources[entry["recipe_sha256"]][1] if entry["recipe_sha256"] in sources else ""
+        source = sources.get(entry["recipe_sha256"] or "", "")
         return Side(text, track, entry, source or (file.read_text(encoding="utf-8") if file.is_file() else ""))
     if not digest and os.path.isfile(file):
         return Side(text, None, None, file.read_text(encoding="utf-8"))
@@ -68,11 +66,18 @@ def find_side(
     )
 
 
-def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str]:
+def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
     """Return in sentences whether A is faster than B, by how much and how surely; and the same of its loss."""
     if a.entry is None or b.entry is None:
         without = [side.name for side in (a, b) if side.entry is None]
         return [f"Not comparable: {' and '.join(without)} has no runs among the records."]
+    assert a.track and b.track
+    if a.track["track"] != b.track["track"] or a.entry["data"]["number"] != b.entry["data"]["number"]:
+        tracks = " and ".join(dict.fromkeys(side.track["track"] for side in (a, b) if side.track))
+        return [f"Not comparable: they ran for different targets or on different data ({tracks})."]
+    for side, entry in ((a, a.entry), (b, b.entry)):
+        if entry["cut_short"]:
+            return [f"Not comparable: the runs of {side.name} were stopped early and did not reach the target."]
     if a.entry["seconds"] is None or b.entry["seconds"] is None:
         return ["Not comparable: not both have a run that converged."]
     rounds = raced.get((b.entry["recipe_hash"], a.entry["recipe_hash"]), [])
@@ -84,11 +89,9 @@ def speed(a: Side, b: Side, raced: Mapping[tuple[str, str], Rounds]) -> list[str
             f"jspeed leaderboard race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
-    mean = [formatting.seconds(side.entry["seconds"]["mean"]) for side in (a, b) if side.entry]
+    mean = [formatting.seconds(mean_of(side.entry["seconds"])) for side in (a, b) if side.entry]
     how = f"in {ratio.n} rounds in turn" if rounds else "in runs that were not made in turn"
-    lines = [
-        f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(ratio._asdict())} of {b.name}'s time, {how}."
-    ]
+    lines = [f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(*ratio[:3])} of {b.name}'s time, {how}."]
     steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
     lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
     return lines + loss(a, b)
@@ -109,13 +112,13 @@ def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
 
 def loss(a: Side, b: Side) -> list[str]:
     """Return the comparison of final losses, in sentences."""
-    assert a.entry and b.entry and a.track
+    assert a.entry and b.entry and a.track and a.entry["loss"] and b.entry["loss"]
     one, two = a.entry["loss"], b.entry["loss"]
     means = [f"{formatting.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
-    if a.track["sigma"] is None or a.track["track"] != (b.track or {}).get("track"):
+    if a.track["sigma"] is None:
         return [f"Mean losses: {means[0]} and {means[1]}."]
     difference = one["mean"] - two["mean"]
-    test = stats.better_than(losses(dict(a.entry)), losses(dict(b.entry)), a.track["sigma"])
+    test = stats.better_than(losses(a.entry), losses(b.entry), a.track["sigma"])
     p = min(test.p, 1 - test.p)
     return [
         f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "

@@ -1,15 +1,13 @@
 """Numbers and devices of the board as text."""
 
-from collections.abc import Mapping
-from typing import Any
-
+from jspeed.leaderboard.board import Better
 from jspeed.record.schema import Devices, Git
 
 NONE = "-"
 
 
 def seconds(value: float | None) -> str:
-    """Return seconds with about four figures; more than an hour as hours and minutes."""
+    """Return seconds with two decimals, one from 10 and none from 1,000; from ten hours as hours with one decimal."""
     if value is None:
         return NONE
     if value >= 36_000:
@@ -49,8 +47,13 @@ def chance(p: float | None) -> str:
     return "p < 1e-9" if p < 1e-9 else f"p = {p:.2g}"
 
 
-def ratio(found: Mapping[str, Any]) -> str:
+def ratio(ratio: float, low: float | None, high: float | None) -> str:
     """Return a ratio of times with its interval: ``0.91 (0.88 to 0.94)``."""
-    if found["low"] is None:
-        return f"{found['ratio']:.3f}"
-    return f"{found['ratio']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    return f"{ratio:.3f}" if low is None else f"{ratio:.3f} ({low:.3f} to {high:.3f})"
+
+
+def against(better: Better) -> str:
+    """Return the comparison with the parent as a phrase."""
+    rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
+    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
+    return f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']} ({how})"

@@ -1,4 +1,4 @@
-"""What others measured, shown beside our own: tables in records/history, none of them evidence of ours."""
+"""Read tables of results by others (records/history), shown beside ours and not verified by jspeed."""
 
 import csv
 import io
@@ -8,13 +8,14 @@ from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import read_regular
+from jspeed.leaderboard.board import HistoryRow
 
 NAMES = {"modded-nanogpt": "PyTorch, the NanoGPT speedrun"}
 COLUMNS = ("record", "time_minutes", "date", "steps", "tokens_per_step", "total_tokens", "step_avg_ms", "val_loss",
            "n_runs", "description")  # fmt: skip
 
 
-def read_history(records: Path, name: str) -> list[dict[str, Any]]:
+def read_history(records: Path, name: str) -> list[HistoryRow]:
     """Return the records of ``history/NAME.csv`` in order: number, ``date`` (ISO 8601), ``seconds``, steps, tokens,
     mean loss, number of runs, what changed; None for what was not published. Raises BadInput for a wrong table."""
     path = records / "history" / f"{name}.csv"
@@ -30,7 +31,7 @@ def read_history(records: Path, name: str) -> list[dict[str, Any]]:
     return [_row(row, path, number) for number, row in enumerate(reader, 2)]
 
 
-def _row(row: dict[str, str], path: Path, number: int) -> dict[str, Any]:
+def _row(row: dict[str, str], path: Path, number: int) -> HistoryRow:
     def maybe(kind: type, name: str) -> Any:
         return kind(row[name]) if row[name] else None
 
@@ -40,7 +41,7 @@ def _row(row: dict[str, str], path: Path, number: int) -> dict[str, Any]:
             "date": datetime.strptime(row["date"], "%m/%d/%y").date().isoformat(),
             "seconds": round(60 * float(row["time_minutes"]), 2),
             "steps": maybe(int, "steps"),
-            "tokens_per_step": [int(part) for part in row["tokens_per_step"].split("/") if part],
+            "tokens_per_step": [int(part) for part in (row["tokens_per_step"] or "").split("/") if part],
             "tokens": maybe(int, "total_tokens"),
             "step_ms": maybe(float, "step_avg_ms"),
             "loss": maybe(float, "val_loss"),

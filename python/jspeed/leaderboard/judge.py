@@ -1,4 +1,4 @@
-"""The board: runs gathered into entries, and what the track's rules make of each. All of it follows from the files.
+"""Compute the board from the records: group runs into entries and judge each by its track's rules.
 
 An entry is one recipe by hash, on the same data and one kind of devices. It is *valid* when its track's rules hold,
 and apart from that it is *better* than its parent or not: a recipe can be a good result and not yet a record.
@@ -6,22 +6,21 @@ Everything here is plain data, which leaderboard.json is and from which table, p
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jspeed.leaderboard import formatting, stats
+from jspeed.leaderboard.board import BoardTrack, Entry, EntryData, RunLine, Spread, TestResult, kind_of, result
 from jspeed.leaderboard.parents import compare_with_parent, losses
 from jspeed.leaderboard.recipe_card import card
-from jspeed.record.preregistration_status import ByFolder, Rounds, by_folder, extra, rounds
+from jspeed.record.preregistration_status import Rounds, extra, rounds
 from jspeed.record.same_data import DataSet, data_of_track, data_sets
-from jspeed.record.schema import Run
+from jspeed.record.schema import Run, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, track_without_rules
-
-Entry = dict[str, Any]
 
 
 class Rows(NamedTuple):
@@ -36,17 +35,16 @@ class Rows(NamedTuple):
         return self.pinned.difference(self.sets[row.path])
 
 
-def board(records: Records) -> list[dict[str, Any]]:
+def board(records: Records) -> list[BoardTrack]:
     """Return the tracks in their order, those without runs last, each with its rules and its ``entries``: valid ones
     first, by rank."""
-    there = by_folder(records)
-    tracks = tracks_of(records, there)
-    raced = counted_rounds(records, there, tracks)
-    judged = [judged_track(records, track, rows, there, raced) for track, rows in tracks.values()]
+    tracks = tracks_of(records)
+    raced = counted_rounds(records, tracks)
+    judged = [judged_track(records, track, rows, raced) for track, rows in tracks.values()]
     return sorted(judged, key=lambda track: (not track["entries"], track.get("order", math.inf), track["track"]))
 
 
-def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]]:
+def tracks_of(records: Records) -> dict[str, tuple[Track, Rows]]:
     """Return every track by name with its runs and their data."""
     by_track: dict[str, list[Row]] = defaultdict(list)
     for row in records.rows:
@@ -55,34 +53,33 @@ def tracks_of(records: Records, there: ByFolder) -> dict[str, tuple[Track, Rows]
     for name in sorted(records.tracks.keys() | by_track.keys()):
         track, rows = records.tracks.get(name) or track_without_rules(name, by_track[name][0].run), by_track[name]
         sets = data_sets(rows)
-        found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records, there))
+        found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records))
     return found
 
 
-def counted_rounds(
-    records: Records, there: ByFolder, tracks: Mapping[str, tuple[Track, Rows]]
-) -> dict[tuple[str, str], Rounds]:
+def counted_rounds(records: Records, tracks: Mapping[str, tuple[Track, Rows]]) -> Rounds:
     """Return the rounds of races on the tracks' data and from clean commits, wherever they ran."""
-    return rounds(records, there, lambda row: row.planned_and_clean and tracks[row.track][1].difference(row) is None)
+
+    def counted(row: Row) -> bool:
+        known = row.planned_and_clean and not of_unknown_data(row.run)
+        return known and tracks[row.track][1].difference(row) is None
+
+    return rounds(records, counted)
 
 
-def raced(records: Records) -> dict[tuple[str, str], Rounds]:
+def raced(records: Records) -> Rounds:
     """Return :func:`counted_rounds` of ``records``."""
-    there = by_folder(records)
-    return counted_rounds(records, there, tracks_of(records, there))
+    return counted_rounds(records, tracks_of(records))
 
 
-def judged_track(
-    records: Records, track: Track, found: Rows, there: ByFolder, raced: Mapping[tuple[str, str], Rounds]
-) -> dict[str, Any]:
+def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> BoardTrack:
     """Return one track with its judged entries."""
-    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    groups: dict[EntryKey, list[Row]] = defaultdict(list)
     for row in found.rows:
         groups[entry_key(row, found.sets[row.path], track)].append(row)
-    entries = [entry_of(records, group) for group in groups.values()]
+    entries = [entry_of(records, found, group) for group in groups.values()]
     for entry, group in zip(entries, groups.values(), strict=True):
-        entry["data"] = data_of(found, group[0])
-        add_plans(entry, group, records, there)
+        add_plans(entry, group, records)
         count(entry, group, track, found.difference(group[0]))
     counted = [losses(entry) for entry in entries if entry["counted"]]
     sigma = track.rules.get("significance.sigma") or stats.pooled_sigma(counted)
@@ -91,10 +88,14 @@ def judged_track(
         judge(entry, track, sigma)
         by_recipe[entry["recipe"]].append(entry)
     for entry in entries:
-        compare_with_parent(entry, by_recipe[entry["parent"]], raced, track, sigma)
+        compare_with_parent(entry, by_recipe[entry["parent"] or ""], raced, track, sigma)
     entries.sort(key=lambda e: (not e["valid"], rank_value(e, track) or math.inf, e["recipe"], e["recipe_hash"]))
-    for place, entry in enumerate((entry for entry in entries if entry["valid"]), 1):
-        entry["rank"] = place
+    places: Counter[tuple[str, int] | None] = Counter()
+    for entry in entries:
+        if entry["valid"]:
+            kind = None if track.rules["rank"] == "steps" else kind_of(entry["devices"])
+            places[kind] += 1
+            entry["rank"] = places[kind]  # seconds are ranked among runs on one kind and number of devices
     names: dict[str, int] = defaultdict(int)
     for entry in entries:
         base = f"{track.name}/{entry['recipe']}-{entry['recipe_hash'][:8]}".replace("/", "-")
@@ -104,25 +105,42 @@ def judged_track(
             "val_sha256": found.pinned.val_sha256, "hardware": track.hardware(), "entries": entries}  # fmt: skip
 
 
-def entry_key(row: Row, data: DataSet, track: Track) -> tuple[Any, ...]:
+class EntryKey(NamedTuple):
+    """What the runs of one entry have in common."""
+
+    recipe: str
+    recipe_hash: str
+    target_loss: float
+    devices: tuple[str, int, int] | None  # kind, count and processes where seconds are ranked
+    data: int  # identity of their DataSet
+    of_unknown_data: bool
+    asked_for_less: int | None
+    planned: bool
+    clean: bool
+
+
+def entry_key(row: Row, data: DataSet, track: Track) -> EntryKey:
     """Return what the runs of one entry have in common.
 
-    Runs that no rule would count beside others (on other data, cut short, not planned, not of a clean commit) are an
-    entry of their own, so that they change no other. Devices divide entries where seconds count.
+    Runs that no rule would count beside others (on other or unknown data, cut short, not planned, not of a clean
+    commit) are an entry of their own, so that they change no other. Devices divide entries where seconds count.
     """
     run, device = row.run, row.run["devices"]
-    same = run["recipe"], run["recipe_hash"], run["target_loss"]
-    timed = () if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
-    return *same, *timed, id(data), asked_for_less(run), run.get("plan") is not None, run["git"]["dirty"] is False
+    timed = None if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
+    planned, clean = run.get("plan") is not None, run["git"]["dirty"] is False
+    unknown, less = of_unknown_data(run), asked_for_less(run)
+    return EntryKey(
+        run["recipe"], run["recipe_hash"], run["target_loss"], timed, id(data), unknown, less, planned, clean
+    )
 
 
 def asked_for_less(run: Run) -> int | None:
     """Return the number of steps after which ``run`` was to stop, if that is before the end of its schedule."""
     asked = run.get("asked_steps")
-    return None if asked is None or asked >= run.get("planned_steps", math.inf) else asked
+    return None if asked is None or asked >= run["planned_steps"] else asked
 
 
-def data_of(found: Rows, row: Row) -> dict[str, Any]:
+def data_of(found: Rows, row: Row) -> EntryData:
     """Return an entry's ``data``: hashes that name them, their number on the track, and whether they are its data."""
     mine = found.sets[row.path]
     order = list({id(each): None for each in found.sets.values()})
@@ -139,8 +157,13 @@ def converged(run: Run) -> bool:
     return run["val_loss"] is not None
 
 
-def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
-    """Return what the runs of one entry say, before any judgement."""
+def of_unknown_data(run: Run) -> bool:
+    """Whether a run has a loss, and no hashes that say on what data, although its schema has them."""
+    return converged(run) and run["schema"] >= 2 and shards_of(run) is None
+
+
+def entry_of(records: Records, found: Rows, rows: Sequence[Row]) -> Entry:
+    """Return the entry of ``rows`` with what their files say; from ``planned`` on it is not judged yet."""
     rows = sorted(rows, key=lambda row: row.run["started"])
     run = rows[-1].run
     source = records.sources.get(run.get("recipe_sha256", ""))
@@ -149,7 +172,7 @@ def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
     return {
         "recipe": run["recipe"], "recipe_hash": run["recipe_hash"], "overrides": run["overrides"],
         "parent": run["parent"], "recipe_sha256": run.get("recipe_sha256"),
-        "card": card(source[1]) if source else {},
+        "card": card(source) if source else {},
         "devices": run["devices"], "mesh": run["mesh"], "layout": run["layout"],
         "date": max(row.run.get("ended", row.run["started"]) for row in rows)[:10],
         "git": run["git"], "versions": run["versions"], "steps": run["steps"], "tokens": run["tokens"],
@@ -157,12 +180,15 @@ def entry_of(records: Records, rows: Sequence[Row]) -> Entry:
         "target_loss": run["target_loss"], "seconds": spread([row.run["timed_seconds"] for row in ended]),
         "compile_seconds": fmean(row.run["compile_seconds"] for row in rows),
         "wall_seconds": fmean(row.run["wall_seconds"] for row in rows),
-        "curve": [[p["step"], round(p["timed_seconds"], 3), p["val_loss"]] for p in example["curve"]],
-        "runs": [run_line(records, row) for row in rows],
+        "curve": [(p["step"], round(p["timed_seconds"], 3), p["val_loss"]) for p in example["curve"]],
+        "runs": [run_line(records, row) for row in rows], "data": data_of(found, rows[0]),
+        "planned": 0, "missing": 0, "extra": 0, "loss": None, "why_not": [], "cut_short": False, "counted": False,
+        "tests": {"t": None, "z": None}, "more_runs": None, "valid": False, "rank": None,
+        "better": None, "anchored": None, "id": "",
     }  # fmt: skip
 
 
-def spread(values: Sequence[float]) -> dict[str, Any] | None:
+def spread(values: Sequence[float]) -> Spread | None:
     """Return number, mean, standard deviation (None for one), least and most of ``values``; None for none."""
     if not values:
         return None
@@ -175,7 +201,7 @@ def spread(values: Sequence[float]) -> dict[str, Any] | None:
     }
 
 
-def run_line(records: Records, row: Row) -> dict[str, Any]:
+def run_line(records: Records, row: Row) -> RunLine:
     """Return one run as a line of its entry."""
     run = row.run
     return {
@@ -186,7 +212,7 @@ def run_line(records: Records, row: Row) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFolder) -> None:
+def add_plans(entry: Entry, rows: Sequence[Row], records: Records) -> None:
     """Add ``planned``, ``missing`` and ``extra`` to ``entry``: numbers of runs over all plans it has runs of.
 
     A planned run is missing too when it is there but no run of this entry: on other data, or on other devices.
@@ -202,7 +228,7 @@ def add_plans(entry: Entry, rows: Sequence[Row], records: Records, there: ByFold
     ]
     entry["planned"] = len(planned)
     entry["missing"] = sum(place not in mine for place in planned)
-    entry["extra"] = sum(len(extra(plan, there)) for plan in plans) + sum(d not in records.plans for d in digests)
+    entry["extra"] = sum(len(extra(plan, records)) for plan in plans) + sum(d not in records.plans for d in digests)
 
 
 def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | None) -> None:
@@ -222,24 +248,20 @@ def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | Non
 
 def judge(entry: Entry, track: Track, sigma: float | None) -> None:
     """Add the tests and the verdict ``valid`` to a counted ``entry``, and the rest of its reasons."""
-    target, p = track.rules["target_loss"], track.rules.get("significance.p")
-    tests: dict[str, Any] = {"t": None, "z": None}
-    if entry["loss"]:
-        n, mean, sd = (entry["loss"][name] for name in ("n", "mean", "sd"))
-        if n > 1:
-            tests["t"] = stats.t_below(mean, sd, n, target)._asdict()
-        if sigma is not None:
-            tests["z"] = stats.z_below(mean, n, target, sigma)._asdict()
-    entry["tests"], entry["more_runs"] = tests, None
-    decisive = tests[track.rules.get("significance.test")] if track.ruled else None
-    if track.ruled and (decisive is None or decisive["p"] > p):
-        known = track.rules.get("significance.test") == "z"
-        sd = sigma if known else entry["loss"] and (entry["loss"]["sd"] or sigma)
-        if entry["loss"] and sd:
-            entry["more_runs"] = stats.more_runs(entry["loss"]["mean"], sd, entry["loss"]["n"], target, p, known)
-        entry["why_not"].append(insignificance(entry, decisive, track))
+    target, tests, loss = track.rules["target_loss"], entry["tests"], entry["loss"]
+    if loss and loss["sd"] is not None:
+        tests["t"] = result(stats.t_below(loss["mean"], loss["sd"], loss["n"], target))
+    if loss and sigma is not None:
+        tests["z"] = result(stats.z_below(loss["mean"], loss["n"], target, sigma))
+    if track.ruled:
+        kind, p = track.rules["significance.test"], track.rules["significance.p"]
+        decisive = tests[kind]
+        if decisive is None or decisive["p"] > p:
+            sd = sigma if kind == "z" else loss and (loss["sd"] or sigma)
+            if loss and sd:
+                entry["more_runs"] = stats.more_runs(loss["mean"], sd, loss["n"], target, p, kind == "z")
+            entry["why_not"].append(insignificance(entry, decisive, track))
     entry["valid"] = not entry["why_not"]
-    entry["rank"] = None
 
 
 def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | None) -> Iterable[str]:
@@ -254,6 +276,8 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"the track asks for {track.hardware()}"
     if other_data:
         yield other_data
+    if any(of_unknown_data(run) for run in runs):
+        yield "its data are not identified by hashes"
     tokens, step = track.rules.get("data.val_tokens"), track.rules.get("tokens_per_step")
     if tokens and any(run["data"]["val_tokens"] != tokens for run in runs):
         yield f"not validated on {tokens:,} tokens"
@@ -270,7 +294,7 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"{failed} runs did not converge"
 
 
-def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> str:
+def insignificance(entry: Entry, test: TestResult | None, track: Track) -> str:
     """Return in words that the mean loss is not shown to be below the target, and how many runs would show it."""
     if entry["loss"] is None:
         return "no run converged"
@@ -283,7 +307,7 @@ def insignificance(entry: Entry, test: dict[str, Any] | None, track: Track) -> s
 
 
 def rank_value(entry: Entry, track: Track) -> float | None:
-    """Return what the track ranks: mean timed seconds, or steps."""
+    """Return what the track ranks: mean timed seconds (None where no run converged), or steps."""
     if track.rules["rank"] == "steps":
         return entry["steps"]
-    return entry["seconds"] and entry["seconds"]["mean"]
+    return entry["seconds"]["mean"] if entry["seconds"] else None

@@ -1,11 +1,12 @@
-"""Read and check plan.json, the runs announced before the first of them.
+"""Read, write and check plan.json, which lists preregistered runs: runs fixed before the first of them starts.
 
-A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those folders say which
-plan they are of, so that a run that is missing, extra or of another configuration shows. Two recipes in turn, A B B A,
-are a plan too: a race, whose times are comparable because both ran on one machine in alternation.
+A plan lists folders, each with the recipe, its hash and the seed that belong there. Runs in those folders name their
+plan, so a run that is missing, extra or of another configuration shows. Two recipes in turn, A B B A, are a plan too:
+a race, whose times are comparable because both ran on one machine in alternation.
 """
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Annotated, Literal, TypedDict
 
 from jspeed import fields
 from jspeed.errors import BadInput
-from jspeed.fields import Rule
+from jspeed.fields import FolderName, Rule
 from jspeed.files import read_regular, write_whole
 from jspeed.record.run_json import content_hash, parse_json
 from jspeed.record.schema import Count, Moment, PlaceInPlan, Positive
@@ -23,22 +24,23 @@ SCHEMA = 1
 Kind = Literal["seeds", "race"]
 FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
 PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
-MOST_RUNS = 1000
+ROUND = 4  # runs of a round of a race: A B B A
+MOST_RUNS = 1000  # of a plan: more would be a mistake in the command
 MOST_SEED = 2**32 - 1  # --seed is a uint32
 REMEDY = "a plan.json comes from jspeed run --plan or jspeed leaderboard race and is not edited"
 
 
 class PlannedRun(TypedDict):
-    """A run that is meant."""
+    """A run to be made."""
 
     folder: Annotated[str, Rule("a name such as 1-stdlib-s1", FOLDER.fullmatch)]
-    recipe: str
+    recipe: FolderName
     recipe_hash: str
     seed: Count
 
 
 class Plan(TypedDict):
-    """What a plan.json says."""
+    """The content of a plan.json."""
 
     schema: Count
     kind: Annotated[Kind, Rule("seeds or race", lambda value: True)]
@@ -58,7 +60,7 @@ def parse_seeds(text: str) -> list[int]:
     first, last = (int(ends[1]), int(ends[2])) if ends else (1, int(count[0]) if count else 0)
     number = last - first + 1
     if number < 1:
-        raise BadInput(f"--plan {text}: the last seed is below the first; turn them round")
+        raise BadInput(f"--plan {text}: the last seed is below the first; swap them")
     if count and number != int(count[0]):
         raise BadInput(f"--plan {text}: n={count[0]} but there are {number} seeds; make them agree")
     if number > MOST_RUNS or last > MOST_SEED:
@@ -66,10 +68,8 @@ def parse_seeds(text: str) -> list[int]:
     return list(range(first, last + 1))
 
 
-def make_plan(
-    kind: Literal["seeds", "race"], made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]
-) -> Plan:
-    """Return the plan of ``runs``, each (recipe, recipe hash, seed), to be made in this order."""
+def make_plan(kind: Kind, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]) -> Plan:
+    """Return the plan of ``runs``, each (recipe, recipe hash, seed), in order; ``made`` is a UTC time in ISO 8601."""
     listed: list[PlannedRun] = [
         {"folder": f"{number}-{recipe}-s{seed}", "recipe": recipe, "recipe_hash": digest, "seed": seed}
         for number, (recipe, digest, seed) in enumerate(runs, 1)
@@ -98,6 +98,9 @@ def parse_plan(content: bytes, path: Path) -> Plan:
     """Return the plan that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
     plan = parse_json(content, path, REMEDY)
     try:
+        schema = plan.get("schema") if isinstance(plan, dict) else None
+        if fields.TESTS[int](schema) and schema != SCHEMA:
+            raise BadInput(f"field 'schema': expected {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
         fields.check_json(plan, Plan)
         folders = {run["folder"] for run in plan["runs"]}
         if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
@@ -113,16 +116,15 @@ def parse_plan(content: bytes, path: Path) -> Plan:
 def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None) -> PlaceInPlan | None:
     """Return the run.json field ``plan`` of a run in ``run_dir``; None where no plan.json lies beside that folder.
 
-    Raises BadInput when the plan means this folder for another recipe, seed or number of steps, or not at all.
+    Raises BadInput when the plan has another recipe, seed or number of steps for this folder, or no run.
     """
-    if run_dir is None or not (run_dir.absolute().parent / NAME).exists():
+    if run_dir is None or not (path := Path(os.path.abspath(run_dir)).parent / NAME).exists():
         return None
-    path = run_dir.absolute().parent / NAME
     plan = read_plan(path)
-    planned = next((run for run in plan["runs"] if run["folder"] == run_dir.name), None)
+    planned = next((run for run in plan["runs"] if run["folder"] == os.path.basename(os.path.abspath(run_dir))), None)
     if planned is None:
         folders = ", ".join(run["folder"] for run in plan["runs"])
-        raise BadInput(f"--run-dir {run_dir}: {path} means no run for this folder, only for {folders}; choose another")
+        raise BadInput(f"--run-dir {run_dir}: {path} has no run for this folder, only for {folders}; choose another")
     for name, wanted, have in (
         ("recipe hash", planned["recipe_hash"], recipe_hash),
         ("seed", planned["seed"], seed),
@@ -130,7 +132,7 @@ def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int 
     ):
         if wanted != have:
             raise BadInput(
-                f"--run-dir {run_dir}: {path} means this folder for {name} {wanted}, found {have}; give what was "
+                f"--run-dir {run_dir}: {path} plans {name} {wanted} for this folder, found {have}; give what was "
                 "planned, or make another plan"
             )
     return {"sha256": plan["sha256"], "folder": planned["folder"]}

@@ -1,62 +1,69 @@
-"""Which runs of an announced plan exist, are missing or extra, and the rounds of a race."""
+"""Which runs of a plan exist among the records, are missing or extra, and the rounds of a race."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import NamedTuple
 
-from jspeed.record.preregistration import Plan
+from jspeed.record.preregistration import ROUND, Plan
 from jspeed.record.store import Records, Row
 
-ByFolder = Mapping[str, Mapping[str, list[Row]]]
-Rounds = list[tuple[list[float], list[float]]]
-TURNS = 4  # A B B A
+
+class Round(NamedTuple):
+    """Timed seconds of two recipes that ran in turn."""
+
+    a: list[float]
+    b: list[float]
 
 
-def by_folder(records: Records) -> ByFolder:
-    """Return the runs of plans by the plan's hash and folder; more than one in a folder is one too many."""
-    found: dict[str, dict[str, list[Row]]] = {}
-    for row in records.rows:
-        if plan := row.plan:
-            found.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
-    return found
+Rounds = dict[tuple[str, str], list[Round]]  # by recipe hashes
 
 
-def missing(plan: Plan, there: ByFolder) -> list[int]:
+def missing(plan: Plan, records: Records) -> list[int]:
     """Return the indices of the runs of ``plan`` that are not there."""
-    ours = there.get(plan["sha256"], {})
-    return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in ours]
+    present = records.preregistered.get(plan["sha256"], {})
+    return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in present]
 
 
-def extra(plan: Plan, there: ByFolder) -> list[Row]:
-    """Return runs that name ``plan`` but that it does not mean, or that are the second in their folder."""
-    meant = {run["folder"] for run in plan["runs"]}
-    ours = there.get(plan["sha256"], {})
-    return [row for folder, rows in ours.items() for row in (rows[1:] if folder in meant else rows)]
+def extra(plan: Plan, records: Records) -> list[Row]:
+    """Return runs that name ``plan`` but that it does not list, or that are the second in their folder."""
+    listed = {run["folder"] for run in plan["runs"]}
+    present = records.preregistered.get(plan["sha256"], {})
+    return [row for folder, rows in present.items() for row in (rows[1:] if folder in listed else rows)]
 
 
-def complete(plan: Plan, there: ByFolder) -> bool:
+def complete(plan: Plan, records: Records) -> bool:
     """Whether every run of ``plan`` is there, and no other."""
-    return not missing(plan, there) and not extra(plan, there)
+    return not missing(plan, records) and not extra(plan, records)
 
 
-def rounds(records: Records, there: ByFolder, counted: Callable[[Row], bool]) -> dict[tuple[str, str], Rounds]:
-    """Return (times of A, times of B) in seconds of every whole round of a race, by recipe hashes (A, B) and (B, A).
+def rounds(records: Records, counted: Callable[[Row], bool]) -> Rounds:
+    """Return every whole round of a race by recipe hashes (A, B), and turned round by (B, A).
 
-    A round is whole when its four runs converged and are ``counted``. A race that was told to stop early (``--steps``)
-    says nothing of the recipes' own lengths and has no rounds here.
+    A round is whole when its four runs converged, are ``counted``, and ran one after another on one machine. A race
+    that was told to stop early (``--steps``) says nothing of the recipes' own lengths and has no rounds here.
     """
-    found: dict[tuple[str, str], Rounds] = defaultdict(list)
+    found: Rounds = defaultdict(list)
     for digest, (_, plan) in records.plans.items():
         if plan["kind"] != "race" or plan["steps"] is not None:
             continue
-        for first in range(0, len(plan["runs"]) - TURNS + 1, TURNS):
-            turn = plan["runs"][first : first + TURNS]
-            times: dict[str, list[float]] = defaultdict(list)
-            for run in turn:
-                for row in there.get(digest, {}).get(run["folder"], [])[:1]:
-                    if row.run["val_loss"] is not None and counted(row):
-                        times[run["recipe_hash"]].append(row.run["timed_seconds"])
-            a, b = turn[0]["recipe_hash"], turn[1]["recipe_hash"]
-            if a != b and len(times[a]) == len(times[b]) == TURNS // 2:
-                found[a, b].append((times[a], times[b]))
-                found[b, a].append((times[b], times[a]))
+        present = records.preregistered.get(digest, {})
+        for first in range(0, len(plan["runs"]) - ROUND + 1, ROUND):
+            planned = plan["runs"][first : first + ROUND]
+            rows = [row for run in planned for row in present.get(run["folder"], [])[:1] if counted(row)]
+            seconds = [row.run["timed_seconds"] for row in rows if row.run["val_loss"] is not None]
+            a, b, *rest = (run["recipe_hash"] for run in planned)
+            if a != b and rest == [b, a] and len(seconds) == ROUND and in_turn(rows):
+                of_a, of_b = [seconds[0], seconds[3]], [seconds[1], seconds[2]]
+                found[a, b].append(Round(of_a, of_b))
+                found[b, a].append(Round(of_b, of_a))
     return found
+
+
+def in_turn(rows: Sequence[Row]) -> bool:
+    """Whether runs ran one after another in this order, on one machine as far as they say (``machine`` may be null)."""
+    machines = {row.run.get("machine") for row in rows} - {None}
+    same = all(row.run["devices"] == rows[0].run["devices"] for row in rows) and len(machines) <= 1
+    started = [datetime.fromisoformat(row.run["started"]) for row in rows]
+    return same and all(one < two for one, two in pairwise(started))

@@ -1,55 +1,64 @@
 """Notes on a run whose data are not its track's, or whose recipe has the name of another."""
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 
 from jspeed.errors import BadInput
-from jspeed.record.same_data import DataSet, shards_of
-from jspeed.record.schema import Unsealed
-from jspeed.record.track import NAME, read_track
+from jspeed.record.same_data import DataSet
+from jspeed.record.schema import Unsealed, shards_of
+from jspeed.record.store import source_name
+from jspeed.record.track import NAME, Track, read_track, track_of
 
 RECORDS = Path(__file__).parents[3] / "records"  # of a checkout; an installed package has none
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
-    """Return sentences on ``run``, the content of a run.json, as the files in the ``records`` folder have it.
+    """Return notes on ``run``, the content of a run.json, by comparison with the files in the ``records`` folder.
 
     Only what its track pins can be compared (``data.val_sha256``, ``data.train_sha256`` of track.toml).
     """
-    name, track = str(run.get("recipe", "")), str(run.get("track", ""))
-    sha = run.get("recipe_sha256")
-    return [said for said in (other_data(run, records), sha and taken_name(name, track, sha, records)) if said]
+    tracks = family(run["track"], records)
+    track = track_of(run, tracks)
+    data = other_data(run, tracks[track]) if track in tracks else None
+    sha = run.get("recipe_sha256")  # a run of schema 1 has none
+    return [note for note in (data, sha and taken_name(run["recipe"], track, sha, records)) if note]
 
 
-def other_data(run: Unsealed, records: Path) -> str | None:
-    """Return how the data of ``run`` differ from those that its track pins; None where they do not, or none are."""
-    shards = shards_of(run)
-    path = records / str(run.get("track", "")) / NAME
-    if shards is None or not path.is_file():
-        return None
-    try:
-        track = read_track(path, run["track"])
-    except BadInput:  # that is for leaderboard.py verify to say
+def family(track: str, records: Path) -> dict[str, Track]:
+    """Return ``track`` and its siblings by name; one that cannot be read is left to ``leaderboard verify``."""
+    found = {}
+    for path in Path(records, track).parent.glob(f"*/{NAME}"):
+        with suppress(BadInput):
+            name = path.parent.relative_to(records).as_posix()
+            found[name] = read_track(path, name)
+    return found
+
+
+def other_data(run: Unsealed, track: Track) -> str | None:
+    """Return how the data of ``run`` differ from those that ``track`` pins; None where they do not, or none are."""
+    if (shards := shards_of(run)) is None:
         return None
     train = track.rules.get("data.train_sha256")
     pinned = DataSet(track.rules.get("data.val_sha256") or run["data"]["val_sha256"], (train,) if train else ())
     difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
     return difference and (
         f"{difference} ({track.rules['data.name']}): its loss and target do not compare, and on the board of "
-        f"{run['track']} this run does not count"
+        f"{track.name} this run does not count"
     )
 
 
 def taken_name(name: str, track: str, sha: str, records: Path = RECORDS) -> str | None:
-    """Return that recipes called ``name`` of another source than that of SHA-256 ``sha`` are known, on the board's
-    ``track`` or in the package; None where there are none, or this is one of them."""
-    folder = records / track / name
-    known = {path.stem.removeprefix("recipe-") for path in folder.glob("recipe-*.py")}
-    own = RECIPES / f"{name.replace('-', '_')}.py"
-    if own.is_file():
-        known.add(hashlib.sha256(own.read_bytes()).hexdigest()[:8])
-    if not known or sha[:8] in known:
+    """Return a note if all recipes known as ``name`` have another source than that of SHA-256 ``sha``.
+
+    Known are those on the board's ``track`` and in the package.
+    """
+    known = {path.name for path in Path(records, track, name).glob("recipe-*.py")}
+    packaged = RECIPES / f"{name.replace('-', '_')}.py"
+    if packaged.is_file():
+        known.add(source_name(hashlib.sha256(packaged.read_bytes()).hexdigest()))
+    if not known or source_name(sha) in known:
         return None
     return (
         f"the recipe is called '{name}', as one of another source is; the board shows both under that name, so give a "

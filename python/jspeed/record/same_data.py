@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jspeed.record.preregistration_status import ByFolder, complete
-from jspeed.record.schema import Unsealed
+from jspeed.record.preregistration_status import complete
+from jspeed.record.schema import ALL, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track
-
-ALL = "all"  # ends the list of a run that read all of its shards
 
 
 @dataclass
@@ -37,17 +35,6 @@ class DataSet:
         if other.val_sha256 not in (self.val_sha256, None):
             return "validated on other tokens than the track's"
         return None if self.same_shards(other.shards) else "trained on other shards than the track's"
-
-
-def shards_of(run: Unsealed) -> tuple[str, ...] | None:
-    """Return the sums of the shards that ``run`` trained on, and ALL if it read all; None where it has none."""
-    data = run["data"]
-    shards = data.get("train_shards", [])
-    sums = [shard["sha256"] for shard in shards if shard["sha256"]]
-    if not data.get("val_sha256") or len(sums) < len(shards):
-        return None
-    position = data.get("position") or {}
-    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
 
 
 def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
@@ -78,9 +65,7 @@ def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
     return found
 
 
-def data_of_track(
-    track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records, there: ByFolder
-) -> DataSet:
+def data_of_track(track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records) -> DataSet:
     """Return the data that ``track`` is competed in on: what its file pins, and for the rest those of its first run.
 
     The first run is the earliest of a complete plan and a clean commit on the pinned data, on the track's hardware and
@@ -94,7 +79,7 @@ def data_of_track(
             None,
             row.run["data"].get("val_tokens"),
         )
-        return not (plan and complete(plan[1], there) and ruled), row.run["started"]
+        return not (plan and complete(plan[1], records) and ruled), row.run["started"]
 
     for row in sorted(rows, key=rank):
         shards = shards_of(row.run)

@@ -5,7 +5,7 @@ evidence: what the data, the recipe's file, the packages and the GPUs were. A fi
 """
 
 from datetime import datetime, timedelta
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from jspeed.errors import BadInput
 from jspeed.fields import TESTS, Rule, check_json, found
@@ -25,12 +25,14 @@ Count = Annotated[int, Rule("an integer of at least 0", lambda value: value >= 0
 Positive = Annotated[int, Rule("an integer of at least 1", lambda value: value >= 1)]
 Tokens = Annotated[Count, "tokens"]
 Amount = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
-Seconds = Annotated[Amount, "seconds"]
+Seconds = Annotated[float, Rule("a finite number of at least 0 and at most 1e12", lambda v: 0 <= v <= 1e12), "seconds"]
 Loss = Annotated[float, "nats per token"]
 LossOrNull = Annotated[float | None, "nats per token"]
 Moment = Annotated[str, Rule("a UTC time such as 2026-01-31T12:00:00+00:00", _is_moment)]
-STATUSES = ("finished", "stopped", "interrupted", "diverged")
-Status = Annotated[str, Rule(f"one of {', '.join(STATUSES)}", STATUSES.__contains__)]
+Status = Annotated[
+    Literal["finished", "stopped", "interrupted", "diverged"],
+    Rule("one of finished, stopped, interrupted, diverged", lambda value: True),
+]
 
 
 class Devices(TypedDict):
@@ -217,6 +219,24 @@ class Run(Unsealed):
 
     digests: dict[str, str]  # hash of every other field by name, to say which was changed
     sha256: str  # of all other fields as canonical JSON
+
+
+ALL = "all"  # ends the list of a run that read all of its shards
+
+
+def shards_of(run: Unsealed) -> tuple[str, ...] | None:
+    """Return the SHA-256 sums of the training shards of ``run``, then ALL if it read all of them.
+
+    None where hashes do not identify both validation and training data: runs of schema 1, interrupted ones, and those
+    whose shards could not be read at the end.
+    """
+    data = run["data"]
+    shards = data.get("train_shards", [])
+    sums = [shard["sha256"] for shard in shards if shard["sha256"]]
+    if not data.get("val_sha256") or not sums or len(sums) < len(shards):
+        return None
+    position = data.get("position") or {}
+    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
 
 
 def validate(run: Any) -> None:

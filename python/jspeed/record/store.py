@@ -1,12 +1,12 @@
-"""The records folder: what lies where in it, reading all of it, and putting runs into it.
+"""The records folder: its layout, reading it, and adding runs.
 
     TRACK/track.toml                          the rules of a track, such as stdlib/cpu
     TRACK/RECIPE/TIME-sSEED-HASH.json         a run.json, byte for byte
     TRACK/RECIPE/recipe-HASH.py               the source that runs name by its SHA-256
     TRACK/RECIPE/plan-HASH.json               a plan.json that runs name by its hash
-    history/  ideas/                          what others measured; recipes that are kept because they did not help
+    history/  ideas/                          what others measured; recipes that did not improve on their parent
 
-A file's name holds the start of its content's hash, so that a changed file is no longer in its place.
+A file's name holds the start of its content's hash, so an edited file no longer matches its name.
 """
 
 import hashlib
@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import FOLDER
@@ -25,7 +27,7 @@ from jspeed.files import read_regular, write_whole
 from jspeed.record import preregistration
 from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import parse_run, read_content, read_run
-from jspeed.record.schema import SCHEMA, PlaceInPlan, Run
+from jspeed.record.schema import SCHEMA, PlaceInPlan, Run, shards_of
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
 
@@ -36,9 +38,23 @@ ASIDE = ("history", "ideas")
 ENDINGS = {"stopped": "was stopped early", "interrupted": "was interrupted", "diverged": "diverged"}
 
 
+class Problem(NamedTuple):
+    """What is wrong with a file: its path, and the error message, which names it too."""
+
+    path: Path
+    text: str
+
+
+class PlanFile(NamedTuple):
+    """A plan.json among the records."""
+
+    path: Path
+    plan: preregistration.Plan
+
+
 @dataclass(frozen=True)
 class Row:
-    """One run: where it lies, the track it is in, and what its run.json says."""
+    """One run: the path of its record, the track it is on, and the content of its run.json."""
 
     path: Path
     track: str
@@ -46,25 +62,34 @@ class Row:
 
     @property
     def plan(self) -> PlaceInPlan | None:
-        """The plan that announced the run, and which of its runs it is."""
+        """The plan in which the run was preregistered, and which of its runs it is."""
         return self.run.get("plan")
 
     @property
     def planned_and_clean(self) -> bool:
-        """Whether the run was announced in a plan and ran a clean commit: the least that a rule asks for."""
+        """Whether the run was preregistered and ran a clean commit: the least that a rule asks for."""
         return self.plan is not None and self.run["git"]["dirty"] is False
 
 
 @dataclass(frozen=True)
 class Records:
-    """A records folder as read: plans and sources by hash, with their paths; sentences for what could not be read."""
+    """A records folder as read: plans and recipe sources by hash, and problems with files that could not be read."""
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
-    plans: dict[str, tuple[Path, preregistration.Plan]] = field(default_factory=dict)
-    sources: dict[str, tuple[Path, str]] = field(default_factory=dict)
+    plans: dict[str, PlanFile] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @cached_property
+    def preregistered(self) -> Mapping[str, Mapping[str, list[Row]]]:
+        """The preregistered runs by their plan's hash and folder; more than one in a folder is one too many."""
+        found: dict[str, dict[str, list[Row]]] = {}
+        for row in self.rows:
+            if plan := row.plan:
+                found.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
+        return found
 
 
 def read(folder: Path) -> Records:
@@ -79,21 +104,22 @@ def read(folder: Path) -> Records:
     paths = []
 
     def unreadable(error: OSError) -> None:
-        records.problems.append(f"{error.filename} cannot be read ({error.strerror}); restore it")
+        path = Path(error.filename)
+        records.problems.append(Problem(path, f"{path} cannot be read ({error.strerror}); restore it"))
 
-    for place, folders, names in os.walk(folder, onerror=unreadable):
-        if Path(place) == folder:
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        if Path(parent) == folder:
             folders[:] = [name for name in folders if name not in ASIDE]
         folders.sort()
-        paths += [Path(place, name) for name in sorted(names)]
+        paths += [Path(parent, name) for name in sorted(names)]
     # Tracks first: they decide where a run belongs.
     for path in sorted(paths, key=lambda path: path.name != TRACK_NAME):
         try:
-            _take(records, path)
+            _read_file(records, path)
         except BadInput as error:
-            records.problems.append(str(error))
+            records.problems.append(Problem(path, str(error)))
         except OSError as error:
-            records.problems.append(f"{path} cannot be read ({error.strerror}); restore it")
+            records.problems.append(Problem(path, f"{path} cannot be read ({error.strerror}); restore it"))
     return records
 
 
@@ -101,11 +127,11 @@ def load(folder: Path) -> Records:
     """Return :func:`read` of ``folder``; raises BadInput with the first of its problems."""
     records = read(folder)
     if records.problems:
-        raise BadInput(records.problems[0])
+        raise BadInput(records.problems[0].text)
     return records
 
 
-def _take(records: Records, path: Path) -> None:
+def _read_file(records: Records, path: Path) -> None:
     """Read one file into ``records``, or raise BadInput."""
     within = path.relative_to(records.folder)
     if path.name == TRACK_NAME:
@@ -117,28 +143,29 @@ def _take(records: Records, path: Path) -> None:
         run = parse_run(content, path)
         check_names(run, path)
         track = track_of(run, records.tracks)
-        _in_place(path, within, run_place(run, content, track), records.folder)
+        _check_place(path, within, run_place(run, content, track), records.folder)
         records.rows.append(Row(path, track, run))
     elif PLAN.fullmatch(path.name):
         plan = preregistration.parse_plan(content, path)
-        wanted = within.parent.parent / planned_recipe(plan) / f"plan-{plan['sha256'][:8]}.json"
-        _in_place(path, within, wanted, records.folder)
-        records.plans[plan["sha256"]] = path, plan
+        wanted = within.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])
+        _check_place(path, within, wanted, records.folder)
+        records.plans[plan["sha256"]] = PlanFile(path, plan)
     elif SOURCE.fullmatch(path.name):
         digest = hashlib.sha256(content).hexdigest()
-        _in_place(path, within, within.with_name(f"recipe-{digest[:8]}.py"), records.folder)
-        records.sources[digest] = path, content.decode(errors="replace")
+        _check_place(path, within, within.with_name(source_name(digest)), records.folder)
+        records.sources[digest] = content.decode(errors="replace")
     else:
         raise BadInput(
-            f"{path} is no record: expected the name of a run, a plan, a recipe's source or {TRACK_NAME}; move it away"
+            f"{path} is not a record: expected the name of a run, a plan, a recipe's source or {TRACK_NAME}; "
+            "move it elsewhere"
         )
 
 
-def _in_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
+def _check_place(path: Path, within: Path, wanted: Path, folder: Path) -> None:
     if within != wanted:
         raise BadInput(
-            f"{path} was changed, moved or renamed after it was added: its content belongs at {folder / wanted}; "
-            "restore it, or remove it and add the run again"
+            f"{path} was changed, moved or renamed after it was added: by its content it should be "
+            f"{folder / wanted}; restore it, or remove it and add the run again"
         )
 
 
@@ -155,8 +182,18 @@ def newest(folder: Path, track: str, recipe: str) -> Run | None:
     return None
 
 
+def source_name(sha256: str) -> str:
+    """Return the file name of the recipe source with that SHA-256."""
+    return f"recipe-{sha256[:8]}.py"
+
+
+def plan_name(sha256: str) -> str:
+    """Return the file name of the plan with that hash of its own."""
+    return f"plan-{sha256[:8]}.json"
+
+
 def run_place(run: Run, content: bytes, track: str) -> Path:
-    """Return where in the records folder the run with that run.json belongs."""
+    """Return the path of a run in the records folder; its HASH is of ``content``, the bytes of its run.json."""
     moment = datetime.fromisoformat(run["started"])
     identity = f"{moment:%Y%m%dT%H%M%SZ}-s{run['seed']}-{hashlib.sha256(content).hexdigest()[:8]}"
     return Path(track, run["recipe"], f"{identity}.json")
@@ -178,56 +215,71 @@ def check_names(run: Run, source: Path) -> None:
             )
 
 
-def admit(run_dirs: Sequence[Path], folder: Path) -> dict[Path, bytes]:
-    """Return the files that the runs in ``run_dirs`` add to the records ``folder``, by path; write none.
+class Addition(NamedTuple):
+    """Checked runs by their paths among the records, and all the files to write."""
+
+    runs: dict[Path, Run]
+    files: dict[Path, bytes]
+
+
+def check_runs(run_dirs: Sequence[Path], folder: Path) -> Addition:
+    """Check the runs in ``run_dirs`` for the records ``folder``, and return what to write there; write nothing.
 
     A directory with a plan.json stands for the runs of that plan that are in it. The records folder need not exist.
-    Raises BadInput for a run that is not valid, is no result, failed a probe, has no source beside it, or is there
+    Raises BadInput for a run that is malformed, not a result, failed a probe, has no source beside it, or is there
     already, itself or another one in its place of the plan.
     """
-    there = load(folder) if folder.exists() else Records(folder)
-    taken = {(its["sha256"], its["folder"]): row.path for row in there.rows if (its := row.plan)}
-    files: dict[Path, bytes] = {}
-    for run_dir in _each(run_dirs):
+    records = load(folder) if folder.exists() else Records(folder)
+    in_plans = {(place["sha256"], place["folder"]): row.path for row in records.rows if (place := row.plan)}
+    addition = Addition({}, {})
+    for run_dir in _expand_plans(run_dirs):
         content, source = read_content(run_dir)
         run = parse_run(content, source)
         check_names(run, source)
         plan = _plan_beside(run, source)
-        _refuse_what_is_no_result(run, plan, source)
-        home = folder / run_place(run, content, track_of(run, there.tracks))
-        if home.exists():
-            raise BadInput(f"{source}: the run is on the leaderboard already, as {home}; a run counts once")
-        place = run.get("plan")
-        if place and (before := taken.get((place["sha256"], place["folder"]))):
-            raise BadInput(
-                f"{source}: the leaderboard has another run of {place['folder']} of this plan, {before}; a plan "
-                "means each of its runs once, so make another plan for new runs"
-            )
-        files[home] = content
-        files[home.with_name(f"recipe-{run['recipe_sha256'][:8]}.py")] = _source_beside(run, source)
+        _check_result(run, plan, source)
+        path = folder / run_place(run, content, track_of(run, records.tracks))
+        if path.exists():
+            raise BadInput(f"{source}: the run is on the leaderboard already, as {path}; a run counts once")
+        if place := run["plan"]:
+            other = in_plans.setdefault((place["sha256"], place["folder"]), source)
+            if other is not source:
+                raise BadInput(
+                    f"{source}: {other} is another run of {place['folder']} of this plan; each planned run counts "
+                    "once: make another plan for new runs"
+                )
+        addition.runs[path], addition.files[path] = run, content
+        addition.files[path.with_name(source_name(run["recipe_sha256"]))] = _source_beside(run, source)
         if plan:
-            owner = home.parent.parent / planned_recipe(plan)
             text = json.dumps(plan, indent=2) + "\n"
-            files[owner / f"plan-{plan['sha256'][:8]}.json"] = text.encode()
-    return files
+            addition.files[path.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])] = text.encode()
+    return addition
 
 
 def add(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
-    """Admit the runs in ``run_dirs`` and :func:`put` them into the records ``folder``: all of them, or none."""
-    return put(admit(run_dirs, folder))
+    """Check the runs in ``run_dirs`` and write them into the records ``folder``, all of them or none."""
+    addition = check_runs(run_dirs, folder)
+    write_files(addition.files)
+    return list(addition.runs)
 
 
-def put(files: Mapping[Path, bytes]) -> list[Path]:
-    """Write what :func:`admit` returned, and return the paths of the runs."""
-    for path, content in files.items():
-        writable_folder(path.parent, "the records folder")
-        if not path.exists():
-            write_whole(path, content)
-    return [path for path in files if RUN.fullmatch(path.name)]
+def write_files(files: Mapping[Path, bytes]) -> None:
+    """Write those of ``files`` that are not there, all of them or none. Raises BadInput where one cannot be written."""
+    written: list[Path] = []
+    try:
+        for path, content in files.items():
+            writable_folder(path.parent, "the records folder")
+            if not path.exists():
+                write_whole(path, content)
+                written.append(path)
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
 
 
-def _each(run_dirs: Sequence[Path]) -> list[Path]:
-    """Return the run directories meant, none twice."""
+def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
+    """Return the run directories, those of a plan for its folder, none twice."""
     meant: dict[Path, Path] = {}
     for run_dir in run_dirs:
         inside = [run_dir]
@@ -245,7 +297,7 @@ def _each(run_dirs: Sequence[Path]) -> list[Path]:
 def _plan_beside(run: Run, source: Path) -> preregistration.Plan | None:
     if (place := run.get("plan")) is None:
         return None
-    path = source.parent.parent / preregistration.NAME
+    path = Path(os.path.abspath(source)).parent.parent / preregistration.NAME
     plan = preregistration.read_plan(path)
     if plan["sha256"] != place["sha256"]:
         raise BadInput(f"{source}: the run belongs to another plan than {path}; restore it")
@@ -263,7 +315,7 @@ def _source_beside(run: Run, source: Path) -> bytes:
     return content
 
 
-def _refuse_what_is_no_result(run: Run, plan: preregistration.Plan | None, source: Path) -> None:
+def _check_result(run: Run, plan: preregistration.Plan | None, source: Path) -> None:
     if run["schema"] != SCHEMA:
         raise BadInput(
             f"{source}: field 'schema': expected {SCHEMA}, which has the evidence, found {run['schema']}; "
@@ -272,8 +324,13 @@ def _refuse_what_is_no_result(run: Run, plan: preregistration.Plan | None, sourc
     as_planned = plan is not None and (run["status"] != "stopped" or run["steps"] == plan["steps"])
     if run["status"] != "finished" and not as_planned:
         raise BadInput(
-            f"{source}: the run {ENDINGS[run['status']]}, and the leaderboard takes finished runs, or any end of a run "
-            "that a plan.json announced; run its whole schedule"
+            f"{source}: the run {ENDINGS[run['status']]}; only finished runs are accepted, or planned runs whatever "
+            "their end; run the whole schedule"
+        )
+    if run["val_loss"] is not None and shards_of(run) is None:
+        raise BadInput(
+            f"{source}: field 'data': expected the SHA-256 of its validation tokens and training shards, found null: "
+            "the shards could not be read at the end of the run; make the run again and leave them there"
         )
     failed = [
         f"{name} ({PROBES[name]})" if name in PROBES else name
@@ -282,6 +339,6 @@ def _refuse_what_is_no_result(run: Run, plan: preregistration.Plan | None, sourc
     ]
     if failed:
         raise BadInput(
-            f"{source}: the trained model failed the validity check {', '.join(failed)}, so that its loss means "
-            "nothing; see 'probes' in that file"
+            f"{source}: the trained model failed the validity check {', '.join(failed)}: its loss is not a valid "
+            "result; see 'probes' in that file"
         )

@@ -1,31 +1,31 @@
-"""Everything that can be checked of a records folder without running anything: each problem as file, field, reason.
+"""Cross-check the files of a records folder: each problem as file, field, expected and found value.
 
-One run.json is checked against itself when it is read; here files are checked against each other, against the rules
-of their tracks, and against the present. What this cannot see is a forger who changes every file that bears on a
-number, with their hashes and names: then git's history is left, and ``leaderboard.py reproduce``.
+One run.json is checked against itself when it is read; here files are checked against each other and the current
+time. A consistent forgery of all related files is not detected; for that see git's history and ``jspeed leaderboard
+reproduce``.
 """
 
 import json
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jspeed.fields import recipe_hash
 from jspeed.record.preregistration import Plan, PlannedRun
-from jspeed.record.preregistration_status import by_folder, extra, missing
-from jspeed.record.store import Records, Row
+from jspeed.record.preregistration_status import extra, missing
+from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
 
-def verify(records: Records, now: datetime) -> list[str]:
-    """Return a sentence for everything that is wrong with ``records`` at the UTC time ``now``; none if all is well."""
+def verify(records: Records, now: datetime) -> list[Problem]:
+    """Return everything that is wrong with ``records`` at the UTC time ``now``."""
     checks = (recipes, moments, plans, seeds, data)
     return [*records.problems, *(problem for check in checks for problem in check(records, now))]
 
 
-def wrong(path: Path, field: str, expected: str, found: Any) -> str:
-    """Return the sentence of one problem."""
-    return f"{path}: field '{field}': expected {expected}, found {found}"
+def wrong(path: Path, field: str, expected: str, found: Any) -> Problem:
+    """Return one problem with its error message."""
+    return Problem(path, f"{path}: field '{field}': expected {expected}, found {found}")
 
 
 def evidence(records: Records) -> list[Row]:
@@ -33,55 +33,54 @@ def evidence(records: Records) -> list[Row]:
     return [row for row in records.rows if row.run["schema"] >= 2]
 
 
-def recipes(records: Records, now: datetime) -> Iterator[str]:
+def recipes(records: Records, now: datetime) -> Iterator[Problem]:
     """The source that a run names is there, and makes the recipe's hash with the run's fields."""
     known: dict[tuple[str, str], str] = {}
     for row in evidence(records):
         run, digest = row.run, row.run["recipe_sha256"]
-        if digest not in records.sources or records.sources[digest][0].parent != row.path.parent:
-            beside = row.path.with_name(f"recipe-{digest[:8]}.py")
+        beside = row.path.with_name(source_name(digest))
+        if digest not in records.sources or not beside.is_file():
             yield wrong(row.path, "recipe_sha256", f"the recipe's source at {beside}", "no file with this hash")
             continue
         fields = json.dumps(run["fields"], sort_keys=True)
         if (digest, fields) not in known:
-            known[digest, fields] = recipe_hash(records.sources[digest][1], run["fields"])
+            known[digest, fields] = recipe_hash(records.sources[digest], run["fields"])
         if known[digest, fields] != run["recipe_hash"]:
             wanted = f"{known[digest, fields][:12]}..., which follows from fields and source"
             yield wrong(row.path, "recipe_hash", wanted, f"{run['recipe_hash'][:12]}...")
 
 
-def moments(records: Records, now: datetime) -> Iterator[str]:
-    """Nothing is from the future."""
+def moments(records: Records, now: datetime) -> Iterator[Problem]:
+    """Every timestamp is in the past."""
     for row in records.rows:
         for name in ("started", "ended"):
             if name in row.run and datetime.fromisoformat(row.run[name]) > now:
                 yield wrong(row.path, name, f"a time before now, {now:%Y-%m-%dT%H:%M:%SZ}", row.run[name])
 
 
-def plans(records: Records, now: datetime) -> Iterator[str]:
-    """Every planned run is there, once, as planned, and after the plan; every run's plan is there."""
-    there = by_folder(records)
+def plans(records: Records, now: datetime) -> Iterator[Problem]:
+    """Every preregistered run is there, once, as planned, and after its plan.json; every run's plan is there."""
     for digest, (path, plan) in records.plans.items():
         if datetime.fromisoformat(plan["made"]) > now:
             yield wrong(path, "made", f"a time before now, {now:%Y-%m-%dT%H:%M:%SZ}", plan["made"])
-        for index in missing(plan, there):
+        for index in missing(plan, records):
             run = plan["runs"][index]
             wanted = f"a run of {run['recipe']} with seed {run['seed']} among the records"
             yield wrong(path, f"runs[{index}]", wanted, "none; add it, whatever its result")
-        for row in extra(plan, there):
+        for row in extra(plan, records):
             wanted = f"a folder of {path.name} that no other run has"
             yield wrong(row.path, "plan.folder", wanted, row.plan and row.plan["folder"])
         for run in plan["runs"]:
-            for row in there.get(digest, {}).get(run["folder"], []):
+            for row in records.preregistered.get(digest, {}).get(run["folder"], []):
                 yield from as_planned(row, run, plan, path)
     for row in evidence(records):
         if row.plan and row.plan["sha256"] not in records.plans:
-            beside = f"plan-{row.plan['sha256'][:8]}.json"
-            yield wrong(row.path, "plan.sha256", f"a plan among the records, {beside}", "none with this hash")
+            wanted = f"a plan among the records, {plan_name(row.plan['sha256'])}"
+            yield wrong(row.path, "plan.sha256", wanted, "none with this hash")
 
 
-def as_planned(row: Row, planned: PlannedRun, plan: Plan, path: Path) -> Iterator[str]:
-    """One run is the one that its plan meant."""
+def as_planned(row: Row, planned: PlannedRun, plan: Plan, path: Path) -> Iterator[Problem]:
+    """A preregistered run has the recipe, seed and steps that its plan lists, and started after the plan was made."""
     run = row.run
     for name in ("recipe", "recipe_hash", "seed"):
         if run[name] != planned[name]:
@@ -93,26 +92,37 @@ def as_planned(row: Row, planned: PlannedRun, plan: Plan, path: Path) -> Iterato
         yield wrong(row.path, "started", f"a time after {path.name} was made, {plan['made']}", run["started"])
 
 
-def seeds(records: Records, now: datetime) -> Iterator[str]:
-    """One recipe starts from one state for one seed, and from another for another seed."""
-    by_state: dict[tuple[Any, ...], Row] = {}
-    by_seed: dict[tuple[Any, ...], Row] = {}
+class Setting(NamedTuple):
+    """What the initial state of a run depends on besides its seed."""
+
+    recipe_hash: str
+    kind: str
+    layout: str
+    mesh: tuple[tuple[str, int], ...]
+    jax: str
+    jaxlib: str
+
+
+def seeds(records: Records, now: datetime) -> Iterator[Problem]:
+    """The same recipe and seed give the same initial state; different seeds give different ones."""
+    by_state: dict[tuple[Setting, str], Row] = {}
+    by_seed: dict[tuple[Setting, int], Row] = {}
     for row in evidence(records):
-        run = row.run
-        same = (run["recipe_hash"], run["devices"]["kind"], run["layout"], *run["mesh"].items())
-        same += (run["versions"]["jax"], run["versions"]["jaxlib"])
-        twin = by_state.setdefault((*same, run["initial_state"]), row)
+        run, versions, mesh = row.run, row.run["versions"], tuple(row.run["mesh"].items())
+        kind, jax, jaxlib = run["devices"]["kind"], versions["jax"], versions["jaxlib"]
+        setting = Setting(run["recipe_hash"], kind, run["layout"], mesh, jax, jaxlib)
+        twin = by_state.setdefault((setting, run["initial_state"]), row)
         if twin.run["seed"] != run["seed"]:
             wanted = f"{twin.run['seed']}, because the run began in the state of {twin.path.name}"
             yield wrong(row.path, "seed", wanted, run["seed"])
             continue
-        other = by_seed.setdefault((*same, run["seed"]), row)
+        other = by_seed.setdefault((setting, run["seed"]), row)
         if other.run["initial_state"] != run["initial_state"]:
             wanted = f"{other.run['initial_state']}, that of {other.path.name}, which has the same seed"
             yield wrong(row.path, "initial_state", wanted, run["initial_state"])
 
 
-def data(records: Records, now: datetime) -> Iterator[str]:
+def data(records: Records, now: datetime) -> Iterator[Problem]:
     """Runs of one recipe on data of one name and size trained and validated on the same bytes."""
     first: dict[tuple[str, ...], Row] = {}
     for row in evidence(records):

@@ -1,6 +1,6 @@
-"""Make the runs of a plan, announced in plan.json before the first, each in a process of its own.
+"""Make preregistered runs: write plan.json before the first, then run each in a process of its own.
 
-The same command goes on where a series was left: runs whose run.json is there are not made again.
+Repeating the command continues an interrupted series: runs whose run.json is there are not made again.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, writable_folder
 from jspeed.leaderboard import formatting, stats
 from jspeed.record import preregistration
+from jspeed.record.preregistration import ROUND
 from jspeed.record.remarks import remarks
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
@@ -36,21 +37,18 @@ def run_series(options: Options, text: str) -> int:
     Raises BadInput for a plan that cannot be meant, for another plan in the folder, and when a run has bad input.
     """
     if options.resume:
-        raise BadInput("--plan and --resume: give the --plan command again without --resume, and it goes on")
+        raise BadInput("--plan and --resume: give the --plan command again without --resume to continue")
+    if options.init_from is not None:
+        raise BadInput("--plan and --init-from: planned runs start from their seeds; leave --init-from out")
     if find_rank(os.environ, options.coordinator, options.processes, options.process_id):
-        raise BadInput("--plan makes its runs in one process each; leave the launcher and --coordinator away")
+        raise BadInput("--plan makes its runs in one process each; run it without launcher and --coordinator")
     if options.seed != Options.seed:
-        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan says the seeds; leave --seed out")
+        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
     found = find(options.recipe, options.sets)
     runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
     folder = options.run_dir or default_folder(found.recipe.name)
-    code = make_runs(folder, "seeds", options.steps, runs, arguments(options))
-    if code is not None:
-        return code
-    made = [
-        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
-    ]
+    made = make_runs(folder, "seeds", options.steps, runs, arguments(options))
     notes = dict.fromkeys(f"note: {remark}" for run in made for remark in remarks(run))
     print(*notes, f"{folder}: plan.json and {len(made)} runs", summary(made), sep="\n")
     losses = [run["val_loss"] for run in made if run["val_loss"] is not None]
@@ -70,8 +68,8 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
                 f"--flags {shlex.join(flags)!r} holds {flag}, which a race decides itself; put changed fields into a "
                 "recipe file"
             )
-    if not 1 <= rounds <= preregistration.MOST_RUNS // 4:
-        raise BadInput(f"--rounds {rounds}: expected 1 to {preregistration.MOST_RUNS // 4} rounds of four runs")
+    if not 1 <= rounds <= preregistration.MOST_RUNS // ROUND:
+        raise BadInput(f"--rounds {rounds}: expected 1 to {preregistration.MOST_RUNS // ROUND} rounds of four runs")
     if steps is not None and steps < 1:
         raise BadInput(f"--steps {steps}: must be at least 1")
     found = {each: find(each) for each in (a, b)}
@@ -80,13 +78,10 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
     seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
     runs = [(each, found[each].recipe.name, found[each].hash, seed) for each, seed in seeds]
     folder = folder or default_folder(f"{found[a].recipe.name}-{found[b].recipe.name}")
-    code = make_runs(folder, "race", steps, runs, flags)
-    if code is not None:
-        return code
-    made = [
-        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
+    made = make_runs(folder, "race", steps, runs, flags)
+    whole = [
+        turn for turn in zip(*[iter(made)] * ROUND, strict=True) if all(run["val_loss"] is not None for run in turn)
     ]
-    whole = [turn for turn in zip(*[iter(made)] * 4, strict=True) if all(run["val_loss"] is not None for run in turn)]
     complete = f"{len(whole)} round{'s' if len(whole) != 1 else ''} of A B B A"
     print(f"{folder}: plan.json and {len(made)} runs, {complete}")
     for name, own in ((a, [0, 3]), (b, [1, 2])):
@@ -94,7 +89,7 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
     if whole:
         times = [[run["timed_seconds"] for run in turn] for turn in whole]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
-        print(f"{b} takes {formatting.ratio(ratio._asdict())} x the time of {a}; {complete}")
+        print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {complete}")
     return 0 if whole else 1
 
 
@@ -106,18 +101,18 @@ def make_runs(
     flags: Sequence[str],
     script: Path | None = None,
     environment: Mapping[str, str] | None = None,
-) -> int | None:
+) -> list[Run]:
     """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are not there yet.
 
-    ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns None when all are there,
-    or the exit code of a run that was told to stop.
+    ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns all runs in order. Raises
+    BadInput for a run that fails, and SystemExit with the code of one that was told to stop.
     """
     plan = preregistration.make_plan(kind, utc_now(), steps, [run[1:] for run in runs])
     path = folder / preregistration.NAME
     if path.exists():
         before = preregistration.read_plan(path)
         if any(before[name] != plan[name] for name in ("kind", "steps", "runs")):
-            raise BadInput(f"{path} holds another plan; give the same command to go on with it, or another --run-dir")
+            raise BadInput(f"{path} holds another plan; give the same command to continue it, or another --run-dir")
         plan = before
     else:
         writable_folder(folder, "run directory")
@@ -130,16 +125,16 @@ def make_runs(
         command = [*(RUN if script is None else (sys.executable, str(script))), recipe, *flags]
         command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
         command += ["--steps", str(steps)] if steps else []
-        code = attended(command, environment)
+        code = run_child(command, environment)
         if code in (130, 143):
-            return code
+            raise SystemExit(code)
         if code not in (0, 1):
             raise BadInput(f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not complete")
-    return None
+    return [read_run(folder / run["folder"]) for run in plan["runs"]]
 
 
-def attended(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` and return its exit code. It ends as it sees fit: Ctrl-C it hears itself, SIGTERM it is told."""
+def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` and return its exit code: forward SIGTERM to it, and leave Ctrl-C to it, which it gets too."""
     child = subprocess.Popen(command, env=environment)
     heard = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
     before = {number: signal.signal(number, handler) for number, handler in heard.items()}

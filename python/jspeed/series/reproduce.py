@@ -5,28 +5,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard import formatting, stats
-from jspeed.leaderboard.parents import by_seed
+from jspeed.leaderboard.board import Entry, mean_of
+from jspeed.leaderboard.parents import by_seed, losses
 from jspeed.record import preregistration
-from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.series.preregistered import default_folder, make_runs
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
-SURE = 0.001  # a mean loss further off than this is by chance is not the record's
+P = 0.001  # two-sided: below it the mean loss differs from the record's
 
 
 def reproduce(
     repository: Path,
-    entry: Mapping[str, Any],
+    entry: Entry,
     source: str,
     sigma: float | None,
     n: int,
@@ -42,7 +41,7 @@ def reproduce(
         raise BadInput(f"--n {n}: expected 1 to {preregistration.MOST_RUNS} runs")
     recorded = by_seed(entry)
     if not recorded:
-        raise BadInput(f"{entry['recipe']}: no run of this record converged, so that there is nothing to reproduce")
+        raise BadInput(f"{entry['recipe']}: no run of this record converged; choose one that did")
     known = sorted(recorded)
     seeds = [*known[:n], *range(known[-1] + 1, known[-1] + 1 + n - len(known[:n]))]
     folder = (folder or default_folder(f"{entry['recipe']}-again")).absolute()
@@ -55,40 +54,34 @@ def reproduce(
         flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
         meant = [(str(recipe), *run) for run in runs]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-        code = make_runs(
+        made = make_runs(
             folder, "seeds", stopped, meant, flags, tree / "scripts" / "speedrun.py", os.environ | {"PYTHONPATH": path}
         )
-    if code is not None:
-        return code
-    made = [
-        read_run(folder / run["folder"]) for run in preregistration.read_plan(folder / preregistration.NAME)["runs"]
-    ]
-    agrees, lines = compare_losses(entry, made, recorded, sigma)
-    print(f"{folder}: plan.json and {len(made)} runs at commit {entry['git']['commit'][:8]}", *lines, sep="\n")
+    agrees, lines = compare_losses(entry, made, sigma)
+    print(f"{folder}: plan.json and {len(made)} runs at {formatting.commit(entry['git'])}", *lines, sep="\n")
     return 0 if agrees else 1
 
 
-def compare_losses(
-    entry: Mapping[str, Any], made: list[Run], recorded: Mapping[int, Mapping[str, Any]], sigma: float | None
-) -> tuple[bool, list[str]]:
-    """Return whether the runs ``made`` agree with the ``recorded`` ones by seed, and that in sentences."""
+def compare_losses(entry: Entry, made: list[Run], sigma: float | None) -> tuple[bool, list[str]]:
+    """Return whether the runs ``made`` agree with those of ``entry``, and the comparison as lines."""
+    recorded = by_seed(entry)
     found = [run["val_loss"] for run in made if run["val_loss"] is not None]
     if not found:
         return False, ["no run converged"]
-    before, here, loss = entry["seconds"]["mean"], fmean(run["timed_seconds"] for run in made), entry["loss"]
-    equal = sum(recorded.get(run["seed"], {}).get("val_loss") == run["val_loss"] for run in made)
+    here = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
+    before, known = mean_of(entry["seconds"]), losses(entry)
+    equal = sum(run["seed"] in recorded and recorded[run["seed"]]["val_loss"] == run["val_loss"] for run in made)
     lines = [
-        f"mean loss {fmean(found):.4f} (n = {len(found)}) where the record has {loss['mean']:.4f} (n = {loss['n']})",
-        f"{equal} of {len(made)} final losses are the record's own, digit for digit",
-        f"mean time {formatting.seconds(here)} where the record has {formatting.seconds(before)}, "
-        f"{here / before:.3f} x it",
+        f"mean loss {fmean(found):.4f} (n = {len(found)}); record: {fmean(known):.4f} (n = {len(known)})",
+        f"{equal} of {len(made)} final losses equal the record's exactly",
+        f"mean time {formatting.seconds(here)}; record: {formatting.seconds(before)}, ratio {here / before:.3f}",
     ]
     if not sigma:
-        lines.append("the track has no sigma yet (of a run's loss, over seeds), so that only equal losses agree")
+        lines.append("the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree")
         return equal == len(made), lines
-    z = stats.better_than(found, [run["val_loss"] for run in recorded.values()], sigma).statistic
-    p = 2 * min(stats.z_below(z, 1, 0.0, 1.0).p, 1 - stats.z_below(z, 1, 0.0, 1.0).p)
-    agrees = p > SURE and len(found) == len(made)
+    one_sided = stats.better_than(found, known, sigma).p
+    p = 2 * min(one_sided, 1 - one_sided)
+    agrees = p > P and len(found) == len(made)
     say = "they agree" if agrees else "they do not agree"
     lines.append(f"{say}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines
@@ -104,7 +97,7 @@ def worktree(repository: Path, commit: str | None) -> Iterator[Path]:
     try:
         added = _git(repository, "worktree", "add", "--detach", str(tree), commit)
         if added.returncode:
-            raise BadInput(f"git cannot check out {commit} to {tree}: {added.stderr.strip().splitlines()[-1]}")
+            raise BadInput(f"git cannot check out {commit} to {tree}: {_last_line(added.stderr)}")
         extension(repository, tree, commit)
         yield tree
     finally:
@@ -124,13 +117,20 @@ def extension(repository: Path, tree: Path, commit: str) -> None:
     build = [sys.executable, "-m", "maturin", "build", "--release", "--quiet", "--out", str(wheels)]
     done = subprocess.run(build, cwd=tree, capture_output=True, text=True)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise BadInput(f"the extension of commit {commit[:8]} cannot be built ({last}); install maturin and Rust")
+        why = f"cannot be built ({_last_line(done.stderr)})"
+        raise BadInput(f"the extension of commit {commit[:8]} {why}; install maturin and Rust")
     for wheel in wheels.glob("*.whl"):
         shutil.unpack_archive(wheel, wheels / "unpacked", "zip")
     for path in (wheels / "unpacked" / "jspeed").glob("_dataloader*"):
         shutil.copy(path, tree / "python" / "jspeed")
 
 
-def _git(repository: Path, *words_: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["git", *words_], cwd=repository, capture_output=True, text=True)
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no message"])[-1]
+
+
+def _git(repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(["git", *words], cwd=repository, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise BadInput("git is not installed; install it, so that the record's commit can be checked out") from None

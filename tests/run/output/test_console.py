@@ -12,6 +12,7 @@ from jspeed.record.consistent import PROBES
 from jspeed.run.output.console import Display, closing, opening, waiting
 
 RUN = {
+    "track": "a/track",
     "val_loss": 2.1034,
     "target_loss": 2.11,
     "timed_seconds": 71.26,

@@ -6,16 +6,15 @@ size, in colours of the page (CSS variables), with words for those who do not se
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
-from typing import Any
 
 from markupsafe import Markup
 
 from jspeed.leaderboard import formatting
+from jspeed.leaderboard.board import BoardTrack, Entry, HistoryRow, best, kind_of, mean_of
 from jspeed.standard_streams import printable
 
-Entry = Mapping[str, Any]
 WIDTH, LEFT, RIGHT, TOP = 360.0, 46.0, 8.0, 10.0
 BOTTOM = 210.0  # of the plots with a legend under them
 GUTTER = 136.0  # room for a recipe's name
@@ -113,14 +112,17 @@ def best_so_far(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
     return best
 
 
-def staircase(track: Mapping[str, Any], history: Sequence[Mapping[str, Any]], reference: str) -> str:
+def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) -> str:
     """Return the records over time: ours as they fell, and the ``history`` of ``reference`` beside them.
 
     Nothing where all are of one day, which is no course yet.
     """
     unit = "steps" if track["rank"] == "steps" else "seconds"
-    value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: e["seconds"]["mean"])
-    ours = [(days(e["date"]), value(e)) for e in track["entries"] if e["valid"]]
+    value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: mean_of(e["seconds"]))
+    valid = [e for e in track["entries"] if e["valid"]]
+    if unit == "seconds":  # compared on one kind and number of devices only
+        valid = [e for e in valid if kind_of(e["devices"]) == kind_of(valid[0]["devices"])]
+    ours = [(days(e["date"]), value(e)) for e in valid]
     theirs = [(days(row["date"]), row["seconds"]) for row in history]
     everything = ours + theirs
     if len({day for day, _ in everything}) < 2:
@@ -171,7 +173,7 @@ def labels(entries: Sequence[Entry]) -> list[str]:
     return [printable(entry["recipe"], NAME - len(end)) + end for entry, end in zip(entries, hashes, strict=True)]
 
 
-def curves(track: Mapping[str, Any]) -> str:
+def curves(track: BoardTrack) -> str:
     """Return validation loss over timed seconds of the best entries."""
     shown = [entry for entry in track["entries"] if entry["data"]["of_track"] and entry["seconds"]]
     shown = [entry for entry in shown if len(entry["curve"]) > 1 and not entry["cut_short"]][:LINES]
@@ -196,7 +198,7 @@ def curves(track: Mapping[str, Any]) -> str:
     return figure(title, said, BOTTOM + 14 * len(names), [*parts, *legend(names)])
 
 
-def dots(track: Mapping[str, Any]) -> str:
+def dots(track: BoardTrack) -> str:
     """Return the final loss of every run of the best entries, a row each, against the target."""
     shown = [entry for entry in track["entries"] if entry["loss"] and entry["data"]["of_track"]]
     shown = [entry for entry in shown if not entry["cut_short"]][:10]
@@ -213,39 +215,39 @@ def dots(track: Mapping[str, Any]) -> str:
         y = TOP + 20.0 * place + 14
         parts.append(word(GUTTER - 8, y + 3.5, name, "", "end"))
         parts += [f'<circle class="dot" cx="{axes.x(loss):.1f}" cy="{y:.1f}" r="3"/>' for loss in losses]
-        mean = axes.x(entry["loss"]["mean"])
+        mean = axes.x(mean_of(entry["loss"]))
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
     said = f"Final loss of every run against the target {target:g}: " + "; ".join(
-        f"{name} mean {formatting.loss(entry['loss']['mean'])} of {len(losses)}"
-        for name, entry, losses in zip(names, shown, found, strict=True)
+        f"{name} mean {formatting.loss(mean_of(entry['loss']))} of {entry['loss']['n'] if entry['loss'] else 0}"
+        for name, entry in zip(names, shown, strict=True)
     )
     return figure(f"Final loss of every run, target {target:g}", said, height, parts)
 
 
-def chain(track: Mapping[str, Any]) -> list[Entry]:
+def chain(track: BoardTrack) -> list[Entry]:
     """Return the best valid entry and its parents, eldest first."""
     by_hash: dict[str, Entry] = {}
     for each in track["entries"]:  # of several entries of a recipe the valid one, which comes first
         if each["seconds"]:
             by_hash.setdefault(each["recipe_hash"], each)
     found: list[Entry] = []
-    entry = next((entry for entry in track["entries"] if entry["valid"]), None)
+    entry = best(track)
     while entry is not None and entry not in found:
         found.insert(0, entry)
         entry = by_hash.get(entry["better"]["parent_hash"]) if entry["better"] else None
     return found
 
 
-def waterfall(track: Mapping[str, Any]) -> str:
+def waterfall(track: BoardTrack) -> str:
     """Return what bought the time: the mean seconds of the best entry's ancestors, and what each step saved."""
     line_of = chain(track)[-10:]
     if len(line_of) < 2:
         return ""
-    height, most = TOP + 34.0 * len(line_of) + 6, max(entry["seconds"]["mean"] for entry in line_of)
+    height, most = TOP + 34.0 * len(line_of) + 6, max(mean_of(entry["seconds"]) for entry in line_of)
     scale, parts = (WIDTH - 2 * RIGHT) / most, []
     for place, entry in enumerate(line_of):
-        y, mean = TOP + 34.0 * place, entry["seconds"]["mean"]
-        before = line_of[place - 1]["seconds"]["mean"] if place else mean
+        y, mean = TOP + 34.0 * place, mean_of(entry["seconds"])
+        before = mean_of(line_of[place - 1]["seconds"]) if place else mean
         saved = before - mean
         note = "" if not place else f", {formatting.seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
         parts.append(word(RIGHT, y + 10, f"{printable(entry['recipe'], 26)}: {formatting.seconds(mean)}{note}"))
@@ -255,6 +257,6 @@ def waterfall(track: Mapping[str, Any]) -> str:
             kind = "saved" if saved > 0 else "lost"
             parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y + 15:.1f}" width="{width:.1f}" height="9"/>')
     said = "What bought the time: " + "; ".join(
-        f"{e['recipe']} {formatting.seconds(e['seconds']['mean'])}" for e in line_of
+        f"{e['recipe']} {formatting.seconds(mean_of(e['seconds']))}" for e in line_of
     )
     return figure("What bought the time, parent by parent", said, height, parts)

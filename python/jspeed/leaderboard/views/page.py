@@ -12,6 +12,7 @@ from typing import Any
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import read_regular, write_whole
 from jspeed.leaderboard import formatting
+from jspeed.leaderboard.board import BoardTrack, Histories, best
 from jspeed.leaderboard.compare import change_lines, changes
 from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
@@ -19,7 +20,7 @@ from jspeed.leaderboard.views import charts
 from jspeed.leaderboard.views.readme import block, with_block
 from jspeed.pages import render
 from jspeed.record.run_json import finite_or_null
-from jspeed.record.store import Records
+from jspeed.record.store import Problem, Records
 
 SHOWN = 60  # entries of a track on the page
 DIFFS = 500_000  # characters of diffs on the page; what comes later is only named
@@ -36,9 +37,8 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
     tracks = board(records)
     names = sorted({track["history"] for track in tracks if track.get("history")})
     histories = {name: read_history(records.folder, name) for name in names}
-    sources = {sha: source for sha, (_, source) in records.sources.items()}
     made = {
-        out / "index.html": html(tracks, histories, sources, rule),
+        out / "index.html": html(tracks, histories, records.sources, rule),
         out / JSON: as_json(rule, tracks, histories),
     }
     if readme:
@@ -74,24 +74,27 @@ def runs(content: str | bytes) -> int:
         return 0
 
 
-def stale(made: Mapping[Path, str]) -> list[str]:
-    """Return a sentence for each file of :func:`contents` that is not there, or is not what the records make."""
-    return [
-        f"{path}: expected what the records make, found {'another text' if path.is_file() else 'no file'}; run: "
-        "python scripts/leaderboard.py page"
-        for path, content in made.items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != content
-    ]
+def stale(made: Mapping[Path, str]) -> list[Problem]:
+    """Return a problem for each file of :func:`contents` that is missing or is not what the records make."""
+    problems = []
+    for path, content in made.items():
+        try:
+            found = None if read_regular(path) == content.encode() else "another text"
+        except FileNotFoundError:
+            found = "no file"
+        except OSError as error:
+            found = f"a file that cannot be read ({error.strerror})"
+        if found:
+            text = f"{path}: expected what the records make, found {found}; run: jspeed leaderboard page"
+            problems.append(Problem(path, text))
+    return problems
 
 
-def as_json(rule: str, tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Any]) -> str:
+def as_json(rule: str, tracks: Sequence[BoardTrack], histories: Histories) -> str:
     """Return leaderboard.json: an entry a line, null for what is not finite."""
 
     def line(value: Any) -> str:
-        try:
-            return json.dumps(value, allow_nan=False)
-        except ValueError:
-            return json.dumps(finite_or_null(value), allow_nan=False)
+        return json.dumps(finite_or_null(value), allow_nan=False)
 
     parts = [f'"timing_rule": {line(rule)}', f'"histories": {line(histories)}']
     listed = []
@@ -104,8 +107,8 @@ def as_json(rule: str, tracks: Sequence[Mapping[str, Any]], histories: Mapping[s
 
 
 def html(
-    tracks: Sequence[Mapping[str, Any]],
-    histories: Mapping[str, Sequence[Mapping[str, Any]]],
+    tracks: Sequence[BoardTrack],
+    histories: Histories,
     sources: Mapping[str, str],
     rule: str,
 ) -> str:
@@ -118,6 +121,7 @@ def html(
         histories=histories,
         names=NAMES,
         differences=differences(tracks, sources),
+        best=best,
         formatting=formatting,
         charts=charts,
         count="{:,}".format,
@@ -125,15 +129,16 @@ def html(
     )
 
 
-def differences(tracks: Sequence[Mapping[str, Any]], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return by entry what its source changes of its parent's: ``lines`` in words, and the ``diff`` as lines, None
     for those that come after :data:`DIFFS` characters."""
     found, left = {}, DIFFS
     for track in tracks:
         for entry in track["entries"][:SHOWN]:
-            parent = entry["better"] and entry["better"]["parent_sha256"]
-            if entry["recipe_sha256"] in sources and parent in sources:
-                made = changes(sources[entry["recipe_sha256"]], sources[parent])
+            mine = sources.get(entry["recipe_sha256"] or "")
+            theirs = sources.get(entry["better"] and entry["better"]["parent_sha256"] or "")
+            if mine is not None and theirs is not None:
+                made = changes(mine, theirs)
                 left -= sum(map(len, made["diff"]))
                 found[entry["id"]] = {"lines": change_lines(made), "diff": made["diff"] if left >= 0 else None}
     return found

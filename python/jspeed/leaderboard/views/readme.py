@@ -1,11 +1,11 @@
 """The leaderboard's block in README.md: the best of each track, between two markers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jspeed.errors import BadInput
 from jspeed.leaderboard import formatting
+from jspeed.leaderboard.board import BoardTrack, Histories, best
 from jspeed.leaderboard.history import NAMES
 from jspeed.standard_streams import printable
 
@@ -13,23 +13,27 @@ BEGIN = "<!-- leaderboard: made by scripts/leaderboard.py page -->"
 END = "<!-- /leaderboard -->"
 
 
-def block(tracks: Sequence[Mapping[str, Any]], histories: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
     """Return the block as Markdown, a line for each track that has rules; what is text in it stays text."""
     lines = ["| track | best | recipe | mean loss | n | date |", "|---|---|---|---|---|---|"]
     for track in tracks:
         if not track["ruled"]:
             continue
         name = f"[`{track['track']}`](records/{track['track']}/track.toml)"
-        best = next((entry for entry in track["entries"] if entry["valid"]), None)
-        if best:
+        entry = best(track)
+        if entry and entry["seconds"] and entry["loss"]:
             steps = track["rank"] == "steps"
-            value = f"{best['steps']:,} steps" if steps else formatting.seconds(best["seconds"]["mean"])
+            seconds, devices = (
+                formatting.seconds(entry["seconds"]["mean"]),
+                plain(f"{entry['devices']['count']} x {entry['devices']['kind']}"),
+            )
+            value = f"{entry['steps']:,} steps" if steps else f"{seconds} on {devices}"
             cells = [
                 value,
-                plain(best["recipe"]),
-                formatting.loss(best["loss"]["mean"]),
-                str(best["loss"]["n"]),
-                best["date"],
+                plain(entry["recipe"]),
+                formatting.loss(entry["loss"]["mean"]),
+                str(entry["loss"]["n"]),
+                entry["date"],
             ]
         else:
             cells = ["none yet", "", "", "", ""]

@@ -1,21 +1,20 @@
 """The board in a terminal of 80 columns."""
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from jspeed.errors import BadInput, nearest
 from jspeed.leaderboard import formatting
+from jspeed.leaderboard.board import BoardTrack, Entry
 
-Entry = Mapping[str, Any]
 WIDTH = 80
 MARKS = {True: ("yes", "green"), False: ("no", "red"), "yes": ("yes", "green"), "no": ("no", "red"), None: ("-", "dim")}
 
 
-def of_track(tracks: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[str, Any]]:
+def of_track(tracks: Sequence[BoardTrack], wanted: str) -> list[BoardTrack]:
     """Return the track ``wanted`` and those under it (fineweb holds fineweb/steps); BadInput when there is none."""
     chosen = [track for track in tracks if f"{track['track']}/".startswith(f"{wanted}/")]
     if not chosen:
@@ -25,7 +24,7 @@ def of_track(tracks: Sequence[Mapping[str, Any]], wanted: str) -> list[Mapping[s
     return chosen
 
 
-def board(tracks: Iterable[Mapping[str, Any]]) -> RenderableType:
+def board(tracks: Iterable[BoardTrack]) -> RenderableType:
     """Return the tracks as tables. Everything that is text is a Text: square brackets in it are no markup."""
     parts: list[RenderableType] = []
     for track in tracks:
@@ -35,7 +34,7 @@ def board(tracks: Iterable[Mapping[str, Any]]) -> RenderableType:
     return Group(*parts[:-1]) if parts else empty
 
 
-def rules(track: Mapping[str, Any]) -> str:
+def rules(track: BoardTrack) -> str:
     """Return a track's rules in a few lines."""
     on = f" on {track['data.val_tokens']:,} tokens" if track.get("data.val_tokens") else ""
     test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
@@ -57,7 +56,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def entries(track: Mapping[str, Any]) -> Text:
+def entries(track: BoardTrack) -> Text:
     """Return the entries of ``track``: a line of numbers each, and under it what they mean."""
     steps = track["rank"] == "steps"
     heads = ["steps" if steps and name == "time" else name for name, _, _ in COLUMNS]
@@ -78,9 +77,9 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     cells = [
         (str(entry["rank"] or "-"), ""),
         (name, "bold"),
-        (f"{entry['steps']:,}" if steps else formatting.seconds(found and found["mean"]), "bold"),
+        (f"{entry['steps']:,}" if steps else formatting.seconds(found["mean"] if found else None), "bold"),
         (f"{found['sd']:.2g}" if found and found["sd"] is not None and not steps else "", "dim"),
-        (formatting.loss(entry["loss"] and entry["loss"]["mean"]), ""),
+        (formatting.loss(entry["loss"]["mean"] if entry["loss"] else None), ""),
         (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         MARKS[entry["valid"]],
         MARKS.get(better, ("?", "yellow")),
@@ -96,10 +95,8 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
     """Return (text, style) of every column as one line."""
     line = Text()
     for (text, style), (_, width, right) in zip(cells, COLUMNS, strict=True):
-        line.append(" " * (width - len(text)) * right).append(text, style).append(
-            " " * (width - len(text)) * (not right)
-        )
-        line.append(" ")
+        padding = " " * (width - len(text))
+        line.append(padding * right).append(text, style).append(padding * (not right)).append(" ")
     line.rstrip()
     return line
 
@@ -110,14 +107,7 @@ def notes(entry: Entry) -> list[str]:
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
-        lines.append(f"{against(entry['better'])}")
+        lines.append(formatting.against(entry["better"]))
     if entry["anchored"]:
         lines.append(f"on the track's hardware, by that ratio: {formatting.seconds(entry['anchored']['seconds'])}")
     return lines + list(entry["why_not"])
-
-
-def against(better: Mapping[str, Any]) -> str:
-    """Return the comparison with the parent as a phrase."""
-    rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
-    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
-    return f"{formatting.ratio(better)} x the time of {better['parent']} ({how})"

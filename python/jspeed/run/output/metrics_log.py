@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jspeed.files import Lines
-from jspeed.record.schema import Validation
+from jspeed.record.schema import Status, Validation
 from jspeed.run.clock import Clock
 from jspeed.run.output.console import Display
 from jspeed.run.output.sinks import Sink, first_line
@@ -24,7 +24,7 @@ class Progress:
     display: Display
     steps: int = 0
     tokens: int = 0
-    status: str = "finished"
+    status: Status = "finished"
     interrupted_by: int = 130
     data_wait_seconds: float = 0.0
     dispatch_seconds: float = 0.0
@@ -48,7 +48,7 @@ class Progress:
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
         if self.status == "finished":
-            self.status = "interrupted" if why == "terminated" else why
+            self.status = "stopped" if why == "stopped" else "interrupted"
             self.interrupted_by = 143 if why == "terminated" else 130
 
     def trained(self, step: int, tokens: int, loss: float) -> None:
