@@ -31,13 +31,13 @@ class Rule:
     holds: Callable[[Any], object]
 
 
-def whole(least: int, most: int = MOST) -> Rule:
+def integer(least: int, most: int = MOST) -> Rule:
     """Return the rule of whole numbers from ``least`` to ``most``."""
     return Rule(f"a whole number from {least} to {most}", lambda value: least <= value <= most)
 
 
-Count = Annotated[int, whole(1)]
-CountOrZero = Annotated[int, whole(0)]
+Count = Annotated[int, integer(1)]
+CountOrZero = Annotated[int, integer(0)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, Rule("a finite number of 0 or more", lambda value: value >= 0)]
 FolderName = Annotated[

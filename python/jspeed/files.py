@@ -27,12 +27,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Raises :class:`BadInput` when there is no room, or another reason why it cannot be written.
     """
-    with whole(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does."""
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -157,8 +157,11 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
         ("--nproc-per-node ²", "--nproc-per-node ² run"),
         ("--nproc-per-node 100000000", "--dry-run --nproc-per-node 100000000 run"),
         ("at most 65,536 processes", "--dry-run --nnodes 1000000000 run"),
-        ("--master-port 99999999", "--master-port 99999999 run"),
-        *((f"--grace {grace}", f"--grace {grace} run") for grace in ("nan", "inf", "-1.0", "1e+300")),
+        ("--master-port 99999999: expected a whole number from 1 to 65535", "--master-port 99999999 run"),
+        *(
+            (f"--grace {grace}: expected seconds from 0", f"--grace {grace} run")
+            for grace in ("nan", "inf", "-1.0", "1e+300")
+        ),
         ("--results no/all.json: there is no folder no", "--results no/all.json run"),
         ("did you mean 'run'?", "rum"),
         ("has no flag --nproc-pr-node; did you mean '--nproc-per-node'?", "--nproc-pr-node 2 run"),

@@ -8,22 +8,24 @@ from jspeed.cluster.launch import Launch, check, dry_run_lines, parse_nproc, run
 from jspeed.commands.flags import Command, File, Wants, check_folders, parse
 from jspeed.commands.run import COMMAND as RUN
 from jspeed.errors import BadInput, nearest
+from jspeed.fields import Count, CountOrZero, Rule, integer
 
+GRACE = Rule("seconds from 0 to 86400", lambda value: 0 <= value <= 86_400)
 TRAIN = "run"  # the command of jspeed that several processes can make together
 
 
 def launch(
     command: Annotated[tuple[str, ...], Wants("run|SCRIPT.py ARGUMENTS ...", positional=True)],
-    nnodes: int = 1,
-    node_rank: Annotated[int, Wants("R")] = 0,
+    nnodes: Count = 1,
+    node_rank: Annotated[CountOrZero, Wants("R")] = 0,
     nproc_per_node: Annotated[str, Wants("K")] = "1",
     master_addr: Annotated[str, Wants("HOST")] = "127.0.0.1",
-    master_port: Annotated[int, Wants("PORT")] = 29_500,
-    max_restarts: Annotated[int, Wants("M")] = 0,
+    master_port: Annotated[int, integer(1, 65_535), Wants("PORT")] = 29_500,
+    max_restarts: Annotated[CountOrZero, Wants("M")] = 0,
     standalone: bool = False,
     dry_run: bool = False,
     prefix: bool = False,
-    grace: Annotated[float, Wants("SECONDS")] = 30.0,
+    grace: Annotated[float, GRACE, Wants("SECONDS")] = 30.0,
     results: File | None = None,
 ) -> int:
     """Start this node's processes of one run and watch them, with torchrun's flags (--node_rank is --node-rank).

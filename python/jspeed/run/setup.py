@@ -23,7 +23,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
+from jspeed.fields import Count, CountOrZero, Positive, integer, misfits
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
@@ -65,7 +65,7 @@ class Options:
 
     recipe: str
     data: Path | None = None
-    seed: Annotated[int, whole(0, 2**32 - 1)] = 1
+    seed: Annotated[int, integer(0, 2**32 - 1)] = 1
     steps: Count | None = None
     run_dir: Path | None = None
     layout: str = DEFAULT_LAYOUT
