@@ -16,6 +16,9 @@ import platformdirs
 
 from jspeed.errors import BadInput
 
+UMASK = os.umask(0o077)  # it can only be read by setting it
+os.umask(UMASK)
+
 
 def cache_folder() -> Path:
     """Return the folder for prepared data and compiled programs: ``$JSPEED_CACHE`` or the user's cache."""
@@ -33,7 +36,10 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does."""
+    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does.
+
+    The content is on disk before the name is, but the folder is not synced. An OSError inside counts as one of writing.
+    """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
@@ -41,7 +47,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
             yield Path(name)
             with open(name, "rb") as file:
                 os.fsync(file.fileno())
-                os.fchmod(file.fileno(), 0o644)
+                os.fchmod(file.fileno(), 0o666 & ~UMASK)
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)

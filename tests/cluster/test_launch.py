@@ -164,7 +164,7 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
         ),
         ("--results no/all.json: there is no folder no", "--results no/all.json run"),
         ("did you mean 'run'?", "rum"),
-        ("has no flag --nproc-pr-node; did you mean '--nproc-per-node'?", "--nproc-pr-node 2 run"),
+        ("has no flag --nproc-pr-node (did you mean '--nproc-per-node'?)", "--nproc-pr-node 2 run"),
         ("jspeed launch needs run|SCRIPT.py", ""),
         ("port, up to 65535", "--master-port 65535 --max-restarts 3 run"),
         ("jspeed run has no flag --stepz", "--standalone --nproc-per-node 3 run --stepz 3"),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Union
 from jspeed import __version__
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, run_script
-from jspeed.standard_streams import importing, starts
+from jspeed.standard_streams import exit_on_ctrl_c, importing
 
 COMMANDS = {
     "run": "Train a recipe to its target loss under the clock",
@@ -39,7 +39,7 @@ COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 def main(name: str = "") -> None:
     """Run the command line and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
-    starts("__main__")
+    exit_on_ctrl_c("__main__")
     settle_logs()
     run_script(lambda: call(sys.argv[1:], name))
 
