@@ -318,15 +318,15 @@ class Recipe:
             )
 
 
-def leaves(parameters: Mapping[str, Any]) -> list[tuple[str, ParamSpec]]:
-    """Return (slash-joined path, spec) for every row of a parameter table, in pytree order."""
-    flat, _ = jax.tree.flatten_with_path(parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
-    return [("/".join(str(getattr(key, "key", key)) for key in path), spec) for path, spec in flat]
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return (slash-joined path, leaf) of every row of a parameter table, or of any tree, in pytree order."""
+    flat = jax.tree.leaves_with_path(tree)
+    return [("/".join(str(getattr(key, "key", key)) for key in path), leaf) for path, leaf in flat]
 
 
-def map_specs(function: Callable[[ParamSpec], Any], parameters: Mapping[str, Any]) -> Any:
-    """Apply ``function`` to every row of a parameter table and keep the tree."""
-    return jax.tree.map(function, parameters, is_leaf=lambda x: isinstance(x, ParamSpec))
+def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *trees: Any) -> Any:
+    """Apply ``function`` to every row of a parameter table, and the leaves of ``trees`` like it; keep the tree."""
+    return jax.tree.map(function, parameters, *trees)
 
 
 def groups(parameters: Mapping[str, Any]) -> Any:

@@ -20,8 +20,9 @@ from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Recipe, Stage, leaves, replace
 from jspeed.run.clock import now
+from jspeed.run.compute.compiler import memory_needed
 from jspeed.run.compute.device import Device
-from jspeed.run.compute.program import fit, memory_needed, state_shardings
+from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
 from jspeed.sizes import flops_per_token
@@ -91,7 +92,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
         began = now()
         phases = range(recipe.period)
         fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
-        steps, (_, parts, chunk, remat) = [step for step, *_ in fitted], fitted[-1]
+        steps, last = [attempt.program for attempt in fitted], fitted[-1]
         compile_seconds = now() - began
         if state is None:
             init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
@@ -109,9 +110,9 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             lanes=recipe.lanes,
             lane_len=stage.lane_len,
             longest_window=max(stage.windows, default=None),
-            micro_batches=parts,
-            head_chunk=chunk,
-            remat=remat,
+            micro_batches=last.parts,
+            head_chunk=last.head_chunk,
+            remat=last.remat,
             compile_seconds=compile_seconds,
             steps=setting.steps,
             step_ms_median=1e3 * statistics.median(times["alone"]),

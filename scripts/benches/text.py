@@ -19,7 +19,7 @@ from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.errors import BadInput
 from jspeed.inference.generate import Generator, Sampling
-from jspeed.inference.trained import Model
+from jspeed.inference.trained import Facts, Model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import init_parameters
 from jspeed.run.compute.device import device_of
@@ -96,7 +96,7 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
     params = init_parameters(found.recipe.parameters, jax.random.key(0))
     params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    facts = bytes_tokenizer().described() | {"bos_id": None}
+    facts: Facts = {"tokenizer": "bytes", "vocab_size": bytes_tokenizer().vocab_size, "bos_id": None}
     generator = Generator(Model(found, params, mesh, facts), 1, Sampling(0.0))
     context = eval_context(found.recipe, device_of(mesh, "xla"))
 

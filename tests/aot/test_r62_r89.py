@@ -11,7 +11,7 @@ from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import cost, hlo
 from jspeed.plan.target import COMPILER_OPTIONS
-from jspeed.run.compute import program
+from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find_recipe import find
 
@@ -46,8 +46,8 @@ def compiled(mesh, name, number, phase):
     else:
         parts = micro_batches(recipe, stage, mesh, device, None)
         lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts, phase)
-    built = lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
-    return recipe, built.as_text(), program.memory_needed(built)
+    built = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
+    return recipe, built.as_text(), compiler.memory_needed(built)
 
 
 @pytest.fixture(params=FACTS)

@@ -8,7 +8,7 @@ import pytest
 from jspeed.parallel.layout import cut_dim, partitions
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
-from jspeed.run.compute import program
+from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find_recipe import find
 
@@ -25,8 +25,8 @@ def compiled(mesh, name):
     stage = recipe.stages[-1]
     parts = micro_batches(recipe, stage, mesh, device, None)
     lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts)
-    step = lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
-    return recipe, step.as_text(), program.memory_needed(step)
+    step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
+    return recipe, step.as_text(), compiler.memory_needed(step)
 
 
 @pytest.fixture(params=["r21", "r29"])
@@ -94,6 +94,6 @@ def test_layers_that_are_recomputed_free_half_of_the_memory(mesh):
     device, needs = device_of(mesh(1)), []
     for layout in ("zero1", "zero1+remat"):
         lowered = program.lower_step(recipe, recipe.stages[-1], mesh(1), layout, device, 1)
-        step = lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
+        step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
         needs.append(step.memory_analysis().temp_size_in_bytes)
     assert needs[1] < 0.6 * needs[0]

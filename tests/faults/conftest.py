@@ -1,4 +1,4 @@
-"""Faults done to real runs of several processes: `make test-faults`. They take minutes, so other runs skip them."""
+"""Fault injection on real multi-process runs. They take minutes: only `make test-faults` runs them."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Files that are lost, damaged or have no room: one sentence, nothing that looks whole and is not, and a way on."""
+"""Missing, damaged or unwritable files: a clear error message, no partial output, and the run can be resumed."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def test_a_truncated_checkpoint_is_passed_over_and_orbax_notes_are_not_needed(ru
     for name in NOTES:
         (checkpoints / "100" / name).write_text("{")
     assert run.resumable().ended(120) in (0, 1), run.said()
-    assert "the checkpoint of step 120" in run.printed() and "is not what was written" in run.printed()
+    assert "the checkpoint of step 120" in run.printed() and "the SHA-256 of" in run.printed()
     assert run.is_as(undisturbed) and run.record()["resumed"] == [100]
 
 

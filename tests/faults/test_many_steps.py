@@ -1,4 +1,4 @@
-"""Eight virtual devices on two cores: XLA-CPU ends a process in which too many steps wait for each other."""
+"""Regression test: XLA:CPU aborts when too many steps are queued (eight virtual devices on two cores)."""
 
 from ..multi_process import ended, environment, metrics, start, toy
 from .conftest import QUICK

@@ -1,4 +1,4 @@
-"""Readers that go away, disks that are full and Ctrl-C at any moment: the run ends as it should, with its record."""
+"""Closed pipes, full disks and Ctrl-C at any moment: the run still ends with a valid record."""
 
 import os
 import signal

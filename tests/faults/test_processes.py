@@ -1,4 +1,4 @@
-"""Processes that are killed or stopped: the others end soon and say why; another start ends as if nothing had been."""
+"""Kill or stop a process: the others exit soon with the cause, and a restart gives an undisturbed run's result."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""Generation: the cache against whole forward passes, drawing against its definition, texts against their rules."""
+"""Generation: KV cache against whole forward passes, sampling against its definition, stop and length rules."""
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ def test_cached_tokens_are_those_of_whole_forward_passes(name):
                 assert step[row] == chosen(text)
                 text.append(int(step[row]))
         assert len(text) > 4
-    assert generator.step._cache_size() == generator.read._cache_size() == 1
+    assert generator.decode._cache_size() == generator.prefill._cache_size() == 1
 
 
 def test_a_text_longer_than_the_context_keeps_its_later_half():
@@ -130,7 +130,7 @@ def attention_and(forward, tokens):
     return forward(tokens)
 
 
-def test_a_recipe_that_looks_about_by_itself_is_refused(tmp_path):
+def test_a_recipe_that_mixes_positions_outside_the_primitives_is_refused(tmp_path):
     source = find("stdlib").source.replace(
         "    a_BTD = rms_norm(x_BTD)\n",
         "    x_BTD += jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]\n    a_BTD = rms_norm(x_BTD)\n",
@@ -138,16 +138,16 @@ def test_a_recipe_that_looks_about_by_itself_is_refused(tmp_path):
     (tmp_path / "mine.py").write_text(source)
     found = find(str(tmp_path / "mine.py"), TOYS["stdlib"])
     model = Model(found, noisy(found.recipe), one_device(), BYTES)
-    with pytest.raises(BadInput, match="looks across positions by something else"):
+    with pytest.raises(BadInput, match="mixes positions outside the primitives"):
         list(Generator(model, 1, GREEDY)([[1, 2, 3]], 2))
 
 
 def test_a_step_costs_less_than_a_third_of_a_whole_forward_pass():
     model = toy("stdlib", "LANE_LEN=256", "EVAL_LEN=256", "EVAL_TOKENS=256")
     generator = Generator(model, 1, GREEDY)
-    cache, lengths = generator._read_all([[256, 1]])
+    cache, lengths = generator._prefill([[256, 1]])
     arguments = (generator._params, cache, lengths - 1, np.zeros(1, np.int32), np.int32(0))
-    step = generator.step.lower(*arguments).compile().cost_analysis()["flops"]
+    step = generator.decode.lower(*arguments).compile().cost_analysis()["flops"]
     context = eval_context(model.recipe, device_of(model.mesh))
     tokens = jax.ShapeDtypeStruct((1, 256), jnp.int32)
     whole = jax.jit(lambda t: model.recipe.forward(model.params, t, context)).lower(tokens).compile()
@@ -182,7 +182,7 @@ def test_top_p_takes_the_fewest_that_reach_it():
     assert set(np.asarray(draw(Sampling(1.0, top_k=2, top_p=1.0), keys(2000), many)).tolist()) == {1, 3}
 
 
-def test_top_k_of_one_and_temperature_zero_are_the_likeliest():
+def test_top_k_of_one_and_temperature_zero_are_the_argmax():
     logits = jax.random.normal(jax.random.key(1), (50, 30))
     for sampling in (Sampling(1.3, top_k=1), GREEDY, Sampling(1.0, top_p=1e-9)):
         np.testing.assert_array_equal(draw(sampling, keys(50), logits), jnp.argmax(logits, -1))
@@ -253,10 +253,10 @@ def test_a_text_ends_before_its_stop(monkeypatch):
     assert all("\n\n" not in step[0] for step in steps)
 
 
-def test_a_row_ends_at_the_mark():
+def test_a_row_ends_at_the_bos_token():
     found = find("stdlib", TOYS["stdlib"])
     params = noisy(found.recipe)
-    params["head"] = jnp.zeros_like(params["head"])  # every id is as likely as another: the mark comes, soon or late
+    params["head"] = jnp.zeros_like(params["head"])  # every id is equally probable: BOS comes, soon or late
     model = Model(found, params, one_device(), BYTES | {"vocab_size": 4, "bos_id": 3})
     steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
     ends = [np.flatnonzero(steps[:, row] == STOPPED)[0] for row in range(8)]
@@ -270,6 +270,13 @@ def test_joined():
     assert joined(["a\nb", "c"]) == f"a\nb\n{'-' * 15}\nc"
 
 
-def test_no_mark_and_no_prompt():
+def test_a_long_prompt_without_bos_keeps_its_end():
+    generator = Generator(toy("stdlib", "LANE_LEN=16", facts=BYTES | {"bos_id": None}), 1, GREEDY)
+    assert generator._with_bos(range(20)) == list(range(4, 20))
+    generator.bos_id = 256
+    assert generator._with_bos(range(20)) == [256, *range(5, 20)]
+
+
+def test_no_bos_and_no_prompt():
     with pytest.raises(BadInput, match="give a --prompt"):
         list(Generator(toy("stdlib", facts=BYTES | {"bos_id": None}), 1, GREEDY)([[]], 2))

@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def log_probabilities(model):
-    """Of every id but the first, and the likeliest there, from one forward pass over one row."""
+    """Of every id but the first, and the argmax there, from one forward pass over one row."""
     ctx = Context(replace(model.recipe.stages[-1], lane_len=17), training=False)
     forward = jax.jit(lambda row: jax.nn.log_softmax(model.recipe.forward(model.params, row[None], ctx)[0]))
 
@@ -52,12 +52,12 @@ def test_scores_are_those_of_whole_forward_passes(model, log_probabilities):
     _, best = log_probabilities([256, *b"abx"])
     pairs = [([256, *b"ab"], list(b"x")), (list(b"hello"), list(b" you")), ([256, *b"ab"], [int(best[2])])]
     pairs.append((list(b"0123456789abcdef"), list(b"xyz")))
-    for (given, after), (total, likely) in zip(pairs, harness.scorer(model)(pairs), strict=True):
+    for (given, after), (total, _, likely) in zip(pairs, score.scorer(model, greedy=True)(pairs), strict=True):
         ids = (given + after)[-17:]
         expected, best = log_probabilities(ids)
-        assert total == pytest.approx(float(expected[-len(after) :].sum()), abs=1e-4)
+        assert total == pytest.approx(-float(expected[-len(after) :].sum()), abs=1e-4)
         assert likely == bool(np.all(best[-len(after) :] == ids[-len(after) :]))
-    assert harness.scorer(model)(pairs[2:3])[0][1]
+    assert score.scorer(model, greedy=True)(pairs[2:3])[0].greedy
 
 
 def test_without_lm_eval(model, monkeypatch):
@@ -73,10 +73,10 @@ def test_what_lm_eval_asks_for(model, log_probabilities):
     def asked(*arguments):
         return SimpleNamespace(args=arguments)
 
-    scored = harness.scorer(model)
-    assert ours.loglikelihood([asked("ab", " cd"), asked("", "cd")], disable_tqdm=True) == scored(
-        [(list(b"ab"), list(b" cd")), ([256], list(b"cd"))]
-    )
+    assert ours.loglikelihood([asked("ab", " cd"), asked("", "cd")], disable_tqdm=True) == [
+        (-found.loss, found.greedy)
+        for found in score.scorer(model, greedy=True)([(list(b"ab"), list(b" cd")), ([256], list(b"cd"))])
+    ]
     text = "a text that is longer than sixteen bytes"
     ids = [256, *text.encode()]
     first, _ = log_probabilities(ids[:17])

@@ -11,7 +11,7 @@ from jspeed.corpus import tokenise
 from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
-from jspeed.inference.trained import load_model, parameters_of
+from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Data, replace
 from jspeed.run import evaluate
@@ -44,13 +44,13 @@ def test_ids_reach_the_devices_whole():
     recipe = replace(find("stdlib", TOYS["stdlib"]).recipe, data=Data("mine", IDS, IDS - 1))
     mesh = make_mesh()
     rows = np.full((8, recipe.eval_len + 1), IDS - 1, np.uint32)
-    np.testing.assert_array_equal(evaluate.place(rows, 8, recipe, mesh).rows, rows)
+    np.testing.assert_array_equal(evaluate.to_devices(rows, 8, recipe, mesh).rows, rows)
     traced = program.trace_step(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), 1)
     assert traced.jaxpr.in_avals[-1].dtype == np.uint32
     padded, lowered = program.lower_evaluation(recipe, mesh, "zero1", device_of(mesh), 64, 8)
     assert jax.tree.leaves(lowered.in_avals)[-1].dtype == np.uint32
     short = replace(recipe, data=Data("mine", 2**16, 0))
-    assert evaluate.place(rows, 8, short, mesh).rows.dtype == np.uint16
+    assert evaluate.to_devices(rows, 8, short, mesh).rows.dtype == np.uint16
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_vocabulary_above_uint16_from_text_to_text(data, tmp_path):
     export(tmp_path / "run", tmp_path / "out")
     (tmp_path / "words.json").unlink()
     exported = load_model(tmp_path / "out")
-    np.testing.assert_array_equal(parameters_of(exported)["head"], parameters_of(model)["head"])
+    np.testing.assert_array_equal(exported.tensors()["head"], model.tensors()["head"])
     assert sample(exported, ["w69001 w69002"], 8, Sampling(temperature=0)) == [text]
     (tmp_path / "out" / "tokenizer.json").unlink()
     with pytest.raises(BadInput, match=r"tokenizer\.json cannot be read"):

@@ -1,7 +1,8 @@
-"""Validation loss, bits per byte and HellaSwag's scoring, with answers worked out by hand."""
+"""Validation loss, bits per byte, accuracy and HellaSwag's scoring against results worked out by hand."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -47,6 +48,12 @@ def table_losses(rows):
     return np.array([[COST[token] for token in row[1:]] for row in rows.tolist()], np.float32)
 
 
+def chosen(model, item):
+    """The endings chosen by total and by mean loss: the labels with which the item counts as right."""
+    counts = [next(score.hellaswag(model, [replace(item, label=label)])) for label in range(4)]
+    return tuple([count[n] for count in counts].index(1) for n in (1, 2))
+
+
 def items_file(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -55,18 +62,17 @@ def items_file(path, records):
 def test_hellaswag_by_hand(tmp_path, monkeypatch):
     items = score.read_hellaswag(items_file(tmp_path / "h.jsonl", ITEMS))
     assert [item.label for item in items] == [0, 1, 2]
-    encoded = [score.encode_item(BYTES, item, 100) for item in items]
-    assert encoded[0][0][0] == ([122, 122, 32, 97], 2)
-    assert score.score(encoded, table_losses, 100) == [(0, 0, 0), (0, 1, 1), (0, 1, 2)]
+    assert score.encode_item(BYTES, items[0])[0] == ([122, 122], [32, 97])
     monkeypatch.setattr(score, "token_losses", lambda _: table_losses)
+    assert [chosen(model(), item) for item in items] == [(0, 0), (0, 1), (0, 1)]
     *_, (done, right, right_mean) = score.hellaswag(model(), items * 5)
     assert (done, right, right_mean) == (15, 5, 10)
 
 
 def test_rows_are_no_longer_than_the_model_looks_back():
-    rows = score.filled([[5] * 17, [7]], 16)
+    rows = score.padded_batch([[5] * 17, [7]], 16)
     assert rows.shape == (score.ROWS, 17) and rows[0].all() and rows[1:].sum() == 7
-    assert score.filled([[5] * 9], 100).shape == (score.ROWS, score.BUCKET + 1)
+    assert score.padded_batch([[5] * 9], 100).shape == (score.ROWS, score.BUCKET + 1)
 
 
 @pytest.mark.slow
@@ -80,18 +86,18 @@ def test_hellaswag_with_a_model_s_own_losses(tmp_path):
     expected = []
     for item in items:
         sums = []
-        for ids, begins in score.encode_item(BYTES, item, 16)[0]:
+        for given, after in score.encode_item(BYTES, item):
+            ids, begins = given + after, len(given)
             ctx = r.Context(r.Stage(1, len(ids) - 1), training=False)
             logits = own.recipe.forward(params, np.array([ids[:-1]]), ctx)[0]
             log_p = np.asarray(jax.nn.log_softmax(logits))
             sums.append(-sum(log_p[n - 1, ids[n]] for n in range(begins, len(ids))))
         expected.append(int(np.argmin(sums)))
-    group = [score.encode_item(BYTES, item, 16) for item in items]
-    assert [choice for choice, _, _ in score.score(group, score.token_losses(own), 16)] == expected
+    assert [chosen(own, item)[0] for item in items] == expected
 
 
-@pytest.mark.parametrize("length", [16, 40])  # 40: more than the model looks back on, cut into 16 and 16
-def test_accuracy_is_the_share_of_targets_that_are_likeliest(length):
+@pytest.mark.parametrize("length", [16, 40])  # 40: longer than the model's context, cut into 16 and 16
+def test_accuracy_is_the_share_of_targets_that_are_the_argmax(length):
     own = model("microgpt-names", facts={"bos_id": 26, "vocab_size": 28})  # padding, 27, counts for nothing
     rng = np.random.default_rng(0)
     own.params["head"] += rng.normal(0, 1, own.params["head"].shape)
@@ -121,10 +127,15 @@ def test_losses_of_a_recipe_with_stages_are_those_of_its_evaluation():
     np.testing.assert_allclose(found, recipe.loss(staged.params, rows[:, :-1], rows[:, 1:], ones, ctx)[1], rtol=1e-5)
 
 
-def test_a_long_beginning_is_cut_from_the_left():
-    item = score.Item("abcdefghij", ("k", "lm", "n", "o"), 0)
-    (first, second, *_), _ = score.encode_item(BYTES, item, 6)
-    assert (bytes(first[0]), first[1]) == (b"fghij k", 5) and (bytes(second[0]), second[1]) == (b"ghij lm", 4)
+def test_what_is_longer_than_the_context_is_cut_from_the_left(monkeypatch):
+    """The toy's context is 16: a context is cut, and of an ending of more than 16 ids the last 16 are scored."""
+    rows = []
+    monkeypatch.setattr(score, "token_losses", lambda _: lambda batch: rows.append(batch) or table_losses(batch))
+    short, long = score.scorer(model())([(list(b"abcdefghijklmnop"), list(b" qr")), (list(b"z"), list(b"b" * 20))])
+    assert bytes(rows[0][0, :17].tolist()) == b"cdefghijklmnop qr" and short.loss == 1 + 9 + 9
+    assert long.loss == 16 * 2 and long.mean == 2 and short.greedy is None
+    endings = ("b" * 40, "a", "q", "c")
+    assert chosen(model(), score.Item("z", endings, 0)) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""From a run to what others do with it: its parameters kept, taken up, evaluated, exported, and a text at the end."""
+"""Train one model, then load, evaluate, export and sample it, and start a run from it."""
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,12 +11,13 @@ import pytest
 
 from jspeed.commands import sample as sample_
 from jspeed.commands.export import export
-from jspeed.commands.run import speak
+from jspeed.commands.run import write_samples
 from jspeed.corpus import named_data_sets
 from jspeed.errors import BadInput
+from jspeed.fields import recipe_hash
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
-from jspeed.inference.trained import load_model, parameters_of, read_config
+from jspeed.inference.trained import load_model, read_config
 from jspeed.run.export import load
 from jspeed.run.setup import Options
 from jspeed.run.train import train
@@ -56,26 +59,50 @@ def test_what_a_run_leaves(run):
     assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(facts["symbols"])
 
 
-def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path):
+def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch):
     whole = load_model(run.run_dir)
     kept, metadata = load(run.run_dir)
     assert metadata["recipe_hash"] == record(run)["recipe_hash"] == whole.found.hash
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(whole), kept)
+    jax.tree.map(np.testing.assert_array_equal, whole.tensors(), kept)
     newest = load_model(run.run_dir / "checkpoints" / "10")
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(newest), kept)
+    jax.tree.map(np.testing.assert_array_equal, newest.tensors(), kept)
     best = {point["step"]: point["val_loss"] for point in record(run)["curve"]}
     assert load(run.run_dir / "best")[1]["step"] == str(min(best, key=best.__getitem__))
     load_model(run.run_dir / "best").tokenizer()
     earlier = load_model(run.run_dir / "checkpoints" / "8")
-    assert not np.array_equal(parameters_of(earlier)["head"], kept["head"])
+    assert not np.array_equal(earlier.tensors()["head"], kept["head"])
     export(run.run_dir, tmp_path / "out")
     exported = load_model(tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "recipe.py", "model.safetensors"}
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(exported), kept)
+    jax.tree.map(np.testing.assert_array_equal, exported.tensors(), kept)
     for sampling in (Sampling(0.0), Sampling(1.0, seed=5)):
         assert sample(whole, ["an", ""], 10, sampling) == sample(exported, ["an", ""], 10, sampling)
     with pytest.raises(BadInput, match="not empty"):
         export(run.run_dir, tmp_path / "out")
+    with monkeypatch.context() as within:
+        within.chdir(run.run_dir / "checkpoints")
+        jax.tree.map(np.testing.assert_array_equal, load_model(Path("10").tensors()), kept)
+
+
+def test_a_damaged_checkpoint_is_named(run, tmp_path):
+    shutil.copytree(run.run_dir, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "8" / "sha256.json").unlink()
+    with pytest.raises(BadInput, match="checkpoints/8 is damaged .*it has no sha256.json.*; give another checkpoint"):
+        load_model(tmp_path / "run" / "checkpoints" / "8")
+
+
+def test_a_model_keeps_the_hash_of_the_parameters_it_started_from(run, tmp_path, capsys):
+    shutil.copytree(run.run_dir, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    config["overrides"]["init_from"] = config["fields"]["init_from"] = "0" * 64
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    found = load_model(tmp_path / "run").found
+    assert found.hash == recipe_hash(found.source, load_model(run.run_dir).found.fields | {"init_from": "0" * 64})
+    export(tmp_path / "run", tmp_path / "out")
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert exported["recipe_hash"] == found.hash and exported["overrides"]["init_from"] == "0" * 64
+    assert load_model(tmp_path / "out").found.hash == found.hash
+    assert capsys.readouterr().out.endswith("config.json, recipe.py\n")
 
 
 def test_evaluation_repeats_the_run_s_own(run):
@@ -128,7 +155,7 @@ def test_sample_script(run, capsys, tmp_path):
 def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):
     raw = "\x1b]0;title\x07\tb\n"
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: iter([[raw] * 20]))
-    speak(run.run_dir)
+    write_samples(run.run_dir)
     assert raw.strip("\n") in (run.run_dir / "samples.txt").read_text()
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and "\x07" not in shown and shown.count(r"\x1b]0;title\x07" + "\tb\n") == 20
@@ -141,17 +168,17 @@ def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, m
 def test_sampling_ends_when_nobody_reads_on(run, capsys, monkeypatch):
     taken = []
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: (taken.append(n) or ["x"] for n in range(100)))
-    monkeypatch.setattr(sample_, "has_reader", lambda: len(taken) < 3)
+    monkeypatch.setattr(sample_, "stdout_open", lambda: len(taken) < 3)
     sample_.sample(run.run_dir, prompt="a")
     assert len(taken) == 3
 
 
-def test_a_run_ends_by_speaking(run, capsys):
-    speak(run.run_dir)
+def test_a_run_ends_by_writing_samples(run, capsys):
+    write_samples(run.run_dir)
     names = (run.run_dir / "samples.txt").read_text().splitlines()
     assert len(names) == 20 and "samples.txt:" in capsys.readouterr().out
     (run.run_dir / "recipe.py").rename(run.run_dir / "gone.py")
-    speak(run.run_dir)
+    write_samples(run.run_dir)
     assert "no sample: " in capsys.readouterr().out
     (run.run_dir / "gone.py").rename(run.run_dir / "recipe.py")
 
@@ -175,7 +202,7 @@ def test_exported_gpt2_loads_again(tmp_path):
     export(tmp_path / "run", tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
     back = load_model(tmp_path / "out")
-    jax.tree.map(np.testing.assert_array_equal, parameters_of(back), parameters_of(model))
+    jax.tree.map(np.testing.assert_array_equal, back.tensors(), model.tensors())
     assert "h.1.attn.c_attn.weight" in load(tmp_path / "out")[0]
 
 
@@ -204,7 +231,7 @@ def test_a_config_is_checked_when_it_is_read(tmp_path, config, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_config_that_cannot_be_read_is_a_sentence(tmp_path):
+def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
     assert read_config_of(tmp_path, OWN) == OWN and read_config_of(tmp_path, GPT2) == GPT2
     (tmp_path / "config.json").write_text("[" * 100_000)
     with pytest.raises(BadInput, match="config.json cannot be read"):

@@ -1,4 +1,4 @@
-"""A whole run on a device whose fused attention is broken: it ends as a run that was asked for the next backend."""
+"""A whole run with broken fused attention: it equals a run that was asked for the next backend."""
 
 import json
 
@@ -45,7 +45,6 @@ def options(tmp_path, monkeypatch):
         (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
     monkeypatch.setattr(preflight_checks, "LENGTH", 32)
     monkeypatch.setattr(preflight, "versions", lambda mesh: [str(tmp_path)])
-    monkeypatch.setattr(setup, "make_mesh", lambda axes: one_device(axes))
 
     def here(mesh, asked, recipe):
         rest = () if asked else ("xla",)
@@ -53,8 +52,7 @@ def options(tmp_path, monkeypatch):
 
     monkeypatch.setattr(setup, "device_of", here)
 
-    def one_device(axes):
-        return jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
 
     def build(name, **rest):
         given = {"data": tmp_path / "data", "run_dir": tmp_path / name, "sets": SETS, "sample": False}
@@ -83,7 +81,7 @@ def test_a_run_goes_on_with_the_next_backend(broken, options, monkeypatch, capsy
     assert [point["val_loss"] for point in asked["curve"]] == [point["val_loss"] for point in fallen["curve"]]
 
 
-def test_a_backend_that_was_asked_for_or_none_at_all_is_one_sentence(options, monkeypatch):
+def test_a_backend_that_was_asked_for_or_none_at_all_is_refused(options, monkeypatch):
     monkeypatch.setattr(attention_backends, "cudnn", refuses)
     with pytest.raises(BadInput, match="--attention cudnn: Refused: not here"):
         train(options("asked", attention="cudnn"))

@@ -1,4 +1,4 @@
-"""A run that stops at its target, the best parameters beside the newest checkpoints, and how many of those stay."""
+"""--stop-at-target, --keep-best and --keep-checkpoints: what a run leaves."""
 
 from types import SimpleNamespace
 
@@ -38,8 +38,8 @@ def test_a_run_stops_at_its_target(tmp_path):
 def test_the_best_change_only_when_validation_improves(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "recipe.py").write_text("")
-    recipe, found = SimpleNamespace(name="toy"), SimpleNamespace(hash="0" * 64)
-    setup = SimpleNamespace(run_dir=tmp_path, recipe=recipe, found=found)
+    found = SimpleNamespace(recipe=SimpleNamespace(name="toy"), hash="0" * 64)
+    setup = SimpleNamespace(run_dir=tmp_path, found=found)
     progress = SimpleNamespace(losses=[], steps=0, failed=[])
     kept = []
     for step, loss in enumerate([3.0, 2.5, 2.6, 2.5, 2.4, 9.0]):

@@ -1,6 +1,7 @@
-"""Checkpoints of whole runs: what is resumed is bit for bit what was not interrupted, and damage is noticed."""
+"""Checkpoints of whole runs: resuming is bit-exact, damage is detected, a diverged state is not saved."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -9,10 +10,12 @@ import jax
 import numpy as np
 import pytest
 
+from jspeed.inference.trained import load_model
 from jspeed.parallel import layout as layouts
 from jspeed.run import checkpoint
 from jspeed.run.compute import program
 from jspeed.run.find_recipe import find
+from jspeed.run.output.metrics_log import Progress
 from jspeed.run.setup import Options
 from jspeed.run.train import train
 
@@ -87,6 +90,18 @@ def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
     assert run["resumed"] == [4] and run["status"] == "finished" and run["steps"] == 6
 
 
+def test_a_diverged_state_is_not_saved(tmp_path, monkeypatch):
+    real = Progress.trained
+    monkeypatch.setattr(
+        Progress, "trained", lambda self, step, tokens, loss: real(self, step, tokens, loss if step < 3 else math.nan)
+    )
+    small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=6")
+    options = {"data": shards(tmp_path / "shards"), "sets": (*TOY, *small), "progress": False}
+    assert train(Options("stdlib", run_dir=tmp_path / "run", checkpoint_every=1, **options)) == 1
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "diverged"
+    assert checkpoint.steps_in(tmp_path / "run" / "checkpoints") == [1, 2]
+
+
 @pytest.mark.slow
 def test_25_steps_and_25_resumed_are_50_bit_for_bit(runs, tmp_path):
     folder = copy(runs, tmp_path)
@@ -140,7 +155,7 @@ def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one_device(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_slow_parameters_are_saved_when_nothing_is_held_for_them(tmp_path):
+def test_slow_parameters_are_saved_between_their_updates_only(tmp_path):
     shards(tmp_path / "shards")
     fields = [*TOYS["r62"], "BOS=32", "EVAL_EVERY=6"]  # documents are words
 
@@ -153,6 +168,7 @@ def test_slow_parameters_are_saved_when_nothing_is_held_for_them(tmp_path):
     r62("whole")
     r62("half", "--steps", 9, "--checkpoint-every", 3)
     assert [path.name for path in (tmp_path / "half" / "checkpoints").iterdir()] == ["6"]
+    assert load_model(tmp_path / "half" / "checkpoints" / "6").recipe.name == "r62"
     assert "after step 6" in r62("half", "--resume", "--mesh", "data=4")
     for kind in ("train_loss", "val_loss"):
         one, other = metrics(tmp_path / "whole", kind), metrics(tmp_path / "half", kind)

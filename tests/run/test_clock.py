@@ -1,4 +1,4 @@
-"""The ledger adds up, and only named pauses are untimed."""
+"""Clock: the ledger adds up to the wall time; only named pauses are untimed."""
 
 import time
 

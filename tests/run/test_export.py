@@ -1,4 +1,4 @@
-"""GPT-2 in and out, against an independent forward pass in NumPy on Hugging Face's names and layout."""
+"""Import and export of safetensors: GPT-2 against a NumPy forward pass on Hugging Face's names; hashes; refusals."""
 
 import json
 import os
@@ -14,7 +14,7 @@ import safetensors.numpy
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.errors import BadInput
-from jspeed.inference.trained import load_model, parameters_of
+from jspeed.inference.trained import load_model
 from jspeed.run import export
 from jspeed.run.find_recipe import find
 
@@ -147,10 +147,10 @@ def test_an_unknown_size():
 def test_round_trip_is_equal_to_the_bit(tmp_path):
     tensors = random_gpt2()
     path = folder_of(tmp_path / "gpt2", tensors)
-    ours = export.named(export.read_parameters(path, recipe_of()))
+    ours = dict(r.leaves(export.read_parameters(path, recipe_of())))
     export.save(tmp_path / "back.safetensors", export.to_gpt2(ours), {"format": "pt"})
     assert (tmp_path / "back.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
-    assert parameters_of(load_model(path)).keys() == ours.keys()
+    assert load_model(path).tensors().keys() == ours.keys()
     config = export.gpt2_config(recipe_of())
     assert {name: config[name] for name in CONFIG} == CONFIG
 
@@ -201,7 +201,7 @@ def without(tensors, name):
     ("change", "sets", "words"),
     [
         (lambda t: without(t, "h.1.ln_2.bias"), (), r"lacks h\.1\.ln_2\.bias"),
-        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, (), r"holds h\.1\.extra, which GPT-2 has not"),
+        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, (), r"holds h\.1\.extra, which GPT-2 does not have"),
         (lambda t: t | {"lm_head.weight": t["wte.weight"] + 1}, (), "lm_head.weight differs from wte.weight"),
         (lambda t: t, ("SIZES={'124M': (2, 2, 64)}",), r"has shape .* but recipe gpt2 has .*SIZE to 124M"),
         (lambda t: t, ("LANE_LEN=32",), r"positions has shape \(16, 32\) but recipe gpt2 has \(32, 32\)"),
@@ -246,7 +246,7 @@ def test_refuses_what_is_no_model(tmp_path):
 def test_own_recipes_come_back(tmp_path, name):
     recipe = find(name, TOYS[name]).recipe
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
-    tensors = {key: np.asarray(array) for key, array in export.named(params).items()}
+    tensors = export.gathered(params)
     export.save(tmp_path / "model.safetensors", tensors, export.OWN)
     found = export.read_parameters(tmp_path, recipe)
     jax.tree.map(np.testing.assert_array_equal, found, params)
@@ -274,7 +274,7 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path):
     whole = path.read_bytes()
     found, about = export.load(path)
     np.testing.assert_array_equal(found["a"], tensors["a"])
-    assert about["sha256"] != export.UNSEALED.decode() and about["recipe_hash"] == "0" * 64
+    assert about["sha256"] != export.HASH_PLACEHOLDER.decode() and about["recipe_hash"] == "0" * 64
     start = 8 + int.from_bytes(whole[:8], "little")
     for place in (8, start // 2, start - 1, start, (start + len(whole)) // 2, len(whole) - 1):
         damaged = bytearray(whole)
@@ -285,7 +285,7 @@ def test_a_file_that_is_not_what_was_written_is_refused(tmp_path):
     damaged = bytearray(whole)
     damaged[start + 500 : start + 600] = rng.bytes(100)
     path.write_bytes(damaged)
-    with pytest.raises(BadInput, match=r"model\.safetensors is damaged: it is not what was written"):
+    with pytest.raises(BadInput, match=r"model\.safetensors is damaged .its SHA-256 differs"):
         export.load(path)
     safetensors.numpy.save_file({"a": tensors["a"]}, path, {"format": "jspeed"})
     np.testing.assert_array_equal(export.load(path)[0]["a"], tensors["a"])

@@ -44,6 +44,8 @@ def edited(tmp_path: Path, *changes: tuple[str, str]) -> str:
         ("TARGET_LOSS = 1.4", "TARGET_LOSS = 1e999", "target_loss is inf"),
         ("by_group = {", "import sys; sys.exit(0)\n    by_group = {", "ends the program at line 1"),
         ("optimizer=optimizer", "optimizer=list", "mine.py fails with AttributeError"),
+        ("forward=forward", "forward=lambda params, tokens, ctx: nothing", "mine.py fails .*NameError"),
+        ("forward=forward", "forward=lambda params, tokens, ctx: tokens[0]", "forward returns shape"),
     ],
 )
 def test_refuses_what_a_copy_says(tmp_path: Path, old, new, words):

@@ -1,4 +1,4 @@
-"""The end of a run: its record first, its picture last, and what could not be written is said."""
+"""The end of a run: run.json first, the loss plot last, and messages on what could not be written."""
 
 import errno
 import json
@@ -83,7 +83,7 @@ def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_n
     run_dir = tmp_path / "run"
     options = three_steps(tmp_path, checkpoint_every=2, log=(a_log_that_breaks,))
     sentence = said(lambda: train(options))
-    for words in ("--log got nothing from step", "a checkpoint could not be written to", "metrics.jsonl cannot be"):
+    for words in ("--log stopped at step", "a checkpoint could not be written to", "metrics.jsonl cannot be"):
         assert words in sentence, sentence
     assert f"warning: --log {a_log_that_breaks} could not be closed (No space left" in capsys.readouterr().err
     run = read_run(run_dir)

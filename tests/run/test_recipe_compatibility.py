@@ -1,4 +1,4 @@
-"""A run whose data do not fit its recipe ends with a sentence, before anything is compiled or written."""
+"""Data that do not fit the recipe are refused before anything is compiled or written."""
 
 import json
 import os

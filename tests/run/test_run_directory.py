@@ -1,4 +1,4 @@
-"""A run directory belongs to one run at a time, and what a run takes back is its own."""
+"""Run directory: one run at a time locks it; an abandoned run removes only its own files; resume checks them."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from jspeed.run.checkpoint import MUST_AGREE
-from jspeed.run.run_directory import claim, claim_here, find_checkpoint
+from jspeed.run.run_directory import create_and_lock, find_checkpoint, open_run_directory
 
 from ..multi_process import said
 
@@ -14,7 +14,7 @@ SAY = Console(quiet=True)
 
 
 def start(run_dir, resume=False):
-    return claim(run_dir, "toy-{}-seed1", resume, checkpoints=True, same={}, say=SAY)
+    return open_run_directory(run_dir, "toy-{}-seed1", resume, checkpoints=True, same={}, console=SAY, steps=None)
 
 
 def test_two_runs_cannot_have_one_directory_whatever_they_ask_for(tmp_path):
@@ -39,17 +39,32 @@ def test_a_directory_that_holds_a_run_is_left_as_it_was(tmp_path, name):
 def test_abandoning_takes_back_what_is_ours_only(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for run_dir, left in [(tmp_path, ["notes.txt"]), (tmp_path / "deep" / "run", None)]:
-        claimed = start(run_dir)
+        directory = start(run_dir)
         (run_dir / "config.json").write_text("{}")
-        claimed.abandon()
+        directory.abandon()
         assert [path.name for path in run_dir.iterdir()] == left if left else not run_dir.exists()
-    claimed = start(tmp_path, resume=True)
-    claimed.abandon()
-    with start(tmp_path) as claimed:
+    directory = start(tmp_path, resume=True)
+    directory.abandon()
+    with start(tmp_path) as directory:
         (tmp_path / "config.json").write_text("{}")
-    with start(tmp_path, resume=True) as claimed:
-        claimed.abandon()
+    with start(tmp_path, resume=True) as directory:
+        directory.abandon()
     assert (tmp_path / "config.json").exists()
+
+
+def test_a_failure_while_opening_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr("jspeed.run.run_directory.gather", lambda *_: [True, False])
+    assert "not all processes see" in said(lambda: start(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_abandoning_removes_the_folders_of_sinks_too(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    directory = start(tmp_path)
+    for name in ("tensorboard", "wandb", "profile"):
+        (tmp_path / name).mkdir(exist_ok=True)
+    directory.abandon()
+    assert [path.name for path in tmp_path.iterdir()] == ["wandb"]
 
 
 def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_path, monkeypatch):
@@ -57,9 +72,9 @@ def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_pa
     for status, refused in [("finished", True), ("diverged", True), ("interrupted", False), ("stopped", False)]:
         (tmp_path / "run.json").write_text(json.dumps({"status": status}))
         if refused:
-            assert "has ended" in said(lambda: claim_here(tmp_path, resume=True))
+            assert "has ended" in said(lambda: create_and_lock(tmp_path, resume=True))
         else:
-            claim_here(tmp_path, resume=True).file.close()
+            create_and_lock(tmp_path, resume=True).file.close()
     assert "--resume needs --run-dir" in said(lambda: start(None, resume=True))
 
 
@@ -73,5 +88,5 @@ def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):
 
 def test_the_name_holds_the_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with start(None) as claimed:
-        assert claimed.run_dir.match("runs/toy-20*T*Z-seed1")
+    with start(None) as directory:
+        assert directory.path.match("runs/toy-20*T*Z-seed1")

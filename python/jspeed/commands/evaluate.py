@@ -1,4 +1,4 @@
-"""``jspeed evaluate``: measure a trained model on text that it has not seen, HellaSwag, or lm-eval's tasks."""
+"""``jspeed evaluate``: validation loss of a trained model, HellaSwag, or lm-eval's tasks."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from jspeed.commands.flags import Axes, Command, File, Folder, Wants, check_folders, refuse
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, write_whole
+from jspeed.files import write_whole
 from jspeed.standard_streams import importing
 
 
@@ -29,10 +29,10 @@ def evaluate(
             GPT-2's config.json and model.safetensors.
         data: Folder whose validation shards to read; default: the recipe's data in the cache folder.
         tokens: How many of its validation tokens; default: as many as the recipe evaluates on.
-        accuracy: Also say how often the likeliest token is the right one; it takes as long again.
-        hellaswag_: Score these items instead: hellaswag_val.jsonl, or the word download.
+        accuracy: Also report top-1 accuracy; doubles the time.
+        hellaswag_: Score HellaSwag instead: path of hellaswag_val.jsonl, or download.
         tasks: Run these tasks of lm-eval (the extra eval) instead, for example lambada_openai,arc_easy.
-        items: Only the first so many of them, or of each task.
+        items: Use only the first N items, or of each task.
         mesh: Spread the parameters over these devices, for example data=8.
         json_: Also write the figures here.
     """
@@ -52,19 +52,16 @@ def evaluate(
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from jspeed.corpus.tokenise import prepare_stdlib
         from jspeed.corpus.tokenizers import unit_of
         from jspeed.inference.harness import run_tasks
         from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
         from jspeed.inference.trained import load_model
-        from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
+        from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
+        from jspeed.run.setup import data_folder
 
     use_compile_cache()
-    axes = parse_mesh(mesh) if mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    loaded = load_model(model, make_mesh(axes) if axes else None)
+    loaded = load_model(model, mesh_for(mesh))
     found: dict[str, Any]
     if tasks is not None:
         found = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
@@ -81,13 +78,12 @@ def evaluate(
         with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
             task = bar.add_task("items", total=len(chosen))
             for scored in hellaswag(loaded, chosen):
-                bar.update(task, completed=scored[0])
+                bar.update(task, completed=scored.items)
         done, right, right_mean = scored
         found = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
         print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
     else:
-        name = loaded.recipe.data.name
-        folder = data or (prepare_stdlib() if name == "stdlib" else cache_folder() / "data" / name)
+        folder = data_folder(loaded.recipe, data)
         result = validate(loaded, folder, tokens, accuracy)
         found = dict(vars(result))
         print(

@@ -1,4 +1,4 @@
-"""``jspeed export``: write a trained model for others to read."""
+"""``jspeed export``: write a trained model as safetensors, in jspeed's layout or Hugging Face's for a GPT-2."""
 
 import json
 from pathlib import Path
@@ -24,11 +24,11 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         from jspeed.corpus.tokenizers import copy_tokenizer
         from jspeed.data.folder import check_vacant, staged
         from jspeed.files import write_whole
-        from jspeed.inference.trained import load_model, parameters_of
-        from jspeed.run.export import FILE, OWN, gpt2_config, is_gpt2, save, to_gpt2
+        from jspeed.inference.trained import load_model
+        from jspeed.run.export import FILE, gpt2_config, is_gpt2, own_config, own_metadata, save, to_gpt2
 
     loaded = load_model(model)
-    tensors, recipe = parameters_of(loaded), loaded.recipe
+    tensors, recipe = loaded.tensors(), loaded.recipe
     check_vacant(out)
     with staged(out) as folder:
         copy_tokenizer(loaded.folder or model, folder, loaded.facts)
@@ -38,13 +38,12 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
             if loaded.facts["tokenizer"] != "gpt2":  # which whoever reads a GPT-2 takes for granted
                 config |= {"tokenizer": loaded.facts}
         else:
-            found = loaded.found
-            save(folder / FILE, tensors, OWN | {"recipe": recipe.name, "recipe_hash": found.hash})
-            write_whole(folder / "recipe.py", found.source)
-            config = {"model_type": "jspeed", "recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
-            config |= {"overrides": found.overrides, "tokenizer": loaded.facts}
+            save(folder / FILE, tensors, own_metadata(loaded.found))
+            write_whole(folder / "recipe.py", loaded.found.source)
+            config = {"model_type": "jspeed"} | own_config(loaded.found, loaded.facts)
         write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), config.json")
+    others = sorted(path.name for path in out.iterdir() if path.name != FILE)
+    print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), {', '.join(others)}")
 
 
-COMMAND = Command(export, ("runs/mine --out model  # to share, or to go on from: run RECIPE --init-from model",))
+COMMAND = Command(export, ("runs/mine --out model  # to share, or to start from: run RECIPE --init-from model",))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jspeed.commands.flags import Axes, Command, Fields, Folder, Wants
+from jspeed.errors import first_line
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.run.recipe_names import known_recipes
@@ -23,8 +24,8 @@ def default_recipe(data: Path | None) -> str:
     return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
 
 
-def speak(run_dir: Path) -> None:
-    """Let the model that was just trained write what its recipe's ``sample`` asks for; print it and keep it."""
+def write_samples(run_dir: Path) -> None:
+    """Generate the recipe's samples with the trained model; print and save them."""
     from jspeed.inference.generate import Sampling, joined, sample
     from jspeed.inference.trained import load_model
 
@@ -38,7 +39,7 @@ def speak(run_dir: Path) -> None:
         print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
         write_whole(run_dir / "samples.txt", joined(texts) + "\n")
     except Exception as error:  # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
-        print(f"no sample: {type(error).__name__ if not str(error) else str(error).splitlines()[0]}")
+        print(f"no sample: {first_line(error)}")
 
 
 def run(
@@ -84,12 +85,12 @@ def run(
         steps: Stop after this many steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
         layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
-            state), dp (each holds all), fsdp (gathered layer by layer), tp (matrix products shared), fsdp+tp, pp
-            (layers in a pipeline); with +remat at the end activations are computed twice instead of kept, with
-            +scan the layers are one loop, which compiles as fast for many as for one.
+            state), dp (each holds all), fsdp (gathered layer by layer), tp (tensor parallel: matmuls sharded), fsdp+tp,
+            pp (layers in a pipeline); with +remat at the end activations are recomputed instead of stored, with +scan
+            the layers are one loop, which compiles as fast for many as for one.
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
         show_recipe: Print the recipe's file, to copy and to change, and stop.
-        show_layout: Print where every parameter would lie, and stop.
+        show_layout: Print how each parameter would be sharded, and stop.
         show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         micro_batch: Tokens a device takes at once; a step accumulates over the rest.
         attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
@@ -110,8 +111,8 @@ def run(
             commands read like an exported folder.
         stop_at_target: Stop at the first evaluation that reaches the target loss. Such a run is shorter than the
             recipe's schedule and does not count as a record.
-        resume: Go on from the newest whole checkpoint in --run-dir, on any mesh; start where there is none.
-        plan: Make several runs one after another, announced in plan.json before the first: n=4,seeds=1..4.
+        resume: Resume from the newest undamaged checkpoint in --run-dir, on any mesh; start where there is none.
+        plan: Make several preregistered runs one after another; plan.json lists them before the first: n=4,seeds=1..4.
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
@@ -121,7 +122,7 @@ def run(
 
         from jspeed.run.find_recipe import find
         from jspeed.run.output.console import layout_table, tile_table
-        from jspeed.run.setup import Options, find_and_place
+        from jspeed.run.setup import Options, load_recipe_and_mesh
         from jspeed.run.train import train
         from jspeed.series.preregistered import run_series
 
@@ -157,15 +158,15 @@ def run(
         print(find(options.recipe, set, trace=False).source, end="")
         return 0
     if show_layout or show_tiles is not None:
-        found, placed = find_and_place(options)
+        found, on = load_recipe_and_mesh(options)
         if show_layout:
-            layout_table(Console(highlight=False), found.recipe, layout, placed)
+            layout_table(Console(highlight=False), found.recipe, layout, on)
         if show_tiles is not None:
-            tile_table(Console(highlight=False), found.recipe, layout, placed, show_tiles)
+            tile_table(Console(highlight=False), found.recipe, layout, on, show_tiles)
         return 0
     if plan is not None:
         return run_series(options, plan)
-    return train(options, afterwards=speak if sample else lambda run_dir: None)
+    return train(options, afterwards=write_samples if sample else None)
 
 
 COMMAND = Command(
@@ -176,8 +177,8 @@ COMMAND = Command(
         "stdlib --set MUON_LR=0.03 --seed 2  # fields of the recipe file changed",
         "stdlib --show-recipe  # its file, to copy (> mine.py) and to change",
         "mine.py --mesh data=8  # your own recipe, on eight devices (of a CPU: virtual ones)",
-        "--plan n=5,seeds=1..5  # five runs, announced before the first, for the leaderboard",
-        "--run-dir runs/long --checkpoint-every 500 --resume  # goes on where it was stopped",
+        "--plan n=5,seeds=1..5  # five preregistered runs, for the leaderboard",
+        "--run-dir runs/long --checkpoint-every 500 --resume  # resumes where it was stopped",
     ),
     {
         "training": ("data", "seed", "set", "target_loss", "init_from", "show_recipe"),

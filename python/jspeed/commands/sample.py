@@ -1,4 +1,4 @@
-"""``jspeed sample``: let a trained model go on with a text."""
+"""``jspeed sample``: generate text with a trained model."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import MOST
 from jspeed.standard_streams import escaped, importing, stdout_open
 
-MOST_TEXTS = 10_000  # all are written at the same time
+MOST_TEXTS = 10_000  # all are one batch
 MOST_BYTES = 10_000_000  # of a prompt
 
 
@@ -27,29 +27,29 @@ def sample(
     stop: str | None = None,
     mesh: Axes | None = None,
 ) -> None:
-    """Let a trained model go on with a text, to the end of a document or for so many tokens.
+    """Generate text with a trained model, to the end of a document or for a number of tokens.
 
-    The first text appears as it is written; the others, written at the same time, follow. Control characters, which
-    models of bytes write too, appear as \\x1b.
+    The first text appears while it is generated; the others, generated in the same batch, follow. Control characters,
+    which byte-level models produce too, appear as \\x1b.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), an exported folder, or a folder with
             GPT-2's config.json and model.safetensors.
-        prompt: What to go on with; default: the recipe's, or nothing.
-        prompt_file: File with what to go on with, instead.
+        prompt: Text to continue; default: the recipe's, or nothing.
+        prompt_file: File with the text to continue, instead.
         number: How many texts; default: the recipe's, or 1 with a prompt.
         tokens: Most new tokens of a text; default: the recipe's.
-        temperature: 0 takes the likeliest token, 1 draws from the model's probabilities; default: the recipe's.
-        top_k: Draw from the k likeliest tokens only.
+        temperature: 0 takes the most probable token, 1 draws from the model's probabilities; default: the recipe's.
+        top_k: Draw from the k most probable tokens only.
         top_p: Draw from the fewest tokens that together have this probability.
         seed: Seed of the draws; another one gives other texts.
-        stop: End a text before these words.
+        stop: End a text before this string.
         mesh: Spread the parameters over these devices, for example data=8.
     """
     with importing():
         from jspeed.inference.generate import Sampling, joined, write
         from jspeed.inference.trained import load_model
-        from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
+        from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
 
     text = read_prompt(prompt, prompt_file)
@@ -57,10 +57,7 @@ def sample(
         if given is not None and not 1 <= given <= most:
             raise BadInput(f"--{flag} {given}: must be at least 1 and at most {most:,}")
     use_compile_cache()
-    axes = parse_mesh(mesh) if mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    loaded = load_model(model, make_mesh(axes) if axes else None)
+    loaded = load_model(model, mesh_for(mesh))
     asked = loaded.recipe.sample
     count = number if number is not None else asked.number if text is None else 1
     length = tokens if tokens is not None else asked.tokens
@@ -95,7 +92,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
     if len(content) > MOST_BYTES:
-        raise BadInput(f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model looks back on far fewer")
+        raise BadInput(f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is far shorter")
     return text
 
 

@@ -1,19 +1,19 @@
-"""How good a trained model is: its loss and bits per byte on any text, and HellaSwag."""
+"""Evaluate a trained model: loss, bits per byte and accuracy on any text; HellaSwag."""
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jspeed.corpus.download import Progress, fetch
+from jspeed.corpus.download import fetch
 from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
@@ -26,8 +26,7 @@ from jspeed.recipe import Context, Recipe
 from jspeed.run import evaluate
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.preflight import preflight
-from jspeed.run.compute.program import compiled, eval_context, lower_evaluation
-from jspeed.run.compute.step import computing
+from jspeed.run.compute.program import compile_evaluation, eval_context
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
 HELLASWAG_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's name of that file's contents
@@ -42,7 +41,7 @@ Losses = Callable[[np.ndarray], np.ndarray]
 class Validation:
     """``loss`` in nats per token over ``tokens``, which stand for ``bytes`` of text; ``bits_per_byte`` of that.
 
-    ``accuracy`` is the share of them that the model held for the likeliest; None: not asked for.
+    ``accuracy`` is the share of targets that are the argmax; None: not asked for.
     """
 
     loss: float
@@ -55,7 +54,7 @@ class Validation:
 def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bool = False) -> Validation:
     """Evaluate on the first ``tokens`` (default: the recipe's) validation tokens of ``folder``, as a run does.
 
-    ``accurate``: measure accuracy too, which takes as long again. Raises BadInput when the folder's tokens are not the
+    ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's tokens are not the
     model's.
     """
     manifest = read_manifest(folder) or {}
@@ -63,8 +62,8 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
     if theirs and theirs != ours:
         raise BadInput(
-            f"{folder} holds tokens of {theirs['tokenizer']} but the model reads {ours['tokenizer']}, or other symbols "
-            "of it; prepare the text with the model's"
+            f"{folder} holds tokens of {theirs['tokenizer']} but the model reads {ours['tokenizer']}, or a "
+            "different symbol list; prepare the text with the model's tokenizer"
         )
     recipe = replace(model.recipe, eval_tokens=tokens or model.recipe.eval_tokens)
     if recipe.eval_tokens < recipe.eval_len:
@@ -73,37 +72,41 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     device = device_of(model.mesh, recipe=recipe)
     device = preflight(recipe, model.mesh, device, {}, Console(stderr=True, highlight=False)).device
     evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
-    padded, lowered = lower_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
-    validation = evaluate.place(rows, padded, recipe, model.mesh)
-    loss = evaluate.validation_loss(compiled(lowered, device), model.params, validation)
+    padded, run = compile_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
+    validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
+    loss = evaluate.validation_loss(run, model.params, validation)
     found = in_bytes(recipe, model.tokenizer(), rows, loss)
     return replace(found, accuracy=accuracy(model, rows)) if accurate else found
 
 
 def accuracy(model: Model, rows: np.ndarray) -> float:
-    """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the likeliest id there.
+    """Return the (weighted) share of targets of ``rows`` (ids ``[N, T + 1]``) that are the argmax there.
 
-    Rows longer than the model looks back on are cut into such that are not: all their logits would not fit.
+    Rows longer than the model's context are cut into rows of that length, and what is left over at the end of each is
+    not counted: the logits of a whole row would not fit in memory.
     """
-    recipe, limit, choices = model.recipe, context_length(model.recipe), likeliest(model)
+    recipe, limit, choices = model.recipe, context_length(model.recipe), greedy_tokens(model)
     if (length := rows.shape[1] - 1) > limit:
         rows = np.concatenate([rows[:, at : at + limit + 1] for at in range(0, length - limit + 1, limit)])
     right = total = 0.0
     for start in range(0, len(rows), ROWS):
         part = rows[start : start + ROWS].astype(np.int32)
         best = choices(np.pad(part, ((0, ROWS - len(part)), (0, 0))))[: len(part)]
-        weights = np.ones(best.shape)
-        if recipe.weigh:
-            weights = np.asarray(recipe.weigh(jnp.asarray(part[:, :-1]), jnp.asarray(part[:, 1:])), np.float64)
+        weights = target_weights(recipe, part)
         right, total = right + float(np.sum(weights * (best == part[:, 1:]))), total + float(np.sum(weights))
     return right / total
 
 
+def target_weights(recipe: Recipe, rows: np.ndarray) -> np.ndarray:
+    """Return the weight in the loss of each target of ``rows`` (ids ``[N, T + 1]``): float64 ``[N, T]``."""
+    if recipe.weigh is None:
+        return np.ones(rows[:, 1:].shape)
+    return np.asarray(recipe.weigh(jnp.asarray(rows[:, :-1]), jnp.asarray(rows[:, 1:])), np.float64)
+
+
 def in_bytes(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, loss: float) -> Validation:
     """Return ``loss`` over the targets of ``rows`` (ids ``[N, T + 1]``) that count, and what it is in bits per byte."""
-    weights = np.ones(rows[:, 1:].shape)
-    if recipe.weigh:
-        weights = np.asarray(recipe.weigh(jnp.asarray(rows[:, :-1]), jnp.asarray(rows[:, 1:])), np.float64)
+    weights = target_weights(recipe, rows)
     count = int(np.sum(tokenizer.byte_lengths()[rows[:, 1:]] * weights))
     bits = loss * np.sum(weights) / math.log(2) / count if count else math.nan
     return Validation(loss, int(np.sum(weights)), count, bits)
@@ -114,7 +117,7 @@ LABELS = ("0", "1", "2", "3")  # a number in HellaSwag's own file, text in Huggi
 
 @dataclass(frozen=True)
 class Item:
-    """A beginning, four ways to go on, and which of them is right (0 to 3)."""
+    """A context, four endings, and the index of the right one."""
 
     context: str
     endings: tuple[str, ...]
@@ -133,7 +136,7 @@ def read_hellaswag(path: Path) -> list[Item]:
             record = json.loads(line)
             item = Item(record["ctx"], tuple(record["endings"]), LABELS.index(str(record["label"])))
             if len(item.endings) != 4 or not item.context or {*map(type, (item.context, *item.endings))} != {str}:
-                raise ValueError("it wants a beginning, four endings and a label from 0 to 3")
+                raise ValueError("expected a context, four endings and a label from 0 to 3")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise BadInput(f"line {number} of {path} is no HellaSwag item ({type(error).__name__}: {error})") from None
         items.append(item)
@@ -142,10 +145,10 @@ def read_hellaswag(path: Path) -> list[Item]:
     return items
 
 
-def fetch_hellaswag(progress: Progress = lambda count: None) -> Path:
+def fetch_hellaswag() -> Path:
     """Fetch HellaSwag's validation items to the cache folder and return the file."""
     path = cache_folder() / "downloads" / "hellaswag_val.jsonl"
-    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, progress, git_blob)
+    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, lambda count: None, git_blob)
 
 
 def git_blob(path: Path) -> str:
@@ -154,41 +157,81 @@ def git_blob(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def hellaswag(model: Model, items: Iterable[Item]) -> Iterator[tuple[int, int, int]]:
-    """Yield (items so far, right by total loss, right by mean loss) as groups of items are scored.
+class HellaSwag(NamedTuple):
+    """Items so far, and how many of them were right by total loss and by mean loss."""
 
-    The standard scoring, as llm.c and build-nanogpt have it: the model reads beginning + " " + ending, and chooses the
+    items: int = 0
+    right: int = 0
+    right_by_mean: int = 0
+
+
+def hellaswag(model: Model, items: Sequence[Item]) -> Iterator[HellaSwag]:
+    """Yield the counts so far as groups of items are scored.
+
+    The standard scoring, as llm.c and build-nanogpt have it: the model reads context + " " + ending, and chooses the
     ending whose tokens have the least total loss ("acc"), or the least mean loss ("acc_norm").
     """
-    tokenizer = model.tokenizer()
-    encoded = [encode_item(tokenizer, item, context_length(model.recipe)) for item in items]
-    order = sorted(range(len(encoded)), key=lambda n: max(len(ids) for ids, _ in encoded[n][0]))
-    losses = token_losses(model)
-    done = right = right_mean = 0
+    tokenizer, scored, counts = model.tokenizer(), scorer(model), HellaSwag()
+    encoded = [encode_item(tokenizer, item) for item in items]
+    order = sorted(range(len(items)), key=lambda n: max(len(given + after) for given, after in encoded[n]))
     for start in range(0, len(order), ROWS // 4):
-        group = [encoded[n] for n in order[start : start + ROWS // 4]]
-        for choice, choice_mean, label in score(group, losses, context_length(model.recipe)):
-            done, right, right_mean = done + 1, right + (choice == label), right_mean + (choice_mean == label)
-        yield done, right, right_mean
+        numbers = order[start : start + ROWS // 4]
+        found = scored([pair for n in numbers for pair in encoded[n]])
+        for row, n in enumerate(numbers):
+            four = found[4 * row : 4 * row + 4]
+            chosen = (int(np.argmin([each.loss for each in four])), int(np.argmin([each.mean for each in four])))
+            right, right_by_mean = (choice == items[n].label for choice in chosen)
+            counts = HellaSwag(counts.items + 1, counts.right + right, counts.right_by_mean + right_by_mean)
+        yield counts
 
 
-Encoded = tuple[list[tuple[list[int], int]], int]
-"""For each ending (ids of beginning and ending, how many of them are the beginning's), and the label."""
+Pair = tuple[list[int], list[int]]
+"""Ids that are given, and ids that are scored after them."""
 
 
-def encode_item(tokenizer: Tokenizer, item: Item, limit: int) -> Encoded:
-    """Tokenise an item; what a model of ``limit`` tokens cannot look back on is left out, from the left."""
+def encode_item(tokenizer: Tokenizer, item: Item) -> list[Pair]:
+    """Tokenise an item: its context, and each ending after it."""
     context = tokenizer.encode(item.context.encode()).tolist()
-    sequences = []
-    for ending in item.endings:
-        ids = tokenizer.encode(f" {ending}".encode()).tolist()
-        cut = max(0, len(context) + len(ids) - limit - 1)
-        kept = context[min(cut, len(context) - 1) :]
-        sequences.append((kept + ids, len(kept)))
-    return sequences, item.label
+    return [(context, tokenizer.encode(f" {ending}".encode()).tolist()) for ending in item.endings]
 
 
-def filled(sequences: Sequence[Sequence[int]], limit: int) -> np.ndarray:
+class Score(NamedTuple):
+    """Total and mean loss of the scored ids in nats, and whether each is the argmax (None: not asked for)."""
+
+    loss: float
+    mean: float
+    greedy: bool | None
+
+
+def scorer(model: Model, greedy: bool = False) -> Callable[[Sequence[Pair]], list[Score]]:
+    """Return a function that scores pairs, with ``greedy`` in two forward passes.
+
+    Of a pair longer than the model's context the last ids count: the given ones are cut from the left, and of an
+    ending that is longer itself its last ids are scored.
+    """
+    limit, losses = context_length(model.recipe), token_losses(model)
+    choices = greedy_tokens(model) if greedy else None
+
+    def scored(pairs: Sequence[Pair]) -> list[Score]:
+        sequences = [((given + after)[-(limit + 1) :], min(len(after), limit)) for given, after in pairs]
+        found: dict[int, Score] = {}
+        order = sorted(range(len(pairs)), key=lambda n: len(sequences[n][0]))
+        for start in range(0, len(order), ROWS):
+            numbers = order[start : start + ROWS]
+            rows = padded_batch([sequences[n][0] for n in numbers], limit)
+            per_token, best = losses(rows), choices(rows) if choices else None
+            for row, n in enumerate(numbers):
+                ids, count = sequences[n]
+                part = slice(len(ids) - 1 - count, len(ids) - 1)
+                nats = per_token[row, part].astype(np.float64)
+                equal = None if best is None else bool(np.all(best[row, part] == rows[row, 1:][part]))
+                found[n] = Score(float(nats.sum()), float(nats.mean()), equal)
+        return [found[n] for n in range(len(pairs))]
+
+    return scored
+
+
+def padded_batch(sequences: Sequence[Sequence[int]], limit: int) -> np.ndarray:
     """Return int32 ``[ROWS, T + 1]``: at most ROWS sequences of at most ``limit + 1`` ids, and 0 behind them.
 
     T is the same for sequences of about the same length, and at most ``limit``.
@@ -200,19 +243,6 @@ def filled(sequences: Sequence[Sequence[int]], limit: int) -> np.ndarray:
     return rows
 
 
-def score(group: Sequence[Encoded], losses: Losses, limit: int) -> list[tuple[int, int, int]]:
-    """Return for each item (choice by total loss, choice by mean loss, label); the model looks back on ``limit``."""
-    sequences = [sequence for item, _ in group for sequence in item]
-    found = losses(filled([ids for ids, _ in sequences], limit))
-    sums, means = [], []
-    for row, (ids, begins) in zip(found, sequences, strict=False):
-        part = row[begins - 1 : len(ids) - 1].astype(np.float64)
-        sums.append(part.sum())
-        means.append(part.mean())
-    by_item = zip(np.reshape(sums, (-1, 4)), np.reshape(means, (-1, 4)), group, strict=True)
-    return [(int(np.argmin(total)), int(np.argmin(mean)), label) for total, mean, (_, label) in by_item]
-
-
 def scoring_context(model: Model, length: int) -> Context:
     """Return what forward passes over rows of ``length`` tokens run in: evaluation, of any number of documents."""
     base = eval_context(model.recipe, device_of(model.mesh, "xla"))
@@ -220,22 +250,20 @@ def scoring_context(model: Model, length: int) -> Context:
 
 
 def token_losses(model: Model) -> Losses:
-    """Return what gives the model's loss of every token."""
+    """Return a function from rows to the model's loss of every target."""
     recipe = model.recipe
-    params = jax.jit(lambda p: computing(recipe, p))(model.params)
 
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
         ctx = scoring_context(model, rows.shape[1] - 1)
         return recipe.loss(params, rows[:, :-1], rows[:, 1:], jnp.ones(rows[:, 1:].shape, jnp.float32), ctx)[1]
 
-    return lambda rows: np.asarray(run(params, rows))
+    return lambda rows: np.asarray(run(model.compute_params, rows))
 
 
-def likeliest(model: Model) -> Callable[[np.ndarray], np.ndarray]:
-    """Return what gives the likeliest id after each of int32 ``[B, T + 1]`` but the last: int32 ``[B, T]``."""
+def greedy_tokens(model: Model) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function from int32 ``[B, T + 1]`` to the argmax after each id but the last: int32 ``[B, T]``."""
     recipe, vocabulary = model.recipe, model.facts["vocab_size"]
-    params = jax.jit(lambda p: computing(recipe, p))(model.params)
 
     @jax.jit
     def run(params: Any, rows: jax.Array) -> jax.Array:
@@ -245,4 +273,4 @@ def likeliest(model: Model) -> Callable[[np.ndarray], np.ndarray]:
             lambda row: jnp.argmax(recipe.forward(params, row[None, :-1], ctx)[0, :, :vocabulary], axis=-1), rows
         )
 
-    return lambda rows: np.asarray(run(params, rows))
+    return lambda rows: np.asarray(run(model.compute_params, rows))

@@ -1,11 +1,11 @@
-"""A trained model from wherever it lies: a run directory, a checkpoint, an exported folder, GPT-2's own."""
+"""Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's GPT-2."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
@@ -18,10 +18,9 @@ from jspeed.parallel.mesh import make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
-from jspeed.run.export import FILE, named, read_parameters
-from jspeed.run.find_recipe import Found, find
-
-GPT2_FACTS = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
+from jspeed.run.compute.step import to_compute_dtype
+from jspeed.run.export import FILE, Tensors, gathered, read_parameters
+from jspeed.run.find_recipe import LoadedRecipe, find
 
 
 class Facts(TypedDict):
@@ -31,6 +30,9 @@ class Facts(TypedDict):
     vocab_size: Count
     bos_id: CountOrZero | None
     symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
+
+
+GPT2_FACTS: Facts = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
 
 
 class OwnConfig(TypedDict):
@@ -57,13 +59,13 @@ class GPT2Config(TypedDict):
 class Model:
     """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
 
-    A tokenizer that is a file lies in ``folder``.
+    ``folder`` holds the tokenizer's file, where it has one.
     """
 
-    found: Found
+    found: LoadedRecipe
     params: Any
     mesh: Mesh
-    facts: dict[str, Any]
+    facts: Facts
     folder: Path | None = None
 
     @property
@@ -71,16 +73,25 @@ class Model:
         """The recipe, fields as they were in training."""
         return self.found.recipe
 
+    @cached_property
+    def compute_params(self) -> Any:
+        """The parameters in their compute dtypes."""
+        return jax.jit(partial(to_compute_dtype, self.recipe))(self.params)
+
+    def tensors(self) -> Tensors:
+        """Return the parameters on the host under their names."""
+        return gathered(self.params)
+
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises BadInput where its vocabulary cannot be fetched."""
         return tokenizer_of(self.facts, self.folder)
 
 
 def load_model(path: Path, mesh: Mesh | None = None) -> Model:
-    """Load a run directory (its final parameters, or its newest whole checkpoint), one checkpoint of it
+    """Load a run directory (its final parameters, or its newest undamaged checkpoint), one checkpoint of it
     (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
 
-    The parameters lie on ``mesh`` (default: this process's first device) as the default layout cuts them. Raises
+    The parameters are on ``mesh`` (default: this process's first device), sharded by the default layout. Raises
     BadInput with what is there and what was expected.
     """
     mesh = mesh or make_mesh({"data": 1}, jax.local_devices()[:1])
@@ -89,13 +100,14 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")
     step = None
     run_dir = path
-    if path.name.isdecimal() and path.parent.name == "checkpoints":
-        step, run_dir = int(path.name), path.parent.parent
+    at = path.absolute()
+    if at.name.isdecimal() and at.parent.name == "checkpoints":
+        step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
-        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or dict(GPT2_FACTS)
+        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or GPT2_FACTS
     else:
-        found, facts = own_recipe(run_dir, config)
+        found, facts = recipe_of_run(run_dir, config)
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
         arrays = read_parameters(path, found.recipe)
@@ -125,14 +137,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, Any]]:
+def recipe_of_run(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, Facts]:
     """Return the recipe of a run directory or exported folder, from its own copy, and its tokenizer's facts."""
     source = folder / "recipe.py"
     if not source.is_file():
         raise BadInput(f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed")
-    found = find(
-        str(source), [f"{name}={value!r}" for name, value in config.get("overrides", {}).items() if name.isupper()]
-    )
+    overrides = config.get("overrides", {})
+    found = find(str(source), [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()])
+    added = {name: value for name, value in overrides.items() if not name.isupper()}  # init_from
+    found = replace(found, fields=found.fields | added, overrides=found.overrides | added)
     facts = config.get("tokenizer")
     if facts is None:
         data = found.recipe.data
@@ -144,7 +157,7 @@ def own_recipe(folder: Path, config: dict[str, Any]) -> tuple[Found, dict[str, A
     return found, facts
 
 
-def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
+def gpt2_recipe(folder: Path, config: dict[str, Any]) -> LoadedRecipe:
     """Return the recipe gpt2 at the size of Hugging Face's ``config``."""
     shape = tuple(config[name] for name in ("n_layer", "n_head", "n_embd"))
     block, vocabulary = config.get("n_positions") or config.get("n_ctx"), config["vocab_size"]
@@ -159,16 +172,13 @@ def gpt2_recipe(folder: Path, config: dict[str, Any]) -> Found:
 
 
 def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
-    """Return the parameters of one checkpoint, or of the newest that is whole. Raises BadInput for none."""
+    """Return the parameters of one checkpoint, or of the newest undamaged one. Raises BadInput for none."""
     steps = [step] if step is not None else sorted(steps_in(folder), reverse=True)
     wrong = "there is none"
     for number in steps:
         wrong = damage(folder, number) or ""
         if not wrong:
             return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[0]["params"]
+    if step is not None:
+        raise BadInput(f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or {folder.parent}")
     raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")
-
-
-def parameters_of(model: Model) -> dict[str, np.ndarray]:
-    """Return the parameters on the host under their names."""
-    return {name: np.asarray(array) for name, array in named(model.params).items()}

@@ -154,7 +154,7 @@ def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
 
 def rows_only(cuts: Any) -> Any:
     """Return the tree ``cuts`` without ``model``, along which XLA divides the work and not we."""
-    return jax.tree.map(lambda cut: _only(cut, ROW_AXES), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return jax.tree.map(lambda cut: _only(cut, ROW_AXES), cuts)
 
 
 def only_model(cut: PartitionSpec) -> PartitionSpec:

@@ -79,6 +79,15 @@ def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Devic
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
+def mesh_for(text: str | None) -> Mesh | None:
+    """Return the mesh of ``--mesh TEXT``, on virtual CPU devices where they are needed; None where it is not given."""
+    if text is None:
+        return None
+    axes = parse_mesh(text)
+    request_cpu_devices(axes)
+    return make_mesh(axes)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jspeed.recipe import leaves
+
 
 def drift(tree: Any) -> dict[str, float]:
     """Return, by path, how far copies of one shard differ at most, for the arrays of ``tree`` in which any do.
@@ -13,7 +15,7 @@ def drift(tree: Any) -> dict[str, float]:
     smallest number. Nothing but one number for each array comes to the host.
     """
     found = {}
-    for path, array in jax.tree.leaves_with_path(tree):
+    for name, array in leaves(tree):
         first: dict[Any, jax.Array] = {}
         furthest = 0.0
         for shard in array.addressable_shards:
@@ -25,7 +27,7 @@ def drift(tree: Any) -> dict[str, float]:
             if not bool(_same(one, other)):
                 furthest = max(furthest, float(_distance(one, other)), 5e-324)
         if furthest:
-            found["/".join(str(getattr(key, "key", key)) for key in path)] = furthest
+            found[name] = furthest
     return found
 
 

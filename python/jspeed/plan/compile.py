@@ -16,7 +16,7 @@ from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
 from jspeed.recipe import Recipe, Stage
-from jspeed.run.compute import program
+from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
@@ -147,15 +147,15 @@ def fitted(
     """Compile a stage's step as training would: the first of its attempts that fits in memory.
 
     Of attempts with ``micro_batch`` tokens of a device at once, or of all. Where none fits, the last one. Raises
-    :class:`.program.DoesNotFit` where a TPU's compiler refuses that. The target must be pretended.
+    :class:`.compiler.DoesNotFit` where a TPU's compiler refuses that. The target must be pretended.
     """
     wanted = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
     numbers = [wanted] if micro_batch else [n for n in divisions(recipe, stage, hardware.mesh) if n >= wanted]
     for attempt in tries(recipe, stage, hardware, numbers, phase):
-        if attempt.step and attempt.need <= hardware.limit:
+        if attempt.fits(hardware.limit):
             break
     if attempt.step is None:
-        raise program.DoesNotFit(attempt.need)
+        raise compiler.DoesNotFit(attempt.need)
     return attempt
 
 
@@ -167,15 +167,15 @@ def tries(
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         return lower(recipe, stage, recomputing(hardware) if remat else hardware, parts, phase, head_chunk)
 
-    measure = partial(program.measured, partial(build, device=hardware.device))
+    measure = partial(compiler.measured, partial(build, device=hardware.device))
     return attempts(recipe, stage, hardware.mesh, numbers, hardware.limit, lowered, measure)
 
 
 def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile with the options of training, and matmuls as cuBLAS calls (nothing can be autotuned here)."""
     if device.platform not in GPUS:
-        return program.compiled(lowered, device)
-    return lowered.compile(compiler_options={**program.GPU_OPTIONS, **COMPILER_OPTIONS})
+        return compiler.compiled(lowered, device)
+    return lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
 
 
 def read(stage: Stage, attempt: Attempt) -> Step:
@@ -198,7 +198,7 @@ def largest_that_fits(recipe: Recipe, hardware: Hardware, stage: Stage, below: i
     numbers = [parts for parts in divisions(recipe, stage, hardware.mesh) if own // parts < below]
     with pretend(hardware.cluster.target):
         for attempt in tries(recipe, stage, hardware, numbers):
-            if attempt.step and attempt.need <= hardware.limit:
+            if attempt.fits(hardware.limit):
                 return own // attempt.parts, attempt.need
     return None
 

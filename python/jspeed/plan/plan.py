@@ -21,7 +21,7 @@ from jspeed.recipe import Recipe, leaves
 from jspeed.recipe import replace as change
 from jspeed.run.compute import program
 from jspeed.run.compute.device import divisions, micro_batches
-from jspeed.run.find_recipe import Found
+from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.sizes import flops_per_token, is_matrix, parameter_count, scored_shape
 from jspeed.stage import Stage
 
@@ -42,7 +42,7 @@ GUESSES = [
 
 
 def make_plan(
-    found: Found, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
+    found: LoadedRecipe, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
@@ -251,7 +251,7 @@ def candidates(
         yield hardware
 
 
-def search(found: Found, candidates: Iterable[Hardware]) -> list[dict[str, Any]]:
+def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[dict[str, Any]]:
     """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
     The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all

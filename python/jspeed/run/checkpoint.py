@@ -1,7 +1,7 @@
-"""Checkpoints: the whole state of a run on disk, written by Orbax while training goes on, and found again.
+"""Save, verify and restore checkpoints with Orbax; writing runs in the background.
 
-A run directory's ``checkpoints/STEP/`` holds the arrays, sharded as they lie; ``record``, a JSON object with all that
-is not on the devices; and ``sha256.json``, the hash of every file, because Orbax itself reads flipped bits as numbers.
+A run directory's ``checkpoints/STEP/`` holds the arrays with their shardings; ``record``, a JSON object with all
+that is not on the devices; and ``sha256.json``, the hash of every file, because Orbax does not detect corrupted bytes.
 Orbax makes the folder under another name and renames it when it is whole, hashes included.
 """
 
@@ -10,22 +10,24 @@ import logging
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster import distributed
 from jspeed.cluster.failure import on_failure
 from jspeed.cluster.timeout import with_timeout
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, first_line
 from jspeed.files import read_json, sha256_of, write_whole
+from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
 
-KEEP = 2  # unless another number is asked for: the newest, and one before it should the newest be damaged
+KEEP = 2  # by default: the newest, and the one before, should the newest be damaged
 HASHES = "sha256.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is being written
 NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -41,7 +43,7 @@ class Checkpoints:
         self._step = 0
 
     def __enter__(self) -> "Checkpoints":
-        on_failure(lambda: remove_unfinished(self._folder))  # another process's, which ends this one amid a save
+        on_failure(lambda: remove_unfinished(self._folder))  # of another process, which may end this one during a save
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -64,26 +66,31 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # half a second that only runs with checkpoints spend
 
         if self._manager is None:
-            _quieten()
-            told = ocp.AsyncOptions(post_finalization_callback=self._seal, barrier_sync_fn=_barrier())
+            _silence_orbax()
+            told = ocp.AsyncOptions(post_finalization_callback=self._write_hashes, barrier_sync_fn=_barrier())
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
-            self._guarded(lambda: setattr(self, "_manager", ocp.CheckpointManager(self._folder, options=options)))
+            with self._guarded():
+                self._manager = ocp.CheckpointManager(self._folder, options=options)
         frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
-        args = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), record=ocp.args.JsonSave(frozen))
-        with jax.transfer_guard("allow"):
-            self._guarded(self._manager.wait_until_finished)
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(_named(accumulators.without(state))), record=ocp.args.JsonSave(frozen)
+        )
+        with jax.transfer_guard("allow"), self._guarded():
+            self._manager.wait_until_finished()
             self._step = step
-            self._guarded(lambda: self._manager.save(step, args=args, force=True))
+            self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
         """Wait until the last checkpoint is whole. Raises :class:`BadInput` as :meth:`save`."""
         if self._manager is not None:
-            self._guarded(self._manager.wait_until_finished)
+            with self._guarded():
+                self._manager.wait_until_finished()
 
-    def _guarded(self, call: Callable[[], object]) -> None:
-        """Call; what fails is said, and nothing more is asked of Orbax then."""
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Turn Orbax's errors into BadInput, and stop using Orbax after one."""
         try:
-            call()
+            yield
         except (BadInput, OSError, ValueError, RuntimeError) as error:
             if isinstance(error, JaxRuntimeError):
                 raise
@@ -94,10 +101,10 @@ class Checkpoints:
             remove_unfinished(self._folder)
             raise BadInput(
                 f"a checkpoint could not be written to {self._folder} ({_reason(error)}); make room or choose another "
-                "--run-dir, then go on from the one before with --resume"
+                "--run-dir, then resume from the one before with --resume"
             ) from error
 
-    def _seal(self) -> None:
+    def _write_hashes(self) -> None:
         """Write the hashes; Orbax calls this on process 0 when all is written and before it renames the folder."""
         for folder in self._folder.glob(f"{self._step}{UNFINISHED}*"):
             hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
@@ -105,8 +112,11 @@ class Checkpoints:
 
 
 def _barrier() -> Callable[..., None]:
-    """Orbax's barrier between processes, for its threads. One that gives up a save goes to a barrier too, while the
-    others wait at an earlier one, all for ten minutes; here it ends with what went wrong."""
+    """Orbax's barrier between processes, for its threads.
+
+    After a failed save a process would wait at a later barrier than the others until all time out (10 min); raise its
+    error instead.
+    """
     from orbax.checkpoint import multihost
 
     wait = multihost.get_barrier_sync_fn()
@@ -120,14 +130,14 @@ def _barrier() -> Callable[..., None]:
 
 
 def _reason(error: Exception) -> str:
-    """A few words for a page of Orbax's or TensorStore's."""
+    """Shorten a multi-line error of Orbax or TensorStore."""
     if found := re.search(r"No space left on device|Disk quota exceeded|Read-only file system", str(error)):
         return found.group()
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+    return first_line(error, 300)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what a save that failed, or the process of which was killed, has left in ``folder``. For process 0."""
+    """Remove what failed or killed saves have left in ``folder``. For process 0."""
     if distributed.process_index() == 0:
         for path in folder.glob(f"*{UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -145,7 +155,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """Return what is wrong with the checkpoint of ``step``, or None."""
+    """Return a message on what is wrong with the checkpoint of ``step``, or None."""
     try:
         hashes = read_json(folder / str(step) / HASHES)
         if not hashes:
@@ -155,7 +165,7 @@ def damage(folder: Path, step: int) -> str | None:
             if name not in found:
                 return f"{name} is missing"
             if sha256_of(found[name]) != digest:
-                return f"{name} is not what was written"
+                return f"the SHA-256 of {name} differs"
     except FileNotFoundError:
         return f"it has no {HASHES}"
     except (OSError, ValueError, AttributeError) as error:
@@ -164,32 +174,37 @@ def damage(folder: Path, step: int) -> str | None:
 
 
 def newest(folder: Path) -> tuple[int | None, list[str]]:
-    """Return the step of the newest undamaged checkpoint, or None, and a sentence for each newer one.
+    """Return the step of the newest undamaged checkpoint, or None, and a message on each newer one.
 
     Newer ones are removed, so that the run can write them again. For process 0.
     """
-    said: list[str] = []
+    notes: list[str] = []
     remove_unfinished(folder)
     for step in reversed(steps_in(folder)):
         wrong = damage(folder, step)
         if wrong is None:
-            return step, said
-        said.append(f"the checkpoint of step {step} in {folder} is damaged ({wrong}); removing it")
+            return step, notes
+        notes.append(f"the checkpoint of step {step} in {folder} is damaged ({wrong}); removing it")
         shutil.rmtree(folder / str(step))
-    return None, said
+    return None, notes
 
 
 def restore(folder: Path, step: int, shapes: State) -> tuple[State, dict[str, Any]]:
-    """Read the checkpoint of ``step`` into arrays like ``shapes``, on whatever mesh those lie; and its record."""
+    """Read the checkpoint of ``step`` into arrays with the shapes and shardings of ``shapes``; also return its record.
+
+    The mesh may be another than the one it was saved on. What is carried between slow updates is zeros.
+    """
     import orbax.checkpoint as ocp
 
-    _quieten()
-    names = _named(shapes)
+    _silence_orbax()
+    saved = accumulators.without(shapes)
+    names = _named(saved)
     args = ocp.args.Composite(state=ocp.args.StandardRestore(names), record=ocp.args.JsonRestore())
     with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         found = manager.restore(step, args=args)
     leaves = [found["state"][name] for name in names]
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves), found["record"]
+    carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
+    return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}, found["record"]
 
 
 def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
@@ -215,9 +230,9 @@ def _named(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _quieten() -> None:
-    """Keep Orbax from warning of what is meant (read-only folders, waits that the ledger has by name) and from showing
-    a save that fails in tracebacks, beside the sentence; TensorStore's threads have theirs shown as unraisable."""
+def _silence_orbax() -> None:
+    """Silence Orbax's warnings about intended behaviour (read-only folders, waits that the ledger has by name) and its
+    tracebacks of a failed save, which has an error message; those of TensorStore's threads come as unraisable."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     usual = sys.unraisablehook
 

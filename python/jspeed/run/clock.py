@@ -1,4 +1,4 @@
-"""The only reader of time in jspeed, and the rule of what is timed.
+"""The training clock: the only module that reads the time, and the rule of what is timed.
 
 The rule. Everything up to the clock's start is untimed: imports, data preparation, compilation, warm-up on dummy
 tokens, and the rebuilding of the initial state. The clock starts when that state is ready on the devices. From
@@ -42,7 +42,7 @@ class Clock:
         self._earlier = 0.0
 
     def resume(self, ledger: list[Interval]) -> None:
-        """Put ``ledger``, of the process that this one goes on from, before everything here."""
+        """Put ``ledger``, of the process that this one resumes, before everything here."""
         self._done[:0] = ledger
         self._earlier += sum(section["seconds"] for section in ledger)
 
@@ -55,7 +55,8 @@ class Clock:
     def section(self, name: str, wait_for: Any = ()) -> Iterator[None]:
         """Count what happens inside as untimed ``name``, once ``wait_for`` (any pytree) is ready.
 
-        Inside timed training this is a pause; before and after it simply names what goes on.
+        Inside timed training this is a pause; before and after it only names the work. A section splits the one
+        around it into two entries of the ledger.
         """
         jax.block_until_ready(wait_for)
         outer = self._name, self._timed

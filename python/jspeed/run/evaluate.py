@@ -1,7 +1,8 @@
-"""Validation loss on a fixed set of tokens, the same whatever the batch size and the number of devices."""
+"""Validation loss on a fixed set of tokens, the same for every batch size and number of devices."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jspeed.run.compute.step import mean_weight
 class ValidationSet:
     """The first ``tokens`` validation tokens as rows on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
 
-    ``first`` is the first of them on the host; ``mean_weight`` is what one counts on average.
+    ``first`` is the first row on the host; ``mean_weight`` is the mean weight of a target in the loss.
     """
 
     rows: jax.Array
@@ -32,7 +33,8 @@ class ValidationSet:
 def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
     """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id only a target.
 
-    All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do.
+    All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do. Raises
+    :class:`BadInput` when they hold less than a row.
     """
     wanted = recipe.eval_tokens // recipe.eval_len
     loader = TokenLoader(
@@ -44,7 +46,7 @@ def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
         prefetch=0,
     )
     with loader:
-        rows = [np.array(batch.tokens[0]) for batch, _ in zip(loader, range(wanted), strict=False)]
+        rows = [np.array(batch.tokens[0]) for batch in islice(loader, wanted)]
     return np.stack(rows)
 
 
@@ -58,7 +60,7 @@ def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
         )
 
 
-def place(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
+def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
     full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)
     full[: len(rows)] = rows

@@ -1,4 +1,4 @@
-"""Parameters in safetensors files: under a recipe's own names, or as Hugging Face has GPT-2."""
+"""Read and write parameters as safetensors: under a recipe's own names, or as Hugging Face has GPT-2."""
 
 import hashlib
 import re
@@ -6,20 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
+from jax.experimental import multihost_utils
 
 from jspeed.errors import BadInput, nearest
 from jspeed.files import atomic_path, open_regular, read_json, sha256_of
 from jspeed.recipe import Recipe, leaves
+from jspeed.run.find_recipe import LoadedRecipe
 
 FILE = "model.safetensors"
 BF16 = np.dtype(jnp.bfloat16)
-SEAL = "sha256"  # in the metadata of our own files: the file's hash, taken with UNSEALED there
-SEALED, UNSEALED = b'"sha256":"%s"', b"0" * 64
-OWN = {"format": "jspeed", SEAL: UNSEALED.decode()}  # what our files say of themselves; Hugging Face's say "pt"
+HASH_KEY = "sha256"  # in the metadata of our own files: the file's hash, taken with HASH_PLACEHOLDER there
+HASH_ENTRY, HASH_PLACEHOLDER = b'"sha256":"%s"', b"0" * 64
+OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}  # metadata of our files; Hugging Face's say "pt"
 Tensors = dict[str, np.ndarray]
 
 # Parameters of a recipe that is a GPT-2 (gpt2, llmc) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
@@ -50,25 +53,36 @@ def is_gpt2(recipe: Recipe) -> bool:
     return recipe.parameters.keys() == GPT2_NAMES.keys() and recipe.heads is not None
 
 
-def named(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree of dictionaries by their slash-joined names, as :func:`jspeed.recipe.leaves` does."""
-    found: dict[str, Any] = {}
-    for name in sorted(tree):
-        value = tree[name]
-        found |= named(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+def gathered(params: Any) -> Tensors:
+    """Return the parameters by name, whole and on the host; every process calls this."""
+    tensors = {}
+    for name, array in leaves(params):
+        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+        tensors[name] = np.asarray(jax.device_get(whole))
+    return tensors
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo :func:`named`."""
+    """Undo :func:`jspeed.recipe.leaves`."""
     tree: dict[str, Any] = {}
     for name, value in tensors.items():
         *path, last = name.split("/")
-        place = tree
+        node = tree
         for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
+            node = node.setdefault(part, {})
+        node[last] = value
     return tree
+
+
+def own_metadata(found: LoadedRecipe, **more: str) -> dict[str, str]:
+    """Return the metadata of a file of our own format."""
+    return OWN | {"recipe": found.recipe.name, "recipe_hash": found.hash} | more
+
+
+def own_config(found: LoadedRecipe, tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what config.json says of a recipe and of the facts of its ``tokenizer``."""
+    config = {"recipe": found.recipe.name, "recipe_hash": found.hash, "fields": found.fields}
+    return config | {"overrides": found.overrides, "tokenizer": tokenizer}
 
 
 def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
@@ -82,27 +96,27 @@ def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
             safetensors.numpy.save_file(contiguous, temporary, dict(metadata))
         except safetensors.SafetensorError as error:
             raise OSError(str(error)) from None
-        if SEAL in metadata:
+        if HASH_KEY in metadata:
             with open(temporary, "r+b") as file:
                 header, digest = _digest(file)
                 file.seek(8)
-                file.write(header.replace(SEALED % UNSEALED, SEALED % digest, 1))
+                file.write(header.replace(HASH_ENTRY % HASH_PLACEHOLDER, HASH_ENTRY % digest, 1))
 
 
 def _digest(file: BinaryIO) -> tuple[bytes, bytes]:
     """Return the header of a safetensors file, its hash blanked, and the SHA-256 of that and of all that follows."""
     size = int.from_bytes(file.read(8), "little")
-    header = re.sub(SEALED % b"[0-9a-f]{64}", SEALED % UNSEALED, file.read(size), count=1)
+    header = re.sub(HASH_ENTRY % b"[0-9a-f]{64}", HASH_ENTRY % HASH_PLACEHOLDER, file.read(size), count=1)
     digest = hashlib.sha256(header)
     while part := file.read(1 << 20):
         digest.update(part)
     return header, digest.hexdigest().encode()
 
 
-def _check_seal(path: Path, expected: str) -> None:
+def _check_hash(path: Path, expected: str) -> None:
     with open(path, "rb") as file:
         if _digest(file)[1].decode() != expected:
-            raise BadInput(f"{path} is damaged: it is not what was written (its sha256 differs); copy it again")
+            raise BadInput(f"{path} is damaged (its SHA-256 differs); copy it again")
 
 
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
@@ -117,8 +131,8 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
             open_regular(file).close()
             with safetensors.safe_open(file, "np") as opened:
                 about = opened.metadata() or {}
-                if about.get("format") == OWN["format"] and SEAL in about:
-                    _check_seal(file, about[SEAL])
+                if about.get("format") == OWN["format"] and HASH_KEY in about:
+                    _check_hash(file, about[HASH_KEY])
                 metadata |= about
                 for name in opened.keys():
                     array = opened.get_tensor(name)
@@ -158,7 +172,7 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
     tensors, metadata = load(path)
     if metadata.get("format") != OWN["format"]:
         if not is_gpt2(recipe):
-            raise BadInput(f"{path} is not of jspeed's own format and recipe {recipe.name} is no GPT-2; take gpt2")
+            raise BadInput(f"{path} is not a jspeed file and recipe {recipe.name} is not a GPT-2; use recipe gpt2")
         tensors = from_gpt2(tensors, path)
     specs = dict(leaves(recipe.parameters))
     _same_names(path, tensors, specs, recipe)
@@ -180,10 +194,13 @@ def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe:
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
         raise BadInput(
-            f"{path} lacks {missing[0]} of recipe {recipe.name}{nearest(missing[0], extra)}; take its recipe"
+            f"{path} lacks {missing[0]} of recipe {recipe.name}{nearest(missing[0], extra)}; use the recipe "
+            "it was trained with"
         )
     if extra:
-        raise BadInput(f"{path} holds {extra[0]}, which recipe {recipe.name} has not; take the recipe it belongs to")
+        raise BadInput(
+            f"{path} holds {extra[0]}, which recipe {recipe.name} does not have; use the recipe it was trained with"
+        )
 
 
 def from_gpt2(tensors: Mapping[str, np.ndarray], path: Path) -> Tensors:
@@ -206,7 +223,7 @@ def from_gpt2(tensors: Mapping[str, np.ndarray], path: Path) -> Tensors:
         parts = [left.pop(wanted) for wanted in names]
         ours[name] = np.stack(parts) if "{}" in theirs else parts[0]
     if left:
-        raise BadInput(f"{path} holds {min(left)}, which GPT-2 has not; expected GPT-2 as Hugging Face has it")
+        raise BadInput(f"{path} holds {min(left)}, which GPT-2 does not have; expected GPT-2 as Hugging Face has it")
     return ours
 
 

@@ -1,25 +1,26 @@
-"""Find a recipe by name or path, read its file with fields replaced by ``--set``, and hash what came out."""
+"""Find a recipe by name or path, read its file with fields replaced by ``--set``, and hash the result."""
 
 import ast
+import hashlib
 import json
 import types
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspeed.errors import BadInput, Terminated, nearest
+from jspeed.errors import BadInput, Terminated, first_line, nearest
 from jspeed.fields import expected, recipe_hash
 from jspeed.recipe import Context, Recipe, init_parameters
 from jspeed.run.recipe_names import FOLDER, locate
 
 
 @dataclass(frozen=True)
-class Found:
+class LoadedRecipe:
     """A recipe, the file and source it was read from, its resolved fields and the ones ``--set`` changed."""
 
     recipe: Recipe
@@ -33,8 +34,13 @@ class Found:
         """Hash of source and resolved fields (see :func:`jspeed.fields.recipe_hash`)."""
         return recipe_hash(self.source, self.fields)
 
+    @property
+    def source_sha256(self) -> str:
+        """SHA-256 of the source as it was read."""
+        return hashlib.sha256(self.source.encode()).hexdigest()
 
-def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> Found:
+
+def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> LoadedRecipe:
     """Read the recipe called ``name_or_path`` (a name, or a path that ends in ``.py``).
 
     A *field* is a module-level ``NAME = literal`` with an upper-case name, of a value that JSON can hold. ``sets`` are
@@ -76,11 +82,11 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
         ) from None
     except BaseException as error:
         raise BadInput(f"recipe file {path} fails{_line_in(error, path)} with {_reason(error)}") from error
-    return Found(recipe, path, source, fields | overrides, overrides)
+    return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
 
 
 def check_functions(recipe: Recipe) -> None:
-    """Trace loss and optimizer on shapes alone, so that a recipe that cannot work is found before any data is."""
+    """Trace forward, loss and optimizer on shapes alone, so that a faulty recipe fails before data are looked for."""
     stage = recipe.stages[0]
     params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.int32)
@@ -91,6 +97,12 @@ def check_functions(recipe: Recipe) -> None:
         raise BadInput(
             f"recipe {recipe.name}: loss returns shapes {total.shape} and {loss_BT.shape}; "
             f"expected () and (batch, tokens) = {tokens.shape}"
+        )
+    logits = jax.eval_shape(lambda p, t: recipe.forward(p, t, replace(ctx, training=False)), params, tokens)
+    if logits.shape[:-1] != tokens.shape:
+        raise BadInput(
+            f"recipe {recipe.name}: forward returns shape {logits.shape}; expected (batch, tokens, vocabulary), the "
+            f"first two {tokens.shape}"
         )
     jax.eval_shape(recipe.optimizer().init, params)
 
@@ -126,7 +138,7 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
         raise BadInput(f"--set {text}: there is no value; write {name}=VALUE (now {old!r})")
     value: Any = value_text
     with suppress(ValueError):
-        value = _alike(_plain(value_text), old)
+        value = _with_types_of(_plain(value_text), old)
     if type(value) is not type(old) and old is not None:
         wanted = expected(type(old))
         raise BadInput(
@@ -135,24 +147,24 @@ def _override(text: str, fields: dict[str, Any], path: Path) -> tuple[str, Any]:
     return name, value
 
 
-def _alike(value: Any, old: Any) -> Any:
-    """Return ``value`` with tuples, whole keys and floats where ``old`` has them, which JSON has not."""
+def _with_types_of(value: Any, old: Any) -> Any:
+    """Convert JSON types in ``value`` to those of ``old``: lists to tuples, text keys to ints, ints to floats."""
     if isinstance(old, float) and type(value) is int:
         return float(value)
     if isinstance(old, tuple) and isinstance(value, (list, tuple)):
         patterns = [*old, *old[-1:] * len(value)]
-        return tuple(map(_alike, value, patterns)) if old else tuple(value)
+        return tuple(map(_with_types_of, value, patterns)) if old else tuple(value)
     if isinstance(old, dict) and isinstance(value, dict):
         pattern, whole = next(iter(old.values()), None), any(isinstance(key, int) for key in old)
         return {
-            int(key) if whole and str(key).lstrip("-").isdigit() else key: _alike(item, old.get(key, pattern))
+            int(key) if whole and str(key).lstrip("-").isdigit() else key: _with_types_of(item, old.get(key, pattern))
             for key, item in value.items()
         }
     return value
 
 
 def _reason(error: BaseException) -> str:
-    return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
 
 
 def _line_in(error: BaseException, path: Path) -> str:

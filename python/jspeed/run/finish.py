@@ -1,6 +1,5 @@
-"""After the clock has stopped: the final evaluation, the probes, run.json, the model, the picture, the last line."""
+"""Finish a run: final evaluation, validity probes, evidence, run.json, exported model, loss plot, summary."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -22,28 +21,28 @@ from jspeed.record.remarks import RECORDS
 from jspeed.record.run_json import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed
 from jspeed.run import export
-from jspeed.run.best import gathered, keep_best
+from jspeed.run.best import keep_best
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.evidence import probes, provenance
 from jspeed.run.evidence.data import of_data
-from jspeed.run.output import console as say
+from jspeed.run.output import console as output
 from jspeed.run.output.metrics_log import Progress
 from jspeed.run.setup import Setup
 from jspeed.sizes import flops_per_token, parameter_count
 
 
 def finish(setup: Setup, progress: Progress, state: State | None, console: Console) -> int:
-    """Write the record of a run that has ended in whatever way, its model and its picture; return the exit code.
+    """Write run.json, model.safetensors and loss.svg, however the run ended; return the exit code.
 
     Each is tried though another failed; raises :class:`BadInput` with all that could not be written.
     """
     recipe, clock = setup.recipe, progress.clock
-    verdicts: dict[str, probes.Verdict] = {}
+    probe_results: dict[str, probes.Verdict] = {}
     if state and progress.status in ("finished", "stopped"):
         try:
-            with clock.section("final evaluation"), say.waiting(console, "final evaluation"):
+            with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
                 loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
             if not progress.at_validation:  # a run that stopped at its target has this loss already
                 try:
@@ -53,27 +52,27 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
                 if setup.options.keep_best and progress.at_validation:
                     with clock.section("checkpoint"):
                         keep_best(setup, progress, state["params"])
-            with clock.section("probes"), say.waiting(console, "validity probes"):
-                verdicts = probes.run_all(setup, state, loss)
+            with clock.section("probes"), output.waiting(console, "validity probes"):
+                probe_results = probes.run_all(setup, state, loss)
         except KeyboardInterrupt:
-            progress.status, verdicts = "interrupted", {}
+            progress.status, probe_results = "interrupted", {}
     tensors: export.Tensors | None = None
     if state and progress.status != "diverged" and progress.interrupted_by != 143:
         with clock.section("parameters"):
-            tensors = gathered(state["params"])
+            tensors = export.gathered(state["params"])
     val_loss = None
     if progress.status in ("finished", "stopped"):
         val_loss = progress.curve[-1]["val_loss"]
-    valid = all(verdict["passed"] for verdict in verdicts.values())
+    valid = all(verdict["passed"] for verdict in probe_results.values())
     reached = val_loss is not None and val_loss <= recipe.target_loss and valid
-    tell_launcher(setup, progress, val_loss, reached)
+    write_launcher_result(setup, progress, val_loss, reached)
     if process_index():
         return exit_code(setup, progress, reached)
-    with clock.section("evidence"), say.waiting(console, "evidence for run.json"):
+    with clock.section("evidence"), output.waiting(console, "evidence for run.json"):
         try:
             data = of_data(setup, hashed=progress.status != "interrupted")
         except KeyboardInterrupt:  # many gigabytes are hashed: the run is kept without
-            progress.status, verdicts, val_loss, reached = "interrupted", {}, None, False
+            progress.status, probe_results, val_loss, reached = "interrupted", {}, None, False
             data = of_data(setup, hashed=False)
         code, gpus = provenance.git(Path(__file__).parent), provenance.gpu_facts(setup.at_start.gpus)
         environment = provenance.environment()
@@ -83,7 +82,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "recipe": recipe.name,
         "recipe_hash": setup.found.hash,
         "recipe_source": setup.found.path.name,
-        "recipe_sha256": hashlib.sha256(setup.found.source.encode()).hexdigest(),
+        "recipe_sha256": setup.found.source_sha256,
         "fields": as_json(setup.found.fields),
         "overrides": as_json(setup.found.overrides),
         "parent": recipe.parent,
@@ -128,9 +127,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "ledger": ledger,
         "resumed": progress.resumed,
         "plan": setup.at_start.plan,
-        "initial_state": setup.at_start.fresh,
+        "initial_state": setup.at_start.initial_checksum,
         "curve": progress.curve,
-        "probes": cast(dict[str, Probe], verdicts),
+        "probes": cast(dict[str, Probe], probe_results),
         "versions": provenance.versions(),
         "xla_flags": provenance.xla_flags(),
         "git": code,
@@ -139,35 +138,35 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "container": provenance.container(),
         "environment": environment,
     }
-    parts: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # by what their loss would cost
+    parts: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # most important first
     if tensors:
-        about = export.OWN | {"recipe": recipe.name, "recipe_hash": setup.found.hash}
+        about = export.own_metadata(setup.found)
         parts.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about))
     unit = unit_of(setup.manifest)
     parts.append(lambda: draw(setup, progress, unit, run))
     failed = list(progress.failed)
     if data["val_sha256"] is None and progress.status != "interrupted":
-        failed.append("its shards cannot be read any more, so that run.json has no hashes of its data")
+        failed.append("the shards can no longer be read, so run.json has no data hashes")
     for write in parts:
         try:
             write()
         except BadInput as error:
             failed.append(str(error))
-    for line in say.closing(run, setup.run_dir, unit):
+    for line in output.closing(run, setup.run_dir, unit):
         console.print(line, soft_wrap=True)
     if failed:
-        raise BadInput(f"the run has ended but {'; and '.join(failed)}")
+        raise BadInput(f"the run ended, but {'; '.join(failed)}")
     return exit_code(setup, progress, reached)
 
 
-def tell_launcher(setup: Setup, progress: Progress, val_loss: float | None, reached: bool) -> None:
-    """Leave this process's result where ``launch.py --results`` gathers it; every process calls this."""
+def write_launcher_result(setup: Setup, progress: Progress, val_loss: float | None, reached: bool) -> None:
+    """Write this process's result where ``launch.py --results`` gathers it; every process calls this."""
     if not (path := os.environ.get(RESULT)):
         return
-    said = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
-    said |= {"status": progress.status, "reached": reached, "steps": progress.steps, "val_loss": val_loss}
+    result = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
+    result |= {"status": progress.status, "reached": reached, "steps": progress.steps, "val_loss": val_loss}
     with suppress(BadInput):  # the launcher's folder is gone or full: the run's own record comes first
-        write_whole(Path(path), json.dumps(said | {"train_loss": progress.train[-1][1] if progress.train else None}))
+        write_whole(Path(path), json.dumps(result | {"train_loss": progress.train[-1][1] if progress.train else None}))
 
 
 def draw(setup: Setup, progress: Progress, unit: str, run: Unsealed) -> None:

@@ -1,9 +1,10 @@
-"""Lock a run directory, and take up what an earlier run left in it."""
+"""Create and lock a run directory; find the checkpoint to resume from."""
 
 import errno
 import fcntl
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from jspeed.cluster.distributed import broadcast, gather, process_index
+from jspeed.cluster.failure import on_failure
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
@@ -18,24 +20,31 @@ from jspeed.record.run_json import read_run
 from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now
 from jspeed.run.export import FILE
+from jspeed.run.output.sinks import SINKS
 
 RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg", TOKENIZER_FILE)
 METRICS = "metrics.jsonl"
 BEST = "best"  # the folder of the parameters with the lowest loss
 
 
-class Claim:
-    """A run directory that this run has for itself: process 0 keeps ``metrics.jsonl`` open and locked until the context
+class RunDirectory:
+    """A run directory that this run alone writes: process 0 keeps ``metrics.jsonl`` open and locked until the context
     manager ends.
 
-    ``step`` is that of the checkpoint to go on from, or None; ``shared`` says whether all processes see the directory.
+    ``step`` is that of the checkpoint to resume from, or None; ``shared`` says whether all processes see the directory.
+    ``keep`` ends its removal when another process fails.
     """
 
-    def __init__(self, run_dir: Path, started: str, step: int | None, shared: bool, metrics: Lines | None) -> None:
-        self.run_dir, self.started, self.step, self.shared, self.metrics = run_dir, started, step, shared, metrics
-        self._fresh = not held(run_dir)
+    step: int | None = None
+    shared = True
+    keep: Callable[[], None]
 
-    def __enter__(self) -> "Claim":
+    def __init__(self, path: Path, started: str, metrics: Lines | None) -> None:
+        self.path, self.started, self.metrics = path, started, metrics
+        self._fresh = not existing_files(path)
+        self._before = {name for name in (BEST, "profile", *SINKS) if (path / name).exists()}
+
+    def __enter__(self) -> "RunDirectory":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -43,65 +52,73 @@ class Claim:
             self.metrics.file.close()
 
     def begin(self) -> None:
-        """Drop what an earlier part of this run wrote and this one will write again, or leave to its checkpoints."""
+        """Remove what an earlier part of this run wrote and this part will write again."""
         if self.metrics:
             for name in ("run.json", "loss.svg", FILE, "samples.txt"):
-                (self.run_dir / name).unlink(missing_ok=True)
+                (self.path / name).unlink(missing_ok=True)
             self.metrics.clear()
             if self.step is None:
-                shutil.rmtree(self.run_dir / BEST, ignore_errors=True)
+                shutil.rmtree(self.path / BEST, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Take back what this run has put into its directory, and the directory when nothing else is in it."""
+        """Remove what this run has written, and the directory when nothing else is in it."""
         if self.metrics and self._fresh:
             for name in (*RUN_FILES, METRICS):
-                (self.run_dir / name).unlink(missing_ok=True)
-            self.metrics.file.close()
-            shutil.rmtree(self.run_dir / BEST, ignore_errors=True)
+                (self.path / name).unlink(missing_ok=True)
+            for name in {BEST, "profile", *SINKS} - self._before:
+                shutil.rmtree(self.path / name, ignore_errors=True)
             with suppress(OSError):  # not empty
-                self.run_dir.rmdir()
+                self.path.rmdir()
+        self.__exit__()
 
 
-def claim(
+def open_run_directory(
     given: Path | None,
     name: str,
     resume: bool,
     checkpoints: bool,
     same: dict[str, Any],
-    say: Console,
-    steps: int | None = None,
-) -> Claim:
-    """Claim the run directory ``given``, or one called ``name`` with the time in its braces; the same on all processes.
+    console: Console,
+    steps: int | None,
+) -> RunDirectory:
+    """Open the run directory ``given``, or one called ``name`` with the time in its braces; the same on all processes.
 
-    With ``resume`` the newest whole checkpoint in it is looked for; it must be of a run with this identity, ``same``,
-    and of no more than ``steps``.
+    With ``resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with this identity,
+    ``same``, and of no more than ``steps``.
 
-    Raises :class:`BadInput` if the directory cannot be written, already holds a run, is being written by one, or if
-    ``checkpoints`` will be written and not all processes see it.
+    Raises :class:`BadInput`, leaving no new directory, if the directory cannot be written, already holds a run, is
+    being written by one, or if ``checkpoints`` will be written and not all processes see it.
     """
-    step, metrics, started = None, None, utc_now()
-    run_dir = given or Path("runs") / name.format(started.replace(":", "").replace("-", ""))
+    started = utc_now()
+    path = given or Path("runs") / name.format(started.replace(":", "").replace("-", ""))
     if resume and given is None:
-        raise BadInput("--resume needs --run-dir, the folder of the run to go on with")
-    if process_index() == 0:
-        metrics = claim_here(run_dir, resume)
-        if resume:
-            step = find_checkpoint(run_dir, same, say, steps)
-    path, started, step = json.loads(broadcast("run", json.dumps([str(run_dir.absolute()), started, step])))
-    if process_index():
-        run_dir = Path(path)
-    shared = all(gather("sees-run-dir", (run_dir / METRICS).exists()))
-    if not shared:
-        say.print(f"not all processes see {path}: SIGTERM will end this run without a checkpoint", soft_wrap=True)
-    if (checkpoints or resume) and not shared:
-        raise BadInput(
-            f"not all processes see {path}, and each writes its part of a checkpoint; give a --run-dir that all nodes "
-            "share, or leave out --checkpoint-every and --resume"
-        )
-    return Claim(run_dir, started, step, shared, metrics)
+        raise BadInput("--resume needs --run-dir, the folder of the run to resume")
+    directory = RunDirectory(path, started, create_and_lock(path, resume) if process_index() == 0 else None)
+    directory.keep = on_failure(directory.abandon)
+    try:
+        if resume and process_index() == 0:
+            directory.step = find_checkpoint(path, same, console, steps)
+        facts = broadcast("run", json.dumps([str(path.absolute()), started, directory.step]))
+        of_first, directory.started, directory.step = json.loads(facts)
+        if process_index():
+            directory.path = Path(of_first)
+        directory.shared = all(gather("sees-run-dir", (directory.path / METRICS).exists()))
+        if not directory.shared:
+            console.print(
+                f"not all processes see {of_first}: SIGTERM will end this run without a checkpoint", soft_wrap=True
+            )
+            if checkpoints or resume:
+                raise BadInput(
+                    f"not all processes see {of_first}, and each writes its part of a checkpoint; give a --run-dir "
+                    "that all nodes share, or leave out --checkpoint-every and --resume"
+                )
+    except BaseException:
+        directory.abandon()
+        raise
+    return directory
 
 
-def claim_here(run_dir: Path, resume: bool) -> Lines:
+def create_and_lock(run_dir: Path, resume: bool) -> Lines:
     """Create the run directory, or take it as it is with ``resume``; returns its ``metrics.jsonl``, locked."""
     writable_folder(run_dir, "run directory")
     path = run_dir / METRICS
@@ -115,9 +132,9 @@ def claim_here(run_dir: Path, resume: bool) -> Lines:
                 raise BadInput(
                     f"another run is writing to {run_dir} now; wait for its end, or choose another --run-dir"
                 ) from None
-        if not resume and (names := held(run_dir)):
+        if not resume and (names := existing_files(run_dir)):
             raise BadInput(
-                f"--run-dir {run_dir} already holds a run ({names[0]}); go on with it by --resume, choose another "
+                f"--run-dir {run_dir} already holds a run ({names[0]}); resume it with --resume, choose another "
                 "folder, or move it away"
             )
         if resume and (run_dir / "run.json").exists() and read_run(run_dir)["status"] in ("finished", "diverged"):
@@ -130,27 +147,27 @@ def claim_here(run_dir: Path, resume: bool) -> Lines:
     return metrics
 
 
-def held(run_dir: Path) -> list[str]:
+def existing_files(run_dir: Path) -> list[str]:
     """Names of what a run has left in ``run_dir``."""
     names = [name for name in (*RUN_FILES, "checkpoints") if (run_dir / name).exists()]
     metrics = run_dir / METRICS
     return names + [METRICS] * (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def find_checkpoint(run_dir: Path, same: dict[str, Any], say: Console, steps: int | None) -> int | None:
-    """Return the step of the newest whole checkpoint in ``run_dir``, or None; says which it is.
+def find_checkpoint(run_dir: Path, same: dict[str, Any], console: Console, steps: int | None) -> int | None:
+    """Return the step of the newest undamaged checkpoint in ``run_dir``, or None; prints which.
 
     Raises :class:`BadInput` for one of another run, or of more than ``steps``.
     """
     folder = run_dir / "checkpoints"
-    step, said = newest(folder)
+    step, notes = newest(folder)
     if step is not None:
         check_same(read_record(folder, step), same, run_dir)
         if steps is not None and step > steps:
             raise BadInput(f"--steps {steps}: the run in {run_dir} has made {step} already; give more, or no --steps")
-        said.append(f"resuming {run_dir} after step {step}")
+        notes.append(f"resuming {run_dir} after step {step}")
     else:
-        said.append(f"{run_dir} has no checkpoint to resume from; starting at step 0")
-    for line in said:
-        say.print(line, markup=False, soft_wrap=True)
+        notes.append(f"{run_dir} has no checkpoint to resume from; starting at step 0")
+    for line in notes:
+        console.print(line, markup=False, soft_wrap=True)
     return step

@@ -1,22 +1,20 @@
-"""Everything before the clock starts: recipe, devices, data, run directory, compiled program, warm-up, first state."""
+"""Set up a run before the clock starts: recipe, devices, data, run directory, compiled programs, warm-up, state."""
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.cluster.distributed import gather, process_index, require_equal
-from jspeed.cluster.failure import on_failure
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
@@ -27,41 +25,34 @@ from jspeed.fields import Count, CountOrZero, Positive, integer, misfits
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
-from jspeed.parallel.mesh import make_mesh, parse_mesh, put, replicated, request_cpu_devices
+from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, replace
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
-from jspeed.run import evaluate
+from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import KEEP, restore
 from jspeed.run.clock import Clock
-from jspeed.run.compute import accumulators
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.malloc import keep_freed_memory
-from jspeed.run.compute.memory_fallbacks import in_less_memory
+from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
-from jspeed.run.compute.program import (
-    Program,
-    eval_context,
-    state_shardings,
-    warm_up,
-)
+from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
-from jspeed.run.export import fingerprint, read_parameters
-from jspeed.run.find_recipe import Found, find
-from jspeed.run.output import console as say
+from jspeed.run.find_recipe import LoadedRecipe, find
+from jspeed.run.output import console as output
 from jspeed.run.output.sinks import check_sinks
-from jspeed.run.run_directory import Claim, claim
+from jspeed.run.run_directory import RunDirectory, open_run_directory
 from jspeed.sizes import describe
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; ``jspeed run`` explains each."""
+    """Options of ``jspeed run``, which explains each."""
 
     recipe: str
     data: Path | None = None
@@ -93,10 +84,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that is ready to start; ``recipe`` has the target that counts, ``state`` is the initial one."""
+    """A run that is ready to start; ``recipe`` has --target-loss applied, ``state`` is the first one.
+
+    ``identity`` is what a checkpoint must share to be resumed; ``record`` is that of the checkpoint resumed from, or
+    None; ``kernels`` is what the preflight found."""
 
     options: Options
-    found: Found
+    found: LoadedRecipe
     recipe: Recipe
     mesh: Mesh
     device: Device
@@ -106,7 +100,7 @@ class Setup:
     manifest: dict[str, Any]
     run_dir: Path
     started: str
-    claim: Claim
+    directory: RunDirectory
     program: Program
     validation: evaluate.ValidationSet
     state: State
@@ -116,16 +110,16 @@ class Setup:
     kernels: Kernels
 
 
-def prepare(options: Options, clock: Clock, console: Console) -> Setup:
+def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
     use_compile_cache()
-    found, mesh = find_and_place(options)
+    found, mesh = load_recipe_and_mesh(options)
     recipe = found.recipe
     if options.target_loss is not None:
         recipe = replace(recipe, target_loss=options.target_loss)
     given = None
     if options.init_from is not None:
-        given, found = read_parameters(options.init_from, recipe), start_from(found, options.init_from)
+        given, found = export.read_parameters(options.init_from, recipe), start_from(found, options.init_from)
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     device = device_of(mesh, options.attention, recipe=recipe)
@@ -135,7 +129,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     device = dataclasses.replace(
         device, own_kernels=device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on")
     )
-    parts = [micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages]
+    parts = tuple(micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages)
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
@@ -151,7 +145,7 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
     how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
     require_equal(same | how | {"--resume": options.resume, "jax": jax.__version__})
-    checked = Preflight(device)
+    checked = Preflight(device, own_kernels_asked=found.fields.get("OWN_KERNELS") == "on")
     if options.preflight:
         with clock.section("preflight"):
             checked = preflight(recipe, mesh, device, found.fields, console)
@@ -159,60 +153,37 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
     name = f"{recipe.name}-{{}}-seed{options.seed}"
     saving = options.checkpoint_every > 0
-    claimed = claim(options.run_dir, name, options.resume, saving, same, console, options.steps)
-    run_dir, step = claimed.run_dir, claimed.step
-    forget = on_failure(claimed.abandon)
+    directory = open_run_directory(options.run_dir, name, options.resume, saving, same, console, options.steps)
+    run_dir, step = directory.path, directory.step
     try:
-        config: dict[str, Any] = {"recipe": recipe.name, "recipe_hash": found.hash, "fields": found.fields}
-        config |= {"overrides": found.overrides, "tokenizer": tokenizer_facts(manifest or {})}
-        config |= {"options": dataclasses.asdict(options)}
+        config = export.own_config(found, tokenizer_facts(manifest or {})) | {"options": dataclasses.asdict(options)}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
             copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
-        devices = provenance.devices()
-        accumulation = " then ".join(str(part) for part, _ in itertools.groupby(parts))
-        path = min(str(found.path), os.path.relpath(found.path), key=len)
-        kernels, explanation = kernels_of(device, found.fields.get("FP8"))
-        facts = [
-            ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
-            *describe(recipe),
-            (
-                "devices",
-                f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}",
-                str(devices["count"]),
-            ),
-            (
-                "micro-batches",
-                "lanes (rows of a batch) / devices / lanes a device computes at once; gradients accumulate over them",
-                accumulation + idle(mesh, parts[-1]),
-            ),
-            ("kernels", explanation, kernels),
-            ("data", str(folder), f"{shards.num_tokens:,} tokens"),
-        ]
-        say.opening(console, facts)
-        if device.note:
-            console.print(f"note: {device.note}", markup=False, soft_wrap=True)
-        if note := taken_name(recipe.name, recipe.track, hashlib.sha256(found.source.encode()).hexdigest()):
-            console.print(f"note: {note}", markup=False, soft_wrap=True)
+        output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
+        for note in (device.note, taken_name(recipe.name, recipe.track, found.source_sha256)):
+            if note:
+                console.print(f"note: {note}", markup=False, soft_wrap=True)
         with clock.section("compile"):
             program, checked = compile_or_fall_back(
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
             device = checked.device
-        for note in in_less_memory(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
+        if program.parts != parts:
+            console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
+        for note in memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
-        with clock.section("warm-up"), say.waiting(console, "warming up"):
+        with clock.section("warm-up"), output.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))
-            validation = evaluate.place(rows, program.eval_rows, recipe, mesh)
+            validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
             warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
             record: dict[str, Any] | None = None
             if step is not None:
                 shapes, _ = state_shardings(recipe, options.layout, mesh)
-                state, record = restore(run_dir / "checkpoints", step, accumulators.without(shapes))
-                state["carry"] = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
+                state, record = restore(run_dir / "checkpoints", step, shapes)
                 loader.load_state_dict(record["loader"])
                 after_warm_up = checksum(program.init(seed))
             else:
@@ -223,9 +194,9 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
             jax.block_until_ready(state)
             at_start = StartEvidence(fresh, after_warm_up, provenance.gpus(), plan)
     except BaseException:
-        claimed.abandon()
+        directory.abandon()
         raise
-    forget()
+    directory.keep()
     return Setup(
         options=options,
         found=found,
@@ -237,8 +208,8 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
         loader=loader,
         manifest=manifest or {},
         run_dir=run_dir,
-        started=claimed.started,
-        claim=claimed,
+        started=directory.started,
+        directory=directory,
         program=program,
         validation=validation,
         state=state,
@@ -249,35 +220,63 @@ def prepare(options: Options, clock: Clock, console: Console) -> Setup:
     )
 
 
-def find_and_place(options: Options) -> tuple[Found, Mesh]:
-    """Return the recipe and the mesh it is to lie on, with no device used yet.
+def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
+    """Return the recipe and its mesh, with no device used yet.
 
-    Raises :class:`BadInput` for options that cannot be meant, and where the layout does not fit.
+    Raises :class:`BadInput` for invalid options, and where the layout does not fit.
     """
     check_options(options)
     found = find(options.recipe, options.sets)
-    axes = parse_mesh(options.mesh) if options.mesh is not None else None
-    if axes:
-        request_cpu_devices(axes)
-    mesh = make_mesh(axes)
+    mesh = mesh_for(options.mesh) or make_mesh()
     check_layout(options.layout, mesh, found.recipe)
     return found, mesh
 
 
-def idle(mesh: Mesh, parts: int) -> str:
-    """What a pipeline loses, in words."""
+def opening_facts(
+    options: Options,
+    found: LoadedRecipe,
+    recipe: Recipe,
+    mesh: Mesh,
+    device: Device,
+    parts: Sequence[int],
+    folder: Path,
+    shards: Shards,
+) -> list[tuple[str, str, str]]:
+    """Return (name, formula, value) of every derived number of a run."""
+    devices = provenance.devices()
+    path = min(str(found.path), os.path.relpath(found.path), key=len)
+    kernels, explanation = kernels_of(device, found.fields.get("FP8"))
+    on = f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}"
+    accumulated = "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated"
+    return [
+        ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
+        *describe(recipe),
+        ("devices", on, str(devices["count"])),
+        ("micro-batches", accumulated, by_stage(parts) + pipeline_note(mesh, parts[-1])),
+        ("kernels", explanation, kernels),
+        ("data", str(folder), f"{shards.num_tokens:,} tokens"),
+    ]
+
+
+def by_stage(parts: Sequence[int]) -> str:
+    """Write a number of each stage, equal neighbours once."""
+    return " then ".join(str(part) for part, _ in itertools.groupby(parts))
+
+
+def pipeline_note(mesh: Mesh, parts: int) -> str:
+    """Describe the bubble of a pipeline."""
     stages = mesh.shape.get("pipe", 1)
     return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
-def start_from(found: Found, path: Path) -> Found:
-    """Return ``found`` with the hash of the parameters it starts from among its fields: it is another recipe then."""
-    given = {"init_from": fingerprint(path)}
+def start_from(found: LoadedRecipe, path: Path) -> LoadedRecipe:
+    """Return ``found`` with the hash of its first parameters among its fields: another hash than from scratch."""
+    given = {"init_from": export.fingerprint(path)}
     return dataclasses.replace(found, fields=found.fields | given, overrides=found.overrides | given)
 
 
 def given_state(recipe: Recipe, given: Any, state: State) -> State:
-    """Return a first state with the ``given`` parameters (NumPy), lying as those of ``state`` do."""
+    """Return a first state with the ``given`` parameters (NumPy), with the shardings of ``state``."""
     params = jax.tree.map(lambda array, old: put(array, old.sharding), given, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
     optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)
@@ -290,7 +289,7 @@ def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
     return {name: manifest[name] for name in names if name in manifest} or None
 
 
-def identity(options: Options, found: Found, shards: Shards, val_shards: Shards) -> dict[str, Any]:
+def identity(options: Options, found: LoadedRecipe, shards: Shards, val_shards: Shards) -> dict[str, Any]:
     """What must be equal for two processes to make one run."""
     named = {"recipe hash": found.hash, "seed": options.seed, "training data": shards.fingerprint}
     named |= {"validation data": val_shards.fingerprint, "--layout": options.layout, "--steps": options.steps}
@@ -298,7 +297,7 @@ def identity(options: Options, found: Found, shards: Shards, val_shards: Shards)
 
 
 def check_options(options: Options) -> None:
-    """Raise :class:`BadInput` for values that no option may have, whatever the recipe."""
+    """Raise :class:`BadInput` for invalid option values, whatever the recipe."""
     for where, expected, found in misfits(options, Options):
         raise BadInput(f"--{where.replace('_', '-')} {getattr(options, where)}: expected {expected}, found {found}")
     check_sinks(options.log)

@@ -1,4 +1,4 @@
-"""The training loop: batch, dispatch, read the previous step's loss; now and then a pause to evaluate."""
+"""The training loop: batch, dispatch, read the previous step's loss; with pauses for evaluation and checkpoints."""
 
 import math
 import signal
@@ -20,7 +20,6 @@ from jspeed.recipe import Stage
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
-from jspeed.run.compute import accumulators
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import validation_loss
@@ -30,11 +29,11 @@ from jspeed.run.output.console import Display
 from jspeed.run.output.metrics_log import Progress
 from jspeed.run.output.profile import Profile
 from jspeed.run.output.sinks import sinks
-from jspeed.run.setup import Options, Setup, prepare
+from jspeed.run.setup import Options, Setup, set_up
 from jspeed.standard_streams import stdout_of_process_0_only
 
 
-def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir: None) -> int:
+def train(options: Options, afterwards: Callable[[Path], None] | None = None) -> int:
     """Make one run and return the exit code: 0 reached the target or ran what was asked, 1 did not, 130 Ctrl-C,
     143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
 
@@ -45,33 +44,33 @@ def train(options: Options, afterwards: Callable[[Path], None] = lambda run_dir:
             stdout_of_process_0_only(distributed.process_index() == 0)
         failure.watch()
         code, run_dir = run(options)
-    if distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
+    if afterwards and distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
         afterwards(run_dir)
     return code
 
 
 def run(options: Options) -> tuple[int, Path]:
-    """Make one run in this process, which knows the others; returns the exit code and the run's directory."""
+    """Make one run in this process, once jax.distributed is initialised; returns exit code and run directory."""
     first = distributed.process_index() == 0
     console, clock = Console(highlight=False, quiet=not first), Clock()
-    setup = prepare(options, clock, console)
-    asked = min(options.steps or setup.recipe.steps, setup.recipe.steps)
+    setup = set_up(options, clock, console)
+    last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = GracefulStop()
     logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
-    with setup.claim, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
-        with Display(console, asked, options.progress, setup.recipe.target_loss) as display:
-            progress = Progress(clock, setup.claim.metrics, display, sinks=opened)
+    with setup.directory, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
+        with Display(console, last_step, options.progress, setup.recipe.target_loss) as display:
+            progress = Progress(clock, setup.directory.metrics, display, sinks=opened)
             try:
-                setup.claim.begin()
+                setup.directory.begin()
                 if setup.record:
                     progress.resume(setup.record)
                 # Without jit every constant of the program is a copy.
                 with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
                     with Checkpoints(setup.run_dir / "checkpoints", options.keep_checkpoints) as checkpoints:
-                        state = loop(setup, progress, stop, checkpoints, asked)
+                        state = loop(setup, progress, stop, checkpoints, last_step)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
-                    setup.claim.abandon()
+                    setup.directory.abandon()
                     raise
                 progress.status = "interrupted"
                 with suppress(BadInput, OSError):  # there may be no room for this either, and no data
@@ -80,8 +79,8 @@ def run(options: Options) -> tuple[int, Path]:
         return finish(setup, progress, state, console), setup.run_dir
 
 
-def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Checkpoints, asked: int) -> State:
-    """Run up to ``asked`` steps under the clock and return the last state.
+def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Checkpoints, last_step: int) -> State:
+    """Run up to ``last_step`` steps under the clock and return the last state.
 
     The host reads one number a step, the loss of the step before, while the device works on the current one; so
     at most two steps are in flight. The transfer guard makes any other copy an error.
@@ -98,22 +97,28 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
             progress.trained(step, tokens, float(jax.device_get(loss)))
             unread = None
 
-    profile = Profile(setup.run_dir / "profile", setup.options.profile, clock, progress.steps, asked, progress.failed)
+    profile = Profile(
+        setup.run_dir / "profile", setup.options.profile, clock, progress.steps, last_step, progress.failed
+    )
     saved = progress.steps
     every = setup.options.checkpoint_every
 
     def save() -> None:
         nonlocal saved
         read()
+        if progress.status == "diverged":  # a good checkpoint would make room for this one
+            return
         with clock.section("checkpoint", wait_for=state):
             record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
-            checkpoints.save(progress.steps, accumulators.without(state), record)
+            checkpoints.save(progress.steps, state, record)
         saved = progress.steps
 
     clock.start(state)
-    if progress.steps >= asked < recipe.steps:
+    if progress.steps >= last_step < recipe.steps:
         progress.end("stopped")
-    for stage, execute in islice(every_step(recipe.stages, program.steps), progress.steps, max(asked, progress.steps)):
+    for stage, execute in islice(
+        every_step(recipe.stages, program.steps), progress.steps, max(last_step, progress.steps)
+    ):
         if progress.steps % recipe.eval_every == 0 and not progress.at_validation:
             read()
             with clock.section("evaluation", wait_for=state):
@@ -139,11 +144,11 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
         progress.steps += 1
         progress.tokens += recipe.tokens_per_step(stage)
         unread = progress.steps, progress.tokens, metrics["loss"]
-        if progress.steps == asked < recipe.steps:
+        if progress.steps == last_step < recipe.steps:
             progress.end("stopped")
         if clock.timed_seconds > limit:
             stop.request("stopped")
-        # Between two updates of slow parameters there is more to keep than a checkpoint does.
+        # Between two updates of slow parameters the state holds more than a checkpoint does.
         if progress.steps % recipe.period == 0 and (why := stop.reached(progress.steps)):
             progress.end(why)
         if progress.status != "finished":
@@ -153,7 +158,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     clock.stop(state)
     wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
     try:
-        if wanted and setup.claim.shared and progress.steps > saved and progress.status != "diverged":
+        if wanted and setup.directory.shared and progress.steps > saved:
             save()
         checkpoints.wait()
     except BadInput as error:  # all steps are made: their record needs no checkpoint

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: an entry that is damaged, or that there is no room for, is said once and replaced."""
+"""Compilation cache: damaged or unwritable entries are reported once and replaced."""
 
 import os
 import subprocess

@@ -13,7 +13,7 @@ from jspeed.model import attention
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import device, program
+from jspeed.run.compute import compiler, device, program
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -92,7 +92,7 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     cpu, stage = device.device_of(mesh), recipe.stages[0]
 
     def needs(parts):
-        return program.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
+        return compiler.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
 
     large, small = needs(1), needs(2)
     assert small < large
@@ -100,6 +100,7 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* 256 tokens need .* GB and fit"):
         program.fit(recipe, stage, mesh, "zero1", tight, 512)
     assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 2
+    assert program.compile_program(recipe, mesh, "zero1", None, 1, tight).parts == (2,)
     with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
         program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
 
@@ -107,11 +108,18 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
 def test_what_an_evaluation_leaves_on_the_device_is_counted():
     """Two moments of Adam beside each parameter, cut among the devices in their turn."""
     recipe = find("stdlib").recipe
-    one, two = (program.waiting_bytes(recipe, mesh_of(n), "zero1") for n in (1, 2))
+    one, two = (program.idle_state_bytes(recipe, mesh_of(n), "zero1") for n in (1, 2))
     params = 4 * sum(
         math.prod(p.shape) for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
     )
     assert 0.99 * params < one <= 2.01 * params and two < 0.6 * one
+
+
+def test_an_evaluation_that_does_not_fit_is_refused():
+    recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
+    small = dataclasses.replace(device.device_of(mesh), memory=1000)
+    with pytest.raises(BadInput, match="to evaluate rows of 16 tokens and there are 0.0 GB"):
+        program.compile_evaluation(recipe, mesh, "zero1", small, 16, 1)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +186,8 @@ def other(platform, **attributes):
 @pytest.mark.parametrize(
     ("mesh", "note"),
     [
-        (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "jspeed does not know"),
-        (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is a kind of device that jspeed does not know"),
+        (other("gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"), "unknown device kind"),
+        (other("metal", device_kind="Apple M4"), "Apple M4 (metal) is an unknown device kind"),
     ],
 )
 def test_a_device_that_is_not_known_gets_the_plain_path_and_a_note(mesh, note):
@@ -204,8 +212,8 @@ def test_no_options_for_gpus_reach_another_compiler(monkeypatch):
     given = []
     lowered = types.SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options))
     for platform in ("cpu", "tpu", "metal", "gpu", "cuda"):
-        program.compiled(lowered, device.Device(platform, "xla", "missing", 1))
-    assert given == [None, None, None, program.GPU_OPTIONS, program.GPU_OPTIONS]
+        compiler.compiled(lowered, device.Device(platform, "xla", "missing", 1))
+    assert given == [None, None, None, compiler.GPU_OPTIONS, compiler.GPU_OPTIONS]
 
 
 def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):
@@ -223,14 +231,14 @@ def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch)
             return self
 
     monkeypatch.setattr(program, "lower_step", lambda *a: Lowered(parts=a[5]))
-    monkeypatch.setattr(program, "memory_needed", lambda step: 10**9)
+    monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
     assert program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, None)[1] == 4
     with pytest.raises(BadInput, match=r"--micro-batch 128 needs 57.6 GB a device and there are 16.0 GB; 32 tokens"):
         program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, 128)
     with pytest.raises(BadInput, match=r"a program needs 57.6 GB of a device"):
-        program.compiled(Lowered(parts=1), tpu)
+        compiler.compiled(Lowered(parts=1), tpu)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        program.compiled(Lowered(parts=1), device.Device("gpu", "cudnn", "native", 512))
+        compiler.compiled(Lowered(parts=1), device.Device("gpu", "cudnn", "native", 512))
 
 
 def test_memory_decides_the_first_micro_batch():

@@ -1,4 +1,4 @@
-"""Every layout is the same training: losses, gradients, what a device holds, and the sentence where it cannot be."""
+"""Every sharding layout gives the same losses and gradients; shapes per device; unsupported layouts are refused."""
 
 import functools
 import io

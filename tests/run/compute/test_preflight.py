@@ -1,4 +1,4 @@
-"""A backend that raises, gives NaN or is 1 % off makes way for the next; the run is that of the next backend."""
+"""Preflight: a backend that raises, returns NaN or is 1 % off is replaced by the next one."""
 
 import dataclasses
 import functools
@@ -110,7 +110,7 @@ def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
         assert len(calls) == count
 
 
-def test_no_backend_at_all_is_one_sentence(said, monkeypatch):
+def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["versions of which nothing is known"])
     with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
@@ -126,9 +126,9 @@ def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatc
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
     found = preflight.preflight(RECIPE, one_device(), native, {"FP8": "auto"}, said)
     assert found.device.fp8 == "missing"
-    assert "FP8 matmuls: the product is off by 1.0" in said.file.getvalue()
+    assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
-    with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the product is off"):
+    with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the output is off"):
         preflight.preflight(RECIPE, one_device(), native, {"FP8": "on"}, said)
     assert preflight.preflight(RECIPE, one_device(), native, {"FP8": "off"}, said).device.fp8 == "native"
 
@@ -175,6 +175,9 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
     _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (composed heads in own kernels: the window" in said.file.getvalue()
+    asked = dataclasses.replace(start, own_kernels_asked=True)
+    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: the window"):
+        preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):

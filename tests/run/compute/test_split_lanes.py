@@ -10,7 +10,7 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import device, memory_fallbacks, program, split_lanes, step
+from jspeed.run.compute import compiler, device, memory_fallbacks, program, split_lanes, step
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -147,7 +147,7 @@ def test_what_fits_is_found_largest_first():
     recipe, mesh = find("r29", R29).recipe, mesh_of(8)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
     needs = [
-        program.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, n).compile()) for n in (1, 2, 4)
+        compiler.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, n).compile()) for n in (1, 2, 4)
     ]
     assert needs == sorted(needs, reverse=True)
     tight = dataclasses.replace(cpu, memory=(needs[1] + needs[2]) // 2)
@@ -160,7 +160,7 @@ def test_what_fits_is_found_largest_first():
 def fitted(monkeypatch):
     """``fitted(recipe, memory)``: what fits (micro-batches, chunk, whether layers are recomputed), what was lowered for
     it, and what was compiled."""
-    lower, compile_, lowered, built = program.lower_step, program.compiled, [], []
+    lower, compile_, lowered, built = program.lower_step, compiler.compiled, [], []
 
     def lower_step(*arguments):
         lowered.append(((arguments[5], arguments[7], "remat" in arguments[3]), found := lower(*arguments)))
@@ -178,8 +178,8 @@ def fitted(monkeypatch):
         built.clear()
         mesh = mesh_of(1)
         small = dataclasses.replace(device.device_of(mesh), memory=memory)
-        _, *found = program.fit(recipe, recipe.stages[0], mesh, "zero1", small, None)
-        return tuple(found), [what for what, _ in lowered], list(built)
+        found = program.fit(recipe, recipe.stages[0], mesh, "zero1", small, None)
+        return found[1:4], [what for what, _ in lowered], list(built)
 
     return fit
 
@@ -193,7 +193,7 @@ def one_lane():
     recipe = find("r29", CHUNKED).recipe
     cpu = device.device_of(mesh_of(1))
     lowered = program.lower_step(recipe, recipe.stages[0], mesh_of(1), "zero1", cpu, 1, -1, None)
-    return recipe, program.memory_needed(lowered.compile())
+    return recipe, compiler.memory_needed(lowered.compile())
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
     assert fitted(without, lane - 1) == (HALVES, [WHOLE, IN_CHUNKS, HALVES], [WHOLE, HALVES])
 
     monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 400)
-    can = memory_fallbacks.freed(recipe, recipe.stages[0], mesh_of(1), 1)
+    can = memory_fallbacks.bytes_freed_by_chunks(recipe, recipe.stages[0], mesh_of(1), 1)
     assert can == 2 * 4 * 4096 * (512 - 400)
     assert fitted(recipe, lane - can) == (HALVES, [WHOLE, HALVES], [WHOLE, HALVES])
 
@@ -224,12 +224,14 @@ def test_chunks_are_taken_where_they_help_alone(fitted, monkeypatch):
 def test_chunks_free_nothing_of_several_lanes_nor_in_a_pipeline_nor_of_what_is_not_scored():
     recipe, mesh = find("r29", trace=False).recipe, mesh_of(1)
     stage = recipe.stages[0]
-    assert [memory_fallbacks.freed(recipe, stage, mesh, parts) for parts in (1, 4, 256)] == [0, 0, 0]
+    assert [memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 4, 256)] == [0, 0, 0]
     tokens = [length - memory_fallbacks.HEAD_CHUNK for length in (49_152, 26_752)]
-    assert [memory_fallbacks.freed(recipe, stage, mesh, parts) for parts in (8, 16)] == [4 * 50_304 * n for n in tokens]
-    assert memory_fallbacks.freed(recipe, stage, mesh_of(data=1, pipe=2), 8) == 0
+    assert [memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (8, 16)] == [
+        4 * 50_304 * n for n in tokens
+    ]
+    assert memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh_of(data=1, pipe=2), 8) == 0
     sampled = dataclasses.replace(stage, scored=5000)
-    assert memory_fallbacks.freed(recipe, sampled, mesh, 8) == 4 * 5000 * tokens[0]
+    assert memory_fallbacks.bytes_freed_by_chunks(recipe, sampled, mesh, 8) == 4 * 5000 * tokens[0]
 
 
 @pytest.mark.parametrize(
@@ -280,15 +282,15 @@ def test_recomputed_layers_have_the_same_gradients():
         np.testing.assert_allclose(grad, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def test_what_is_done_in_less_memory_is_said():
+def test_notes_on_what_makes_a_step_fit_in_memory():
     stage = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
     assert not [
-        *memory_fallbacks.in_less_memory(stage, 65_536, None, False),
-        *memory_fallbacks.in_less_memory(stage, 49_152, None, False),
+        *memory_fallbacks.memory_notes(stage, 65_536, None, False),
+        *memory_fallbacks.memory_notes(stage, 49_152, None, False),
     ]
-    pieces, chunks, remat = memory_fallbacks.in_less_memory(stage, 24_576, 4096, True)
+    pieces, chunks, remat = memory_fallbacks.memory_notes(stage, 24_576, 4096, True)
     assert pieces == (
         "a lane of 49,152 tokens is cut at document borders into 2 pieces of at most 26,752, one at a time"
     )
     assert chunks == "the head's loss is computed in chunks, from logits of 4,096 tokens at a time"
-    assert remat == "layers are recomputed for their gradients instead of kept"
+    assert remat == "layers are recomputed for their gradients instead of stored"

@@ -188,7 +188,7 @@ def test_a_constant_loss_stays_what_it_is():
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():
     recipe = find("llmc", [*TOYS["llmc"], "COMPUTE=bfloat16", "LAYERS=1"]).recipe
-    params = jax.eval_shape(lambda: step.computing(recipe, step.init_state(recipe, jnp.uint32(1))["params"]))
+    params = jax.eval_shape(lambda: step.to_compute_dtype(recipe, step.init_state(recipe, jnp.uint32(1))["params"]))
     tokens = jax.ShapeDtypeStruct((8, recipe.stages[0].lane_len + 1), jnp.uint16)
     ctx = Context(recipe.stages[0], training=True)
     made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, 1.0, p, t))(params, tokens)
@@ -236,7 +236,7 @@ def test_without_jit_three_steps_are_the_same(make):
 def test_warm_up_leaves_no_trace(name):
     recipe, mesh = toy(name), mesh_of(2)
     built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
-    validation = evaluate.place(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
+    validation = evaluate.to_devices(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
     program.warm_up(built, recipe, mesh, validation.rows)
@@ -258,6 +258,6 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
         mesh = mesh_of(devices)
         device = device_of(mesh)
         padded, lowered = program.lower_evaluation(recipe, mesh, "zero1", device, recipe.eval_len, len(rows))
-        validation = evaluate.place(rows, padded, recipe, mesh)
+        validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
         assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(expected, abs=1e-6)

@@ -1,6 +1,7 @@
-"""What a record says of data, machine and state, against slow and obvious ways to say the same."""
+"""run.json's evidence of data, machine and state, against slow and obvious implementations."""
 
 import stat
+import subprocess
 from pathlib import Path
 
 import jax
@@ -13,7 +14,7 @@ from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import trained_on
 from jspeed.run.evidence.probes import callbacks
-from jspeed.run.evidence.validation_overlap import copied
+from jspeed.run.evidence.validation_overlap import TokenRange, overlap
 
 
 def shard(path: Path, tokens: np.ndarray) -> Path:
@@ -33,13 +34,13 @@ def test_overlap_is_the_share_of_blocks_found_by_looking_everywhere(tmp_path, mo
     train[1][899 - 64 : 899] = val[256:320]  # block 4, up to the last token but one
     train[2][10:74] = val[320:384]  # block 5, of which the stream has read all but the last token
     files = [shard(tmp_path / f"t_train_{n}.bin", tokens) for n, tokens in enumerate(train)]
-    reach = [(files[0], 0, 900), (files[1], 0, 900), (files[2], 0, 73)]
-    pieces = {tuple(t[a:b][i : i + 64]) for t, (_, a, b) in zip(train, reach, strict=True) for i in range(b - a - 63)}
+    ranges = [TokenRange(path, 0, end) for path, end in zip(files, (900, 900, 73), strict=True)]
+    pieces = {tuple(t[a:b][i : i + 64]) for t, (_, a, b) in zip(train, ranges, strict=True) for i in range(b - a - 63)}
     slow = np.mean([tuple(val[64 * n : 64 * n + 64]) in pieces for n in range(10)])
     assert slow == 0.4
-    assert copied(reach, np.dtype("<u2"), val.astype(np.uint16)) == pytest.approx(slow)
-    assert copied([], np.dtype("<u2"), val.astype(np.uint16)) == 0
-    assert copied([(files[0], 0, 20)], np.dtype("<u2"), val[:20].astype(np.uint16)) == 0
+    assert overlap(ranges, np.dtype("<u2"), val.astype(np.uint16)) == pytest.approx(slow)
+    assert overlap([], np.dtype("<u2"), val.astype(np.uint16)) == 0
+    assert overlap([TokenRange(files[0], 0, 20)], np.dtype("<u2"), val[:20].astype(np.uint16)) == 0
 
 
 def test_what_a_stream_can_have_read(tmp_path):
@@ -122,3 +123,18 @@ def test_without_nvidia_smi_there_are_no_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert provenance.gpus() is None and provenance.gpu_facts(None) is None
     assert provenance.git(tmp_path) == {"commit": None, "dirty": None}
+
+
+def test_only_changes_of_tracked_files_make_a_commit_dirty(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    (tmp_path / "code.py").write_text("1")
+    git("init", "-q")
+    git("add", "code.py")
+    git("commit", "-qm", "first")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text("{}")
+    assert provenance.git(tmp_path)["dirty"] is False
+    (tmp_path / "code.py").write_text("2")
+    assert provenance.git(tmp_path)["dirty"] is True

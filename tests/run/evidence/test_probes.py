@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jspeed.run.evidence import probes
 from jspeed.run.recipe_names import FOLDER
 from jspeed.run.setup import Options
 from jspeed.run.train import train
@@ -41,7 +42,7 @@ CHEATS = {
 }
 
 
-def failed(folder: Path, recipe: Path, data: Path) -> set[str]:
+def failed(folder: Path, recipe: Path | str, data: Path) -> set[str]:
     run_dir = folder / "run"
     code = train(Options(str(recipe), data=data, sets=SETS, run_dir=run_dir, target_loss=9.0, progress=False))
     run = json.loads((folder / "run" / "run.json").read_text())
@@ -54,14 +55,27 @@ def failed(folder: Path, recipe: Path, data: Path) -> set[str]:
     "name", [name if name == "looks_at_targets" else pytest.param(name, marks=pytest.mark.slow) for name in CHEATS]
 )
 def test_a_cheat_fails_its_probe(name, tmp_path):
-    old, new, probes = CHEATS[name]
+    old, new, expected = CHEATS[name]
     recipe = tmp_path / f"{name}.py"
     source = (FOLDER / "stdlib.py").read_text()
     assert source.count(old) == 1
     # A zero head would be blind to what is added to its input.
     source = source.replace(old, new).replace('("vocab", "model"), zeros', '("vocab", "model"), scaled')
     recipe.write_text(source)
-    assert failed(tmp_path, recipe, shards(tmp_path / "shards")) == probes
+    assert failed(tmp_path, recipe, shards(tmp_path / "shards")) == expected
+
+
+def test_a_probe_that_raises_has_failed_and_the_record_is_written(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("the disk has gone")
+
+    for name in ("overlap_of_run", "normalisation"):
+        monkeypatch.setattr(probes, name, broken)
+    data = shards(tmp_path / "shards")
+    assert failed(tmp_path, "stdlib", data) == {"no_overlap", "normalisation"}
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["probes"]["no_overlap"] == {"passed": False, "raised": "OSError: the disk has gone"}
+    assert (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_validation_documents_among_the_training_ones(tmp_path):

@@ -1,4 +1,4 @@
-"""What a terminal shows of what was written to it: the few codes that a progress bar needs, and no others."""
+"""Minimal terminal emulator, for tests of the progress bar."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Curves in other places: what TensorBoard reads back, what happens without the packages, and a profiler's trace."""
+"""Sinks: what TensorBoard and W&B get, missing packages, and a profiler's trace."""
 
 import json
 import re

@@ -22,26 +22,28 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
 
     Empty if every parameter is updated at every step.
     """
+    devices = mesh.shape["data"] if mesh else 1
 
-    def whole(spec: ParamSpec, cut: PartitionSpec) -> jax.Array:
-        return jnp.zeros(spec.shape, spec.compute or spec.dtype)
+    def gradients(spec: ParamSpec, cut: PartitionSpec) -> jax.Array:
+        shape = spec.shape
+        if owned(spec, cut):
+            shape = shape[0] // devices, *shape[1:]
+        return jnp.zeros((devices, *shape), spec.compute or spec.dtype)
 
-    def sums(spec: ParamSpec, cut: PartitionSpec) -> jax.Array:
-        devices = mesh.shape["data"] if mesh else 1
-        first, rest = spec.shape[:1], spec.shape[1:]
-        first = tuple(size // devices for size in first) if owned(spec, cut) else first
-        return jnp.zeros((devices, *first, *rest), spec.compute or spec.dtype)
-
-    return _both(recipe, layout, mesh, whole, sums)
+    slow = _slow(recipe, layout, mesh)
+    return slow and {
+        "whole": {path: jnp.zeros(spec.shape, spec.compute or spec.dtype) for path, (spec, _) in slow.items()},
+        "sums": {path: gradients(spec, cut) for path, (spec, cut) in slow.items()},
+    }
 
 
 def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
-
-    def whole(spec: ParamSpec, cut: PartitionSpec) -> PartitionSpec:
-        return cut if owned(spec, cut) else PartitionSpec()
-
-    return _both(recipe, layout, mesh, whole, lambda *_: PartitionSpec("data"))
+    slow = _slow(recipe, layout, mesh)
+    return slow and {
+        "whole": {path: cut if owned(spec, cut) else PartitionSpec() for path, (spec, cut) in slow.items()},
+        "sums": {path: PartitionSpec("data") for path in slow},
+    }
 
 
 def without(state: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
     """
     if ctx.phase == 0:
         return whole
-    return _merge(recipe, whole, carried["whole"], lambda new, old: old)
+    return _merge(whole, carried["whole"], lambda new, old: old)
 
 
 def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any) -> tuple[Any, Carry]:
@@ -65,35 +67,21 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
     A step that updates them returns the carry that it was given; the next step does not read it.
     """
     if ctx.phase > 0:
-        grads = _merge(recipe, grads, carried["sums"], lambda new, old: old[0] + new)
+        grads = _merge(grads, carried["sums"], lambda new, old: old[0] + new)
     if ctx.phase == recipe.period - 1:
         return grads, carried
     slow = [path for path, spec in leaves(recipe.parameters) if spec.every > 1]
-    found = [dict(zip(_paths(recipe), jax.tree.leaves(tree), strict=True)) for tree in (whole, grads)]
-    return grads, {"whole": {p: found[0][p] for p in slow}, "sums": {p: found[1][p][None] for p in slow}}
+    copies, sums = dict(leaves(whole)), dict(leaves(grads))
+    return grads, {"whole": {path: copies[path] for path in slow}, "sums": {path: sums[path][None] for path in slow}}
 
 
-def _both(recipe: Recipe, layout: str, mesh: Mesh | None, whole: Callable, sums: Callable) -> Carry:
+def _slow(recipe: Recipe, layout: str, mesh: Mesh | None) -> dict[str, Any]:
+    """Return spec and PartitionSpec of each slow parameter by its path."""
+    cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     every = leaves(recipe.parameters)
-    lies = [PartitionSpec()] * len(every)
-    if mesh:
-        lies = jax.tree.leaves(
-            partitions(recipe.parameters, layout, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec)
-        )
-    slow = [(path, spec, cut) for (path, spec), cut in zip(every, lies, strict=True) if spec.every > 1]
-    if not slow:
-        return {}
-    return {
-        "whole": {path: whole(spec, cut) for path, spec, cut in slow},
-        "sums": {path: sums(spec, cut) for path, spec, cut in slow},
-    }
+    return {path: (spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1}
 
 
-def _merge(recipe: Recipe, tree: Any, kept: dict[str, jax.Array], join: Callable) -> Any:
-    flat, structure = jax.tree.flatten(tree)
-    merged = [join(new, kept[path]) if path in kept else new for path, new in zip(_paths(recipe), flat, strict=True)]
-    return jax.tree.unflatten(structure, merged)
-
-
-def _paths(recipe: Recipe) -> list[str]:
-    return [path for path, _ in leaves(recipe.parameters)]
+def _merge(tree: Any, kept: dict[str, jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
+    merged = [join(new, kept[path]) if path in kept else new for path, new in leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), merged)

@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk from run to run; an entry that is damaged makes way for a new one."""
+"""Persistent compilation cache; damaged entries are replaced."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def use_compile_cache() -> None:
     if getattr(usual, "__module__", None) == __name__:
         return
 
-    def show(
+    def replace_damaged_entry(
         message: Warning | str,
         category: type[Warning],
         filename: str,
@@ -52,7 +52,7 @@ def use_compile_cache() -> None:
             ending = "is damaged and was replaced"
         say(f"the compiled program '{name}' in {folder()} {ending} ({why.splitlines()[0][:100]})")
 
-    warnings.showwarning = show
+    warnings.showwarning = replace_damaged_entry
 
 
 def folder() -> Path:

@@ -17,7 +17,10 @@ CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a 
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
 BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-FUSED = (8, 0)  # cuDNN attends causally, and model/kernels/fused_attention.py within documents, from Ampere on,
+FUSED = (
+    8,
+    0,
+)  # Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
 HOPPER = (9, 0)
 PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
@@ -65,7 +68,9 @@ def device_of(
     # Of another process's device nothing is known.
     own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     memory = memory or memory_of(own)
-    best, *rest = [attention] if attention else backends(first, recipe is None or packs(recipe), head_width(recipe))
+    best, *rest = (
+        [attention] if attention else backends(first, recipe is None or has_document_masks(recipe), head_width(recipe))
+    )
     return Device(
         platform=first.platform,
         attention=best,
@@ -74,12 +79,12 @@ def device_of(
         memory=memory,
         fallbacks=tuple(rest),
         asked=attention is not None,
-        note=None if cuda else note_of(first),
+        note=None if cuda else device_note(first),
         own_kernels=cuda and capability_of(first) == HOPPER,
     )
 
 
-def packs(recipe: Recipe) -> bool:
+def has_document_masks(recipe: Recipe) -> bool:
     """Whether attention of ``recipe`` is told where documents start."""
     return any(stage.max_docs for stage in recipe.stages)
 
@@ -114,15 +119,12 @@ def capability_of(device: Any) -> tuple[int, ...] | None:
         return None
 
 
-def note_of(device: Any) -> str:
+def device_note(device: Any) -> str:
     """What a user is told of a device that is no NVIDIA GPU and no CPU."""
     kind = getattr(device, "device_kind", device.platform)
     if device.platform == "tpu":
         return f"{kind}: splash attention, no FP8; jspeed compiles for TPUs but has not been run on one"
-    return (
-        f"{kind} ({device.platform}) is a kind of device that jspeed does not know: attention by XLA, no FP8, and "
-        "nothing was measured on one"
-    )
+    return f"{kind} ({device.platform}) is an unknown device kind: XLA attention, no FP8, never tested"
 
 
 def micro_batch_of(memory: int | None) -> int:
@@ -186,8 +188,8 @@ def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
 def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> int:
     """Number of parts a step is accumulated over when each device takes ``micro_batch`` tokens at a time.
 
-    Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, but leaves every
-    stage of a pipeline a micro-batch. Raises :class:`BadInput` with the numbers when the batch does not divide.
+    Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, with at
+    least one micro-batch per pipeline stage. Raises :class:`BadInput` with the numbers when the batch does not divide.
     """
     choices = divisions(recipe, stage, mesh)
     lanes = lanes_of_device(recipe, stage, mesh)

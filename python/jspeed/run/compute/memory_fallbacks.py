@@ -1,4 +1,5 @@
-"""What is tried until a step fits in a device's memory: fewer lanes, the head's loss in chunks, pieces, remat."""
+"""Settings tried, in order, until a step fits in device memory: smaller micro-batches, chunked head loss, split lanes,
+remat. A lane is a row of a batch: documents packed one after another."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -20,12 +21,22 @@ class Attempt(NamedTuple):
     refused it. The head's loss takes ``head_chunk`` tokens of a row at a time; None: all. ``remat``: layers are
     recomputed for their gradients."""
 
+    step: jax.stages.Compiled | None
     parts: int
     head_chunk: int | None
     remat: bool
     lowered: jax.stages.Lowered
     need: int
-    step: jax.stages.Compiled | None
+
+    def fits(self, limit: float) -> bool:
+        """Whether it can run in ``limit`` bytes."""
+        return self.step is not None and self.need <= limit
+
+    @property
+    def program(self) -> jax.stages.Compiled:
+        """The compiled step of an attempt that fits."""
+        assert self.step is not None
+        return self.step
 
 
 def attempts(
@@ -39,31 +50,33 @@ def attempts(
 ) -> Iterator[Attempt]:
     """Compile the step of ``stage`` over each of ``numbers`` of micro-batches, fewest first.
 
-    What does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks, unless they free too
-    little (:func:`freed`) or the recipe's loss takes none, so that the program would be the same. Of the most that
-    there may be, the smallest, layers are recomputed then: dearer than pieces, so it comes last.
+    One that does not fit in ``limit`` bytes is followed by the same with the head's loss in chunks, unless they free
+    too little (:func:`bytes_freed_by_chunks`) or the recipe's loss takes none, so that the program would be the same.
+    For the smallest micro-batch layers are recomputed then: more expensive than pieces, so it comes last.
     """
+
+    def attempt(parts: int, head_chunk: int | None, remat: bool, lowered: jax.stages.Lowered) -> Attempt:
+        need, step = measure(lowered)
+        return Attempt(step, parts, head_chunk, remat, lowered, need)
+
     most = divisions(recipe, stage, mesh)[-1]
     for parts in numbers:
-        lowered = lower(parts, None, False)
-        need, step = measure(lowered)
-        yield Attempt(parts, None, False, lowered, need, step)
-        if step is not None and need <= limit:
+        yield (tried := attempt(parts, None, False, lowered := lower(parts, None, False)))
+        if tried.fits(limit):
             continue
-        frees = freed(recipe, stage, mesh, parts)
-        if max(0, need - limit) < frees:
+        frees = bytes_freed_by_chunks(recipe, stage, mesh, parts)
+        if max(0, tried.need - limit) < frees:
             chunked = lower(parts, HEAD_CHUNK, False)
             if chunked.as_text() != lowered.as_text():
-                need, step = measure(chunked)
-                yield Attempt(parts, HEAD_CHUNK, False, chunked, need, step)
-        if parts == most and (step is None or need > limit):
+                yield (tried := attempt(parts, HEAD_CHUNK, False, chunked))
+        if parts == most and not tried.fits(limit):
             chunk = HEAD_CHUNK if frees else None
             recomputed = lower(parts, chunk, True)
             if recomputed.as_text() != lower(parts, chunk, False).as_text():
-                yield Attempt(parts, chunk, True, recomputed, *measure(recomputed))
+                yield attempt(parts, chunk, True, recomputed)
 
 
-def freed(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
+def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
     """Bytes that chunks can free at most, where a device takes one of ``parts`` micro-batches at once.
 
     They are the logits and their gradient of all tokens but a chunk's. 0 where several lanes are taken at once, of
@@ -80,8 +93,9 @@ def freed(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) -> int:
     return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
 
 
-def in_less_memory(stage: Stage, micro_tokens: int, head_chunk: int | None, remat: bool) -> Iterator[str]:
-    """Say what a step of ``stage`` does to fit; nothing if a device takes whole lanes, and their logits at once."""
+def memory_notes(stage: Stage, micro_tokens: int, head_chunk: int | None, remat: bool) -> Iterator[str]:
+    """Yield a note on each setting that makes a step of ``stage`` fit; none if a device takes whole lanes and all of
+    their logits at once."""
     if micro_tokens < (lane := stage.lane_len):
         pieces = lane // micro_tokens
         longest = f"pieces of at most {piece_length(stage, pieces):,}, one at a time"
@@ -89,4 +103,4 @@ def in_less_memory(stage: Stage, micro_tokens: int, head_chunk: int | None, rema
     if head_chunk:
         yield f"the head's loss is computed in chunks, from logits of {head_chunk:,} tokens at a time"
     if remat:
-        yield "layers are recomputed for their gradients instead of kept"
+        yield "layers are recomputed for their gradients instead of stored"

@@ -1,8 +1,8 @@
 """Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend where one fails.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are seen here, on a small
-example, and a run goes on with the next backend. What passed is remembered in the cache folder, for one kind of device
-and one set of versions; what failed is tried again in every run. The examples are in
+example, and the run takes the next backend. What passed is remembered in the cache folder, for one kind of device
+and one set of versions; what failed is checked again in every run. The examples are in
 :mod:`jspeed.run.compute.preflight_checks`.
 """
 
@@ -12,49 +12,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.cluster.distributed import gather
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, first_line
 from jspeed.files import cache_folder, read_json, write_whole
 from jspeed.model.kernels import attention_backends
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.device import Device, head_width, packs
+from jspeed.run.compute.device import Device, has_document_masks, head_width
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
 
-OPTIONAL: dict[str, tuple[str, Callable[[], str | None], dict[str, Any], str]] = {
-    "FP8": (
+
+class Feature(NamedTuple):
+    """A feature that a device may have: its name, its check, the device without it, and what is used instead."""
+
+    name: str
+    check: Callable[[], str | None]
+    without: dict[str, Any]
+    instead: str
+
+
+OPTIONAL_FEATURES = {  # by the recipe's field
+    "FP8": Feature(
         "FP8 matmuls",
         preflight_checks.fp8_error,
         {"fp8": "missing"},
         "matmuls in the compute dtype instead of FP8",
     ),
-    "OWN_KERNELS": (
+    "OWN_KERNELS": Feature(
         "own kernels",
         preflight_checks.own_kernels_error,
         {"own_kernels": False},
         "XLA's instead of own kernels",
     ),
 }
-"""A recipe's fields for what a device may have: its name, its check, the device without it, what is used instead."""
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found: ``checks`` are the names of what passed, ``refused`` those of what did not, with the reasons."""
+    """What was found: ``checks`` are the names of what passed, ``refused`` those of what did not, with the
+    reasons. ``own_kernels_asked``: the recipe's field says ``on``, so that there is nothing to fall back to."""
 
     device: Device
     checks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    own_kernels_asked: bool = False
 
     def record(self) -> Kernels:
         """What run.json says of it."""
@@ -72,76 +83,78 @@ def preflight(recipe: Recipe, mesh: Mesh, device: Device, fields: Mapping[str, A
 
     Of the recipe's ``fields`` FP8 and OWN_KERNELS count. Where there is nothing to choose between (a CPU), nothing is
     checked. All processes must call this and agree. Raises :class:`BadInput` when no backend works, when what was asked
-    for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when the devices add up wrongly.
+    for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when a collective returns a wrong sum.
     """
     there = {"FP8": device.fp8 == "native", "OWN_KERNELS": device.own_kernels}
-    wanted = [field for field in OPTIONAL if there[field] and fields.get(field) in ("auto", "on")]
+    wanted = [field for field in OPTIONAL_FEATURES if there[field] and fields.get(field) in ("auto", "on")]
     if device.platform == "cpu" and device.attention == "xla" and not wanted:
         return Preflight(device)
-    remembered = Remembered(mesh)
+    remembered = PassedChecks(mesh)
     found = working_attention(recipe, device, remembered)
     device, passed, refused, instead = found.device, [*found.checks], [*found.refused], ""
     for field in wanted:
-        name, check, without, other = OPTIONAL[field]
-        reason = outcome(name, check, remembered)
+        feature = OPTIONAL_FEATURES[field]
+        reason = failure_of(feature.name, feature.check, remembered)
         if reason is None:
-            passed.append(name)
+            passed.append(feature.name)
         elif fields[field] == "on":
-            raise BadInput(f"field {field} is 'on' but {name} fail here: {reason}; set {field}=auto or {field}=off")
+            raise BadInput(
+                f"field {field} is 'on' but {feature.name} fail here: {reason}; set {field}=auto or {field}=off"
+            )
         else:
-            refused.append(f"{name}: {reason}")
-            instead += f"; {other}"
-            device = replace(device, **without)
+            refused.append(f"{feature.name}: {reason}")
+            instead += f"; {feature.instead}"
+            device = replace(device, **feature.without)
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
-        if reason := outcome(name, partial(preflight_checks.collectives_error, mesh)):
+        if reason := failure_of(name, partial(preflight_checks.collectives_error, mesh)):
             raise BadInput(f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)")
         passed.append(name)
     if refused:
         said = f"preflight: {'; '.join(refused)}; attention by {device.attention}{instead}"
         console.print(said, markup=False, soft_wrap=True)
     remembered.write()
-    return Preflight(device, tuple(passed), tuple(refused))
+    return Preflight(device, tuple(passed), tuple(refused), fields.get("OWN_KERNELS") == "on")
 
 
-def working_attention(recipe: Recipe, device: Device, remembered: "Remembered") -> Preflight:
+def working_attention(recipe: Recipe, device: Device, remembered: "PassedChecks") -> Preflight:
     """Return ``device`` with the first of its attention backends that computes what it should.
 
     Raises :class:`BadInput` when none does.
     """
     width = head_width(recipe) or 128
-    packed = packs(recipe)
+    packed = has_document_masks(recipe)
     backends: Sequence[str] = (device.attention, *device.fallbacks)
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
         name = f"attention {backend}, {'packed' if packed else 'causal'}, heads of {width}"
-        reason = outcome(name, partial(preflight_checks.attention_error, backend, width, packed), remembered)
+        reason = failure_of(name, partial(preflight_checks.attention_error, backend, width, packed), remembered)
         if reason is None:
             device = replace(device, attention=backend, fallbacks=tuple(backends[used:]))
             return Preflight(device, (name,), tuple(refused))
         refused.append(f"attention {backend}: {reason}")
-    what = "--" if device.asked else "no attention backend works on these devices: "
+    what = "--" if device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
     raise BadInput(
         f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention, or give "
         "--no-preflight to run without this check"
     )
 
 
-def outcome(name: str, check: Callable[[], str | None], remembered: "Remembered | None" = None) -> str | None:
+def failure_of(name: str, check: Callable[[], str | None], remembered: "PassedChecks | None" = None) -> str | None:
     """Return why ``check`` failed on any process; None where it passed on all, now or in an earlier run."""
     if remembered and all(gather(f"remembered: {name}", name in remembered.passed)):
         return None
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
-        reason = f"{type(error).__name__}: {_first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
     first = next((text for text in gather(f"checked: {name}", reason) if text), None)
     if first is None and remembered:
         remembered.passed.add(name)
     return first
 
 
-class Remembered:
+class PassedChecks:
     """What passed in earlier runs on such devices with these versions of driver and libraries."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -178,7 +191,7 @@ def versions(mesh: Mesh) -> list[str]:
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent
-    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "heads", "positions"))
+    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "attention_heads", "positions"))
     sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(preflight_checks.__file__))]
     return found + [installed_version(package) or "" for package in packages] + sources
 
@@ -192,10 +205,10 @@ def compile_or_fall_back(
     checked: Preflight,
     console: Console,
 ) -> tuple[Program, Preflight]:
-    """Compile the run's program; where it is refused at its real shapes own kernels, then attention backends, make way.
+    """Compile the run's program. If that fails at the real shapes, first drop own kernels, then try the next backend.
 
-    All processes go on with the same backend, and none before all have compiled: whoever runs a collective first waits
-    for the others 30 s only, with gloo. Raises :class:`BadInput` for a backend that was asked for, and what
+    All processes use the same backend, and none continues before all have compiled: gloo collectives time out after
+    30 s. Raises :class:`BadInput` for a backend that was asked for, and what
     :func:`compile_program` raises.
     """
     while True:
@@ -207,16 +220,21 @@ def compile_or_fall_back(
             except (Refused, jax.errors.JaxRuntimeError) as caught:
                 if (device.attention == "xla" and not device.own_kernels) or "RESOURCE_EXHAUSTED" in str(caught):
                     raise
-                error, failure = caught, _first_line(caught)
+                error, failure = caught, first_line(caught)
         tried = f"compiled with {device.attention}, own kernels {device.own_kernels}"
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, checked
         if device.own_kernels:
+            if checked.own_kernels_asked:
+                raise BadInput(
+                    f"field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels ({reason}); set "
+                    "OWN_KERNELS=auto or OWN_KERNELS=off"
+                ) from error
             others = tuple(name for name in checked.checks if name != "own kernels")
             refused = f"own kernels: the step cannot be compiled with them ({reason})"
             checked = Preflight(replace(device, own_kernels=False), others, (*checked.refused, refused))
-            console.print(f"{refused}; {OPTIONAL['OWN_KERNELS'][-1]}", markup=False, soft_wrap=True)
+            console.print(f"{refused}; {OPTIONAL_FEATURES['OWN_KERNELS'].instead}", markup=False, soft_wrap=True)
             continue
         if not device.fallbacks:
             raise BadInput(
@@ -227,13 +245,9 @@ def compile_or_fall_back(
         device = replace(device, attention=device.fallbacks[0], fallbacks=device.fallbacks[1:])
         checked = replace(checked, device=device, refused=(*checked.refused, refused))
         if checked.checks:  # not with --no-preflight
-            rest = working_attention(recipe, device, remembered := Remembered(mesh))
+            rest = working_attention(recipe, device, remembered := PassedChecks(mesh))
             remembered.write()
             others = tuple(name for name in checked.checks if not name.startswith("attention "))
             checked = Preflight(rest.device, rest.checks + others, checked.refused + rest.refused)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
         console.print(f"{said}; attention by {checked.device.attention}", markup=False, soft_wrap=True)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

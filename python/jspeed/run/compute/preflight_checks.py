@@ -1,6 +1,6 @@
-"""Small examples of what a device should compute, each beside what is expected: the checks of the preflight.
+"""The preflight's checks: small computations on a device, compared with a reference.
 
-Each returns None, or what is wrong in words, and raises what the device raises.
+Each returns None or a message, and raises what the device raises.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,18 +33,18 @@ FP8_LIMIT = 0.02
 KERNEL_SIZES = 1024, 256, 512, 2  # tokens, channels of a model and of its MLP, heads
 
 
-def distance(found: Any, expected: np.ndarray) -> float:
+def relative_rms_error(found: Any, expected: np.ndarray) -> float:
     """Root mean square error relative to the root mean square of what is expected; NaN if anything is."""
     found = np.asarray(found, np.float64)
     return float(np.sqrt(np.mean((found - expected) ** 2) / np.mean(expected**2)))
 
 
-def worst(
+def first_mismatch(
     names: Sequence[str], found: Sequence[Any], expected: Sequence[np.ndarray], limit: float = LIMIT
 ) -> str | None:
-    """The first array that is off by more than ``limit``, in words."""
+    """Return a message on the first array that is off by more than ``limit``, or None."""
     for name, one, wanted in zip(names, found, expected, strict=True):
-        off = distance(one, wanted)
+        off = relative_rms_error(one, wanted)
         if np.isnan(off):
             return f"{name} is not a number somewhere"
         if off > limit:
@@ -72,7 +72,7 @@ def attention_error(backend: str, width: int, packed: bool) -> str | None:
     placed = jax.device_put([tokens, q, k, v, g], jax.local_devices()[0])
     found = jax.device_get(jax.jit(call)(*placed))
     ids = np.cumsum(tokens, axis=1) if packed else np.zeros_like(tokens)
-    return worst(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
+    return first_mismatch(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
 
 
 def attention_in_float64(
@@ -92,7 +92,7 @@ def attention_in_float64(
 
 
 def fp8_error() -> str | None:
-    """Compare an FP8 matmul and both of its gradients with products of the same FP8 numbers in float64."""
+    """Compare an FP8 matmul and both of its gradients with matmuls of the same FP8 values in float64."""
     rows, columns, depth = FP8_SHAPE
     draw = np.random.default_rng(0)
     x, w, g = (draw.normal(size=s).astype(jnp.bfloat16) for s in ((rows, depth), (columns, depth), (rows, columns)))
@@ -105,7 +105,7 @@ def fp8_error() -> str | None:
     found = jax.device_get(jax.jit(call)(*jax.device_put([x, w, g], jax.local_devices()[0])))
     rounded = zip((x, w, g), scales, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)
     qx, qw, qg = (scale * _quantised(a, scale, dtype) for a, scale, dtype in rounded)
-    return worst(("the product", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
+    return first_mismatch(("the output", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
 
 
 def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
@@ -120,7 +120,7 @@ def own_kernels_error() -> str | None:
         found, expected = (jax.device_get(jax.tree.leaves(jax.jit(run)(*placed))) for run in (own, plain))
         names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
-        if wrong := worst(names, found, [np.asarray(one, np.float64) for one in expected], limit):
+        if wrong := first_mismatch(names, found, [np.asarray(one, np.float64) for one in expected], limit):
             return wrong
     return None
 
@@ -131,7 +131,7 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
 
     draw = np.random.default_rng(0)
 
-    def drawn(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
+    def random(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
         return draw.normal(size=shape).astype(dtype)
 
     def of_mlp(name: str) -> tuple[Run, Run]:
@@ -149,13 +149,13 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
     shape = 2, rows // 2, heads, width // heads
     starts = np.zeros(shape[:2], np.int32)
     starts[:, :: rows // 5] = 1
-    turn = partial(queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True)
-    turn = partial(turn, positions_TP=np.arange(shape[1])[:, None])
-    mix = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
+    rotary = partial(queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True)
+    rotary = partial(rotary, positions_TP=np.arange(shape[1])[:, None])
+    composed_heads = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
     cast = partial(fp8_cast.cast, dtype=fp8.E5M2), partial(fp8_cast.cast_reference, dtype=fp8.E5M2)
 
-    x, g, weights = drawn(rows, width), drawn(rows, width), drawn(mlp_width, width)
-    h = np.square(np.maximum(drawn(rows, mlp_width, dtype=np.float32), 0))
+    x, g, weights = random(rows, width), random(rows, width), random(mlp_width, width)
+    h = np.square(np.maximum(random(rows, mlp_width, dtype=np.float32), 0))
     forward = [x.astype(fp8.E4M3), weights.astype(fp8.E4M3), np.array([0.05, 0.01], np.float32)]
     backward = [
         g.astype(fp8.E5M2),
@@ -163,15 +163,15 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         h.astype(fp8.E4M3),
         np.array([0.05, 0.01, 1e-3], np.float32),
     ]
-    of_heads = [drawn(*shape) for _ in range(4)]  # a gradient, queries, keys, values
+    of_heads = [random(*shape) for _ in range(4)]  # a gradient, queries, keys, values
     return {
         "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
-        "its gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
+        "squared ReLU gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
         "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
-        "its gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
-        "copies in FP8": (*cast, [x, np.float32(0.01)]),
-        "queries and keys": (*with_gradients(turn), [tuple(of_heads[:2]), drawn(*shape[:2], 2 * width)]),
-        "composed heads": (*with_gradients(mix), [*of_heads, drawn(*shape[:3]), drawn(*shape[:3])]),
+        "squared ReLU gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
+        "FP8 cast": (*cast, [x, np.float32(0.01)]),
+        "queries and keys": (*with_gradients(rotary), [tuple(of_heads[:2]), random(*shape[:2], 2 * width)]),
+        "composed heads": (*with_gradients(composed_heads), [*of_heads, random(*shape[:3]), random(*shape[:3])]),
     }
 
 

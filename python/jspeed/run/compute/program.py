@@ -1,8 +1,7 @@
-"""The executables of a run, compiled ahead of time for one mesh: initial state, one step per stage, evaluation."""
+"""The executables of a run, compiled for its mesh before training: initial state, steps of each stage, evaluation."""
 
 import math
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -13,29 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
-from jspeed.run.compute.memory_fallbacks import attempts
+from jspeed.run.compute.compiler import compiled, measured
+from jspeed.run.compute.device import Device, device_of, divisions, lanes_of_device, micro_batches
+from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
-
-# XLA options for GPUs, each with its reason; what is not here is XLA's default.
-GPU_OPTIONS: dict[str, Any] = {
-    # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
-    # apart, the first bank is orthogonalised while the next is on its way.
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
-    # Else a rounding to bf16 that is undone at once is left out, and the fp32 numbers, twice the bytes, go through
-    # memory: 10 of the 183 GB that record 89's last stages move in a step. So it rounds as written, as PyTorch does.
-    "xla_allow_excess_precision": False,
-}
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,8 @@ class Program:
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
     last rows being padding. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
-    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``.
+    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts`` are the
+    micro-batches of a device in each stage.
     """
 
     init: Callable[[jax.Array], State]
@@ -56,6 +47,7 @@ class Program:
     eval_rows: int
     head_chunk: int | None = None
     remat: bool = False
+    parts: tuple[int, ...] = ()
 
 
 def compile_program(
@@ -76,19 +68,32 @@ def compile_program(
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
         fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
-    _, parts, chunk, remat = fitted[-1]
-    every, period = [step for step, *_ in fitted], recipe.period
+    last, period = fitted[-1], recipe.period
+    every = [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
-    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // parts
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
+    idle = idle_state_bytes(recipe, mesh, layout)
+    padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
+    numbers = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
+    return Program(init, steps, evaluation, micro_tokens, padded, last.head_chunk, last.remat, numbers)
+
+
+def compile_evaluation(
+    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int, idle: int = 0
+) -> tuple[int, jax.stages.Compiled]:
+    """Compile :func:`lower_evaluation`; returns the padded rows too.
+
+    Raises :class:`BadInput` where it does not fit into a device's memory beside ``idle`` bytes.
+    """
     padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
-    evaluation = compiled(lowered, device)
-    need = memory_needed(evaluation) + waiting_bytes(recipe, mesh, layout) if device.memory else 0
-    if device.memory and need > device.memory:
+    need, evaluation = measured(partial(compiled, device=device), lowered)
+    if evaluation is None or need + idle > (device.memory or math.inf):
+        there = f" and there are {device.memory / 1e9:.1f} GB" if device.memory else ", more than there are"
         raise BadInput(
-            f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} tokens "
-            f"and there are {device.memory / 1e9:.1f} GB; use more or larger devices, or --set a shorter EVAL_LEN"
+            f"recipe {recipe.name} needs {(need + idle) / 1e9:.1f} GB a device to evaluate rows of {recipe.eval_len} "
+            f"tokens{there}; use more or larger devices, or --set a shorter EVAL_LEN"
         )
-    return Program(init, steps, evaluation, micro_tokens, padded, chunk, remat)
+    return padded, evaluation
 
 
 def eager_program(
@@ -118,17 +123,17 @@ def eager_program(
     cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
     steps = tuple(tuple(step(stage, phase) for phase in range(recipe.period)) for stage in recipe.stages)
     evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
-    return Program(init, steps, evaluation, micro_tokens, padded)
+    numbers = tuple(micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages)
+    return Program(init, steps, evaluation, micro_tokens, padded, parts=numbers)
 
 
 def fit(
     recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
-) -> tuple[jax.stages.Compiled, int, int | None, bool]:
-    """Return (compiled step, micro-batches, chunk of the head's loss, whether layers are recomputed for gradients) of
-    the first of :func:`attempts` that fits.
+) -> Attempt:
+    """Return the first of :func:`attempts` that fits in memory, compiled.
 
-    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. With ``micro_batch``
-    tokens asked for, these; raises :class:`BadInput` if they, or all, need too much.
+    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. ``micro_batch`` fixes
+    the tokens of one; raises :class:`BadInput` if that size, or every size, needs too much memory.
     """
     wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
     own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
@@ -141,18 +146,19 @@ def fit(
         return lower_step(recipe, stage, mesh, how, device, parts, phase, head_chunk)
 
     measure = partial(measured, partial(compiled, device=device))
-    for parts, chunk, remat, _, need, step in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
-        if step is None or need > limit:
-            too_much = need if parts == wanted else too_much
+    for tried in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
+        if not tried.fits(limit):
+            too_much = tried.need if tried.parts == wanted else too_much
             continue
-        if micro_batch and parts != wanted:
+        if micro_batch and tried.parts != wanted:
             raise BadInput(
                 f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
-                f"{limit / 1e9:.1f} GB; {own // parts} tokens need {need / 1e9:.1f} GB and fit"
+                f"{limit / 1e9:.1f} GB; {own // tried.parts} tokens need {tried.need / 1e9:.1f} GB and fit"
             )
-        return step, parts, chunk, remat
+        return tried
     raise BadInput(
-        f"recipe {recipe.name} needs {need / 1e9:.1f} GB a device with {smallest(recipe, stage, parts, own)} at once "
+        f"recipe {recipe.name} needs {tried.need / 1e9:.1f} GB a device with "
+        f"{smallest(recipe, stage, tried.parts, own)} at once "
         f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
     )
 
@@ -164,18 +170,8 @@ def smallest(recipe: Recipe, stage: Stage, parts: int, own: int) -> str:
     return f"one lane of {stage.lane_len} tokens"
 
 
-def memory_needed(step: jax.stages.Compiled) -> int:
-    """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
-    sizes: Any = step.memory_analysis()
-    shardings = jax.tree.leaves(step.input_shardings)
-    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":  # whose temporaries are not in the others
-        return sizes.peak_memory_in_bytes
-    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    return arrays + sizes.temp_size_in_bytes
-
-
-def waiting_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
-    """Bytes of the state that one device keeps during an evaluation, which does not read them: all but parameters."""
+def idle_state_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
+    """Bytes of optimizer state and accumulators that stay on a device during an evaluation."""
     state, _ = state_shardings(recipe, layout, mesh)
     arrays = jax.tree.leaves([state[name] for name in state if name != "params"])
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
@@ -242,46 +238,6 @@ def lower_evaluation(
     return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
 
 
-TPU_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"
-"""How long libtpu may look for a better program, from -1 to 1: the least unless this variable says otherwise. A core
-compiles track3 for eight v6e in a minute then; with libtpu's own 0 it had not after two hours."""
-
-
-class DoesNotFit(BadInput):
-    """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers leave that to us."""
-
-    def __init__(self, needed: int) -> None:
-        super().__init__(
-            f"a program needs {needed / 1e9:.1f} GB of a device, more than there are; give a smaller --micro-batch, or "
-            "use more or larger devices"
-        )
-        self.bytes = needed
-
-
-def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
-    """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
-    if device.platform == "tpu" and TPU_EFFORT not in os.environ:
-        jax.config.update(TPU_EFFORT.lower(), -1.0)
-    try:
-        return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
-    except jax.errors.JaxRuntimeError as error:
-        needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
-        if device.platform != "tpu" or needed is None:
-            raise
-        raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
-
-
-def measured(
-    build: Callable[[jax.stages.Lowered], jax.stages.Compiled], lowered: jax.stages.Lowered
-) -> tuple[int, jax.stages.Compiled | None]:
-    """Return (bytes of a device that a step needs, step); no step where ``build`` raises :class:`DoesNotFit`."""
-    try:
-        step = build(lowered)
-    except DoesNotFit as refused:
-        return refused.bytes, None
-    return memory_needed(step), step
-
-
 def eval_context(recipe: Recipe, device: Device) -> Context:
     """What evaluation runs in: its own or the last stage's windows, rows of ``eval_len`` tokens, documents whole.
 
@@ -310,7 +266,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         return isinstance(array, optax.MaskedNode)  # optax.partition: the parameter belongs to another group
 
     def shardings_of(cuts: Any) -> Any:
-        return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return jax.tree.map(lambda cut: NamedSharding(mesh, cut), cuts)
 
     params = shardings_of(cuts)
     optimizer = optax.tree_utils.tree_map_params(
@@ -323,8 +279,8 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
     )
     carried = shardings_of(accumulators.specs(recipe, layout, mesh))
     shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "carry": carried}
-    placed = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
-    return placed, shardings
+    sharded = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
+    return sharded, shardings
 
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""A training step and an evaluation: all-gather, gradients of each device's rows, reduce-scatter, update."""
+"""A training step (all-gather, gradients of each device's rows, reduce-scatter, update) and an evaluation."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,9 +26,8 @@ from jspeed.parallel.layout import (
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.parallel.sharded_table import fetch
-from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
-from jspeed.run.compute import accumulators
-from jspeed.run.compute import split_lanes as pieces_of
+from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs
+from jspeed.run.compute import accumulators, split_lanes
 
 State = dict[str, Any]
 
@@ -52,7 +51,7 @@ def train_step(
     on its own rows, and keeps its shard of the summed gradient; the optimizer then runs on sharded parameters. With a
     pipeline the micro-batches are the pipeline's.
     """
-    cuts, holds = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
+    cuts, carry_specs = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
     later = at_use(recipe, layout)
     mean = mean_weight(recipe, tokens)
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
@@ -65,19 +64,19 @@ def train_step(
         params: Any, kept: accumulators.Carry, step: jax.Array, tokens: jax.Array
     ) -> tuple[Any, accumulators.Carry, jax.Array]:
         now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
-        whole = accumulators.load(recipe, now, kept, assembled(recipe, gather, params, cuts, later))
+        whole = accumulators.load(recipe, now, kept, gather_parameters(recipe, gather, params, cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
         grads, kept = accumulators.accumulate(recipe, now, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce(mesh, grad, cut, done)
 
-        return each(recipe, summed, grads, cuts, later), kept, row_losses
+        return map_specs(summed, recipe.parameters, grads, cuts, later), kept, row_losses
 
-    rows, lie = rows_spec(mesh), rows_only(cuts)
-    grads, kept, row_losses = manual(mesh, on_device, (lie, holds, PartitionSpec(), rows), (lie, holds, rows))(
-        state["params"], state["carry"], state["step"], tokens
-    )
+    rows, param_specs = rows_spec(mesh), rows_only(cuts)
+    grads, kept, row_losses = shard_map_over_rows(
+        mesh, on_device, (param_specs, carry_specs, PartitionSpec(), rows), (param_specs, carry_specs, rows)
+    )(state["params"], state["carry"], state["step"], tokens)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
     optimizer = optax.with_extra_args_support(recipe.optimizer())
     due = ctx.phase == recipe.period - 1
@@ -91,10 +90,11 @@ def train_step(
 def gradients(
     recipe: Recipe, ctx: Context, parts: int, weight: float, params: Any, tokens: jax.Array
 ) -> tuple[Any, jax.Array]:
-    """Return (gradient of ``weight`` x the summed loss, mean loss of each row) of one device's rows, as they count.
+    """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row) of one device's rows.
 
-    Micro-batches are summed in fp32; the result has the dtypes of ``params``. More ``parts`` than rows cut each row at
-    document borders (:mod:`jspeed.run.compute.split_lanes`) and take one piece at a time.
+    ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are summed in fp32. More
+    ``parts`` than rows cut each row at document borders (:mod:`jspeed.run.compute.split_lanes`) and take one piece at a
+    time.
     """
     if parts > tokens.shape[0]:
         return piecewise_gradients(recipe, ctx, parts // tokens.shape[0], weight, params, tokens.astype(jnp.int32))
@@ -123,7 +123,7 @@ def piecewise_gradients(
 ) -> tuple[Any, jax.Array]:
     """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a time."""
     rows = tokens.shape[0]
-    cut_rows, counts = pieces_of.cut(recipe, ctx.stage, pieces, tokens)
+    cut_rows, counts = split_lanes.cut(recipe, ctx.stage, pieces, tokens)
 
     def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = weigh(recipe, micro, weight * counts_BT)
@@ -143,12 +143,12 @@ def piecewise_gradients(
 def evaluate(
     recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
 ) -> jax.Array:
-    """Return the mean loss of each row as it counts (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
+    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
     cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:
-        whole = assembled(recipe, gather, params, cuts, later)
+        whole = gather_parameters(recipe, gather, params, cuts, later)
 
         def losses(part: jax.Array) -> jax.Array:
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
@@ -158,41 +158,41 @@ def evaluate(
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
         return jax.lax.map(losses, tokens).reshape(-1)
 
-    return manual(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
+    return shard_map_over_rows(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
-    """Return ``x_BT`` times what each target of ``tokens`` (int ``[B, T + 1]``) counts."""
+    """Return ``x_BT`` times the weight of each target of ``tokens`` (int ``[B, T + 1]``)."""
     return x_BT if recipe.weigh is None else x_BT * recipe.weigh(tokens[:, :-1], tokens[:, 1:])
 
 
 def mean_weight(recipe: Recipe, tokens: Any) -> Any:
-    """Return what the targets of ``tokens`` (int ``[B, T + 1]``) count on average: 1, or a scalar more than 0."""
+    """Return the mean weight of the targets of ``tokens`` (int ``[B, T + 1]``): 1, or a scalar more than 0."""
     if recipe.weigh is None:
         return 1.0
     weights_BT = recipe.weigh(tokens[:, :-1], tokens[:, 1:])
     return jnp.maximum(jnp.mean(weights_BT), 1 / weights_BT.size)
 
 
-def on_one_row(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
+def replicated_on_all_devices(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
     """Return jitted ``function(gathered params in their compute dtype, array, ctx)``; all devices do the same work."""
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
     ctx = replace(ctx, fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, array: jax.Array) -> Any:
-        return function(assembled(recipe, gather_all, params, cuts), array, ctx)
+        return function(gather_parameters(recipe, gather_all, params, cuts), array, ctx)
 
-    return jax.jit(manual(mesh, on_device, (rows_only(cuts), whole), whole))
+    return jax.jit(shard_map_over_rows(mesh, on_device, (rows_only(cuts), whole), whole))
 
 
 def device_of_rows(mesh: Mesh) -> jax.Array:
-    """Inside :func:`manual`: which of the shards of a batch's rows this device has, from 0."""
+    """Inside :func:`shard_map_over_rows`: which of the shards of a batch's rows this device has, from 0."""
     if mesh.size == 1:
         return jnp.zeros((), jnp.int32)
     return jax.lax.axis_index(tuple(axis for axis in ROW_AXES if axis in mesh.shape))
 
 
-def manual(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
+def shard_map_over_rows(mesh: Mesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
     """``shard_map`` over the axes that shard rows; over the other axes XLA partitions the work.
 
     Without jit, on the one device that it then needs, ``function`` as it is: its Python code runs on arrays.
@@ -208,12 +208,12 @@ def without_jit() -> bool:
     return jax.config.jax_disable_jit  # type: ignore[attr-defined]
 
 
-def computing(recipe: Recipe, params: Any) -> Any:
+def to_compute_dtype(recipe: Recipe, params: Any) -> Any:
     """Return the parameters as the forward pass sees them: each in its ``compute`` dtype."""
-    return each(recipe, lambda spec, p: p.astype(spec.compute or spec.dtype), params)
+    return map_specs(lambda spec, p: p.astype(spec.compute or spec.dtype), recipe.parameters, params)
 
 
-def assembled(recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *trees: Any) -> Any:
+def gather_parameters(recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *trees: Any) -> Any:
     """Inside ``shard_map``: the gathered parameters, except tables whose rows are fetched from their owners.
 
     ``trees`` are the other arguments of ``gather``, first the PartitionSpecs.
@@ -222,18 +222,13 @@ def assembled(recipe: Recipe, gather: Callable[..., jax.Array], params: Any, *tr
     def one(spec: ParamSpec, p: jax.Array, cut: PartitionSpec, *rest: Any) -> jax.Array:
         return p if owned(spec, cut) else gather(p, cut, *rest)
 
-    return each(recipe, one, computing(recipe, params), *trees)
-
-
-def each(recipe: Recipe, function: Any, *trees: Any) -> Any:
-    """Map ``function(spec, ...)`` over the table of parameters and trees like it."""
-    return jax.tree.map(function, recipe.parameters, *trees, is_leaf=lambda x: isinstance(x, ParamSpec))
+    return map_specs(one, recipe.parameters, to_compute_dtype(recipe, params), *trees)
 
 
 def fetcher(recipe: Recipe, cuts: Any) -> Any:
     """Return the lookup of table rows: from their owners if tables are sharded, which must be all of them or none."""
     tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
-    sharded = sum(jax.tree.leaves(each(recipe, owned, cuts)))
+    sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
     if sharded not in (0, len(tables)):
         raise BadInput(
             f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {sharded} can be sharded over the "

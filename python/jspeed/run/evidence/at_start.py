@@ -1,4 +1,4 @@
-"""Evidence taken before the clock starts, for the record: checksums of the initial state, GPUs, the announced plan."""
+"""Evidence taken before the clock starts: checksums of the initial state, GPUs, place among preregistered runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,19 @@ ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xx
 
 @dataclass(frozen=True)
 class StartEvidence:
-    """Checksums of the initial state before and after the warm-up, the GPUs, and the run's position in a plan."""
+    """Checksums of the state drawn from the seed before and after the warm-up, the GPUs, and which preregistered run
+    this is."""
 
-    fresh: str
+    initial_checksum: str
     after_warm_up: str
     gpus: list[dict[str, Any]] | None
     plan: PlaceInPlan | None
 
 
 def checksum(state: Any) -> str:
-    """Return 16 hexadecimal digits over every bit of every array in ``state``, however it lies on the mesh.
+    """Return 16 hexadecimal digits over every bit of every array in ``state``, whatever its sharding.
 
-    Two sums modulo 2^32 of all elements, each times an odd number that depends on where it is, so that no change of a
+    Two sums modulo 2^32 of all elements, each times an odd number that depends on its index, so that no change of a
     single element goes unseen. The devices compute them; with several processes each must call this.
     """
     halves = jax.device_get(_sums(jax.tree.leaves(state)))

@@ -1,10 +1,9 @@
-"""What a record states about its data, so that others can check that theirs is the same."""
+"""The data fields of run.json: hashes of the tokens of a run, so that others can check that theirs are the same."""
 
 import hashlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,34 +15,32 @@ from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 from jspeed.record.schema import Evidence
 from jspeed.run.evaluate import read_rows
-from jspeed.run.evidence.validation_overlap import copied
+from jspeed.run.evidence.validation_overlap import TokenRange, overlap
 from jspeed.run.setup import Setup
-
-Reach = tuple[Path, int, int]
 
 
 def of_data(setup: Setup, hashed: bool) -> Evidence:
     """Return the fields under ``data`` that identify the tokens; hashes are null unless ``hashed``.
 
-    Of shards that are gone there is nothing to say: the record of a run is worth more than their hashes.
+    Hashes of shards that can no longer be read are null, so that the record is still written.
     """
     position = setup.loader.state_dict()
-    reach: list[Reach] = []
+    ranges: list[TokenRange] = []
     hashes: list[str | None] = []
     val_sha256 = None
     with suppress(OSError, BadInput):
-        found = trained_on(setup.shards, position)
-        reach, hashes = found, [None] * len(found)
+        ranges = trained_on(setup.shards, position)
+        hashes = [None] * len(ranges)
         if hashed:
             with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-                hashes = list(pool.map(lambda piece: sha256_of(piece[0]), reach))
+                hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
             ids = evaluated(setup).astype(setup.recipe.data.dtype.newbyteorder("<"))
             val_sha256 = hashlib.sha256(ids.tobytes()).hexdigest()
     return {
         "val_sha256": val_sha256,
         "train_shards": [
-            {"name": path.name, "sha256": digest, "first": first, "end": end}
-            for (path, first, end), digest in zip(reach, hashes, strict=True)
+            {"name": part.path.name, "sha256": digest, "first": part.first, "end": part.end}
+            for part, digest in zip(ranges, hashes, strict=True)
         ],
         "position": {name: position[name] for name in ("step", "epoch", "shard", "offset", "shuffle", "config_hash")},
     }
@@ -55,22 +52,22 @@ def evaluated(setup: Setup) -> NDArray[np.unsignedinteger]:
     return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
 
 
-def overlap(setup: Setup) -> float:
-    """Return the share of the validation tokens that occur in the tokens trained on (``copied``)."""
-    reach = trained_on(setup.shards, setup.loader.state_dict())
-    return copied(reach, setup.shards.dtype, evaluated(setup))
+def overlap_of_run(setup: Setup) -> float:
+    """Return the share of the validation tokens that occur in the tokens trained on (:func:`overlap`)."""
+    ranges = trained_on(setup.shards, setup.loader.state_dict())
+    return overlap(ranges, setup.shards.dtype, evaluated(setup))
 
 
-def trained_on(shards: Shards, position: dict[str, Any]) -> list[Reach]:
-    """Return (path, first, end) of the tokens that a stream at ``position`` can have read.
+def trained_on(shards: Shards, position: dict[str, Any]) -> list[TokenRange]:
+    """Return the tokens that a stream at ``position`` can have read.
 
     A stream in order has read every shard up to the present one and that one up to its offset. After a whole epoch,
     or in a shuffled order, any token may have been read.
     """
     sizes = [(path.stat().st_size - HEADER_BYTES) // shards.dtype.itemsize for path in shards.paths]
-    whole = [(path, 0, size) for path, size in zip(shards.paths, sizes, strict=True)]
+    whole = [TokenRange(path, 0, size) for path, size in zip(shards.paths, sizes, strict=True)]
     if position["epoch"] or position["shuffle"] != "none":
         return whole
-    before, (path, first, size) = whole[: position["shard"]], whole[position["shard"]]
-    end = min(position["offset"] + 1, size)  # the last input's target
-    return [*before, (path, first, end)] if position["step"] else []
+    before, present = whole[: position["shard"]], whole[position["shard"]]
+    end = min(position["offset"] + 1, present.end)  # the last input's target
+    return [*before, present._replace(end=end)] if position["step"] else []

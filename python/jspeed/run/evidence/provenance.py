@@ -35,9 +35,8 @@ def _version(package: str) -> str:
 
 
 def git(folder: Path) -> Git:
-    """Commit of the checkout around ``folder`` and whether it has uncommitted changes; ``None`` outside one."""
-
-    status = _ask("git", "status", "--porcelain", cwd=folder)
+    """Commit of the checkout around ``folder`` and whether tracked files differ from it; ``None`` outside one."""
+    status = _ask("git", "status", "--porcelain", "--untracked-files=no", cwd=folder)
     return {"commit": _ask("git", "rev-parse", "HEAD", cwd=folder), "dirty": None if status is None else bool(status)}
 
 

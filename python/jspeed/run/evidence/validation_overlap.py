@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,18 @@ ROOT = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 TABLE_BITS = 24
 
 
-def copied(shards: Sequence[tuple[Path, int, int]], dtype: np.dtype, validation: NDArray[np.unsignedinteger]) -> float:
+class TokenRange(NamedTuple):
+    """The tokens of a shard from ``first`` up to ``end``."""
+
+    path: Path
+    first: int
+    end: int
+
+
+def overlap(ranges: Sequence[TokenRange], dtype: np.dtype, validation: NDArray[np.unsignedinteger]) -> float:
     """Return the share of blocks of 64 ``validation`` tokens (ids ``[N]``) that occur in the training tokens.
 
-    ``shards`` are (path, first token, end token) of what was trained on, stored as ``dtype``. Equality is that of
+    ``ranges`` are what was trained on, stored as ``dtype``. Equality is that of
     64-bit polynomial hashes, so that a false match has a chance of one in 10^5 or less for a whole training set.
     About 70 ns a token on one core. Raises OSError when a shard cannot be read.
     """
@@ -33,7 +42,7 @@ def copied(shards: Sequence[tuple[Path, int, int]], dtype: np.dtype, validation:
     table = np.zeros(1 << TABLE_BITS, bool)
     table[_slot(known)] = True
 
-    def seen(piece: tuple[Path, int, int]) -> NDArray[np.uint64]:
+    def seen(piece: TokenRange) -> NDArray[np.uint64]:
         path, first, end = piece
         tokens = np.fromfile(path, dtype, count=end - first, offset=HEADER_BYTES + first * dtype.itemsize)
         if len(tokens) < block:
@@ -46,8 +55,8 @@ def copied(shards: Sequence[tuple[Path, int, int]], dtype: np.dtype, validation:
         return np.intersect1d(hashes[table[_slot(hashes)]], known)
 
     pieces = [
-        (path, start, min(start + CHUNK + block - 1, end))
-        for path, first, end in shards
+        TokenRange(path, start, min(start + CHUNK + block - 1, end))
+        for path, first, end in ranges
         for start in range(first, end, CHUNK)
     ]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:

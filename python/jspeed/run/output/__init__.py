@@ -1,1 +1,1 @@
-"""What a run says while it goes on: the terminal, metrics.jsonl, TensorBoard, Weights & Biases, profiler traces."""
+"""Output of a run: terminal, metrics.jsonl, TensorBoard, Weights & Biases, profiler traces."""

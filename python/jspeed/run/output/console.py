@@ -1,4 +1,4 @@
-"""What a run says: derived numbers at the start, a progress bar or plain lines, one sentence at the end."""
+"""A run's terminal output: opening table, progress bar or plain lines, closing summary."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -55,11 +55,11 @@ def waiting(console: Console, what: str) -> Iterator[None]:
 
 
 def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
-    """Print where every parameter lies, which of them could not be cut, and what a device holds in all."""
+    """Print how each parameter is sharded, why some are not, and what a device holds in all."""
     table = Table(box=None, pad_edge=False)
-    for name in ("parameter", "shape", "cut", "on a device", "MB"):
-        table.add_column(name, justify="right" if name == "MB" else "left", no_wrap=True)
-    table.add_column("not cut because", style="dim")
+    for name in ("parameter", "shape", "sharding", "shape per device", "MB per device"):
+        table.add_column(name, justify="right" if name.startswith("MB") else "left", no_wrap=True)
+    table.add_column("why not sharded", style="dim")
     total = 0
     for *what, size, why in describe_layout(recipe, layout, mesh):
         total += size
@@ -158,8 +158,8 @@ class Display:
             )
 
     def validation(self, losses: Sequence[Validation]) -> None:
-        """Show the last of the validation ``losses`` so far, and all as a plot where there is a bar: above it, or once
-        it has gone to stay. The time since the last step is not training time."""
+        """Show the last of the validation ``losses`` so far, and all as a plot where there is a bar: above it while it
+        is shown, else printed once. The time since the last step is not training time."""
         step, loss, seconds = losses[-1]["step"], losses[-1]["val_loss"], losses[-1]["timed_seconds"]
         plot = self._plot(losses) if self._progress else None
         live = self._progress and self._progress.live.is_started
@@ -212,7 +212,7 @@ def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
 
 
 def loader_line(stats: dict[str, float]) -> str:
-    """Return :meth:`jspeed.data.TokenLoader.stats` as one line."""
+    """Format :meth:`jspeed.data.TokenLoader.stats` as one line."""
     p50, p99, longest = (1e3 * stats[f"wait_{name}"] for name in ("p50", "p99", "max"))
     return (
         f"loader: {stats['batches']:,} batches, {stats['bytes_read'] / 1e6:,.1f} MB read; waits p50 {p50:.3f}, p99 "

@@ -1,4 +1,4 @@
-"""The validation losses of a run so far as a small plot of block characters, for the terminal."""
+"""Plot the validation losses so far in block characters, for the terminal."""
 
 from collections.abc import Sequence
 
@@ -17,8 +17,8 @@ def plot(
     """Return ``losses``, points (step, nats per token) in order, as ROWS lines; None where ``columns`` are too few.
 
     The area under the curve is filled, from step 0 at the left to ``steps`` at the right, so that it grows with the
-    run down to the dashed line of the ``target``. What the first steps have above the rest leaves through the top, as
-    in loss.svg. Without ``ascii`` it takes a terminal of Unicode.
+    run down to the dashed line of the ``target``. High losses of the first steps are clipped, as in loss.svg.
+    Without ``ascii`` the terminal must support Unicode.
     """
     if not losses:
         return None

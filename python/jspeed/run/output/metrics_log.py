@@ -9,12 +9,12 @@ from jspeed.files import Lines
 from jspeed.record.schema import Status, Validation
 from jspeed.run.clock import Clock
 from jspeed.run.output.console import Display
-from jspeed.run.output.sinks import Sink, first_line
+from jspeed.run.output.sinks import Sink, reason
 
 
 @dataclass
 class Progress:
-    """What has happened since the clock started. ``status`` is a word of run.json's table; ``sinks`` get each line.
+    """What has happened since the clock started. ``status`` is one of record.schema's; ``sinks`` get each line.
 
     ``failed`` says what could not be written so far and did not end the run. Process 0 has metrics.
     """
@@ -37,7 +37,7 @@ class Progress:
 
     @property
     def at_validation(self) -> bool:
-        """Whether the parameters of now have been validated."""
+        """Whether the current parameters have been evaluated."""
         return bool(self.curve) and self.curve[-1]["step"] == self.steps
 
     @property
@@ -52,7 +52,7 @@ class Progress:
             self.interrupted_by = 143 if why == "terminated" else 130
 
     def trained(self, step: int, tokens: int, loss: float) -> None:
-        """Note the training loss of ``step``; a loss that is not a number ends the run."""
+        """Record the training loss of ``step``; a loss that is not a number ends the run."""
         seconds = self.clock.timed_seconds
         if not math.isfinite(loss):
             self.status = "diverged"
@@ -62,7 +62,7 @@ class Progress:
         self.display.step(step, loss, tokens)
 
     def validated(self, loss: float) -> None:
-        """Note the validation loss after the steps done so far."""
+        """Record the validation loss after the steps done so far."""
         seconds = self.clock.timed_seconds
         if not math.isfinite(loss):
             self.status = "diverged"
@@ -80,7 +80,7 @@ class Progress:
                 sink(line)
             except Exception as error:  # whatever a library raises: the run does not need it
                 self.sinks.remove(sink)
-                self.failed.append(f"--log got nothing from step {line['step']} on ({first_line(error)})")
+                self.failed.append(f"--log stopped at step {line['step']} ({reason(error)})")
 
     def record(self) -> dict[str, Any]:
         """All of this that a checkpoint keeps; :meth:`resume` takes it."""

@@ -6,17 +6,18 @@ from pathlib import Path
 import jax
 from jax.errors import JaxRuntimeError
 
+from jspeed.errors import first_line
 from jspeed.run.clock import Clock
 from jspeed.run.compute.step import State
 
-SETTLED = 5  # steps before the trace begins
+SETTLED = 5  # steps before the trace begins: the first ones fill queues and caches
 
 
 class Profile:
     """Traces ``steps`` steps into ``folder`` after the first ``SETTLED``, or the first ones of a run that is shorter.
 
-    Starting and stopping pause the clock; what tracing itself costs is in the steps' time. A trace that cannot be
-    written goes to ``failed`` as a sentence, and the run goes on.
+    Starting and stopping pause the clock; what tracing itself costs is in the steps' time. A message on a
+    trace that cannot be written is appended to ``failed``, and the run continues.
     """
 
     def __init__(self, folder: Path, steps: int, clock: Clock, first: int, asked: int, failed: list[str]) -> None:
@@ -42,7 +43,5 @@ class Profile:
                 try:
                     jax.profiler.stop_trace()
                 except (OSError, JaxRuntimeError) as error:
-                    shutil.rmtree(self._folder, ignore_errors=True)  # what there is of it has no use and takes room
-                    self._failed.append(
-                        f"the trace could not be written ({str(error).splitlines()[0]}); make room there"
-                    )
+                    shutil.rmtree(self._folder, ignore_errors=True)  # a partial trace is useless
+                    self._failed.append(f"the trace could not be written ({first_line(error)}); make room there")

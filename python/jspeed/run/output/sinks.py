@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput, first_line, nearest
 
 Sink = Callable[[Mapping[str, Any]], None]
 """Takes each line of metrics.jsonl as it is written."""
@@ -34,7 +34,7 @@ def sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], starte
             except ImportError as error:
                 print(f"warning: --log {name} does nothing ({error}); pip install '.[log]'", file=sys.stderr)
             except Exception as error:  # no room, no network, no key
-                print(f"warning: --log {name} does nothing ({first_line(error)})", file=sys.stderr)
+                print(f"warning: --log {name} does nothing ({reason(error)})", file=sys.stderr)
         yield opened
 
 
@@ -42,13 +42,12 @@ def _close(name: str, sink: AbstractContextManager[Sink]) -> None:
     try:
         sink.__exit__(None, None, None)
     except Exception as error:
-        print(f"warning: --log {name} could not be closed ({first_line(error)}); look at its files", file=sys.stderr)
+        print(f"warning: --log {name} could not be closed ({reason(error)}); look at its files", file=sys.stderr)
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of what an exception says, or its type where it says nothing."""
-    reason = error.strerror if isinstance(error, OSError) else str(error)
-    return (reason or type(error).__name__).splitlines()[0]
+def reason(error: Exception) -> str:
+    """Return the system's words of an OSError, the first line of another exception."""
+    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:

@@ -1,0 +1,69 @@
+"""Compile a lowered program with jspeed's XLA options, and measure the memory that it needs of a device."""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jspeed.errors import BadInput
+from jspeed.run.compute.device import GPUS, Device
+
+# XLA options for GPUs, each with its reason; what is not here is XLA's default.
+GPU_OPTIONS: dict[str, Any] = {
+    # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
+    # apart, the first bank is orthogonalised while the next is on its way.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**20,
+    # Else a rounding to bf16 that is undone at once is left out, and the fp32 numbers, twice the bytes, go through
+    # memory: 10 of the 183 GB that record 89's last stages move in a step. So it rounds as written, as PyTorch does.
+    "xla_allow_excess_precision": False,
+}
+
+TPU_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"
+"""libtpu's optimisation effort, from -1 to 1: -1 unless this variable is set. A core then compiles track3 for eight v6e
+in a minute; with libtpu's own 0 it had not after two hours."""
+
+
+class DoesNotFit(BadInput):
+    """A TPU's compiler refuses a program of more ``bytes`` than the device has; other compilers do not check."""
+
+    def __init__(self, needed: int) -> None:
+        super().__init__(
+            f"a program needs {needed / 1e9:.1f} GB of a device, more than there are; use more or larger devices"
+        )
+        self.bytes = needed
+
+
+def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
+    """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
+    if device.platform == "tpu" and TPU_EFFORT not in os.environ:
+        jax.config.update(TPU_EFFORT.lower(), -1.0)
+    try:
+        return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
+    except jax.errors.JaxRuntimeError as error:
+        needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
+        if device.platform != "tpu" or needed is None:
+            raise
+        raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
+
+
+def measured(
+    build: Callable[[jax.stages.Lowered], jax.stages.Compiled], lowered: jax.stages.Lowered
+) -> tuple[int, jax.stages.Compiled | None]:
+    """Return (bytes of a device that a step needs, step); no step where ``build`` raises :class:`DoesNotFit`."""
+    try:
+        step = build(lowered)
+    except DoesNotFit as refused:
+        return refused.bytes, None
+    return memory_needed(step), step
+
+
+def memory_needed(step: jax.stages.Compiled) -> int:
+    """Bytes of one device that ``step`` needs: arguments, results that are no donated argument, scratch."""
+    sizes: Any = step.memory_analysis()
+    shardings = jax.tree.leaves(step.input_shardings)
+    if shardings and next(iter(shardings[0].device_set)).platform == "tpu":  # whose temporaries are not in the others
+        return sizes.peak_memory_in_bytes
+    arrays = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return arrays + sizes.temp_size_in_bytes
