@@ -115,7 +115,7 @@ def test_help(tmp_path):
     recipes = call(tmp_path, "speedrun.py", "--help")
     assert recipes.code == 0 and "shakespeare-char" in recipes.out and "--no-sample" in recipes.out
     evaluate = call(tmp_path, "evaluate.py", "--help")
-    assert evaluate.code == 0 and "hellaswag_val.jsonl, or the word download" in evaluate.out
+    assert evaluate.code == 0 and "hellaswag_val.jsonl, or download" in evaluate.out
     launch = call(tmp_path, "launch.py", "--help")
     assert launch.code == 0 and "--standalone, --no-standalone" in launch.out and "--node-rank R " in launch.out
 
