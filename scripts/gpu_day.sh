@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs, in one command: their tests, what a step of each recipe costs, own kernels against XLA's,
-# the attention backends against each other, and a training run. A part that fails does not stop the others; the end says which did.
+# Run everything that needs a GPU: tests, step benchmarks, kernel benchmarks, attention backends, a training run.
+# A part that fails does not stop the others; the end says which did.
 #
 #   scripts/gpu_day.sh [TOKEN_FOLDER]
 #

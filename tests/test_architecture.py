@@ -17,6 +17,8 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
             "fields",
             "files",
             "model",
+            "numbers",
+            "output_folder",
             "pages",
             "stage",
             "recipe",
@@ -41,7 +43,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     },
     {"__main__": {"commands"}},
 ]
-UNDER_ALL = {"errors", "fields", "files", "pages", "stage", "standard_streams"}
+UNDER_ALL = {"errors", "fields", "files", "numbers", "output_folder", "pages", "stage", "standard_streams"}
 WITHOUT_JAX = {"corpus", "leaderboard", "record"}
 DOZEN = 12
 

@@ -77,6 +77,17 @@ def test_placement_by_path_and_size(tmp_path):
     assert f"{64 * 256 / 2 * 4 / 1e3:.2f} kB" in up
 
 
+def test_loader(tmp_path):
+    """Lanes 7:3, documents where the tables say, masked targets, and the same tokens after resuming."""
+    done = run(tmp_path, EXAMPLES / "loader.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("batch 0: (10, 256) tokens, documents per lane [")
+    assert lines[1].startswith("lane 0 has documents at [0, ") and lines[1].endswith("of 256 tokens")
+    assert int(lines[2].split()[0]) > 0
+    assert lines[3:] == ["30% of the lanes come from digits", "resumed at step 1 with the same tokens"]
+
+
 def code_of(name):
     """The code cells of a notebook."""
     notebook = json.loads((EXAMPLES / name).read_text())

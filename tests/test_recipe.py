@@ -240,6 +240,28 @@ def test_describe_names_the_total():
     assert rows["tokens"].replace(",", "") == str(find("stdlib").recipe.tokens)
 
 
+def spec(shape, axes, **more):
+    return r.ParamSpec(shape, axes, jax.nn.initializers.zeros, "g", **more)
+
+
+def test_stacks_of_two_lengths_do_not_run_fewer_layers():
+    table = {"a": spec((4, 2), ("layer", "model")), "b": spec((4, 2), ("layer", "model"))}
+    with pytest.raises(ValueError, match="unpack"):
+        r.run_blocks(lambda p, x: x, table, 4, {"a": jnp.zeros((4, 2)), "b": jnp.zeros((2, 2))}, 0)
+
+
+def test_a_dtype_that_does_not_exist_is_an_error_message():
+    with pytest.raises(BadInput, match="recipe nanogpt: parameter .* has compute dtype 'bf16'; expected a dtype such"):
+        find("nanogpt", [*TOYS["nanogpt"], "COMPUTE=bf16"])
+
+
+def test_flops_of_stages_are_summed():
+    """FLOPs/token are those of the last stage, so tokens x FLOPs/token is another number."""
+    formulas = {name: formula for name, formula, _ in sizes.describe(find("r21", trace=False).recipe)}
+    assert formulas["FLOPs"] == "sum over stages of tokens x FLOPs/token"
+    assert formulas["FLOPs/token"].endswith("in the last stage")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -284,8 +306,20 @@ def test_describe_names_the_total():
             {"parameters": {"w": r.ParamSpec((2, 3), ("model",), jax.nn.initializers.zeros, "g")}},
             "names 1 axes",
         ),
+        ({"eval_windows": (3,)}, "eval_windows lists 1 attention windows for 4 layers"),
+        ({"data": r.Data("x", 257, 4000)}, "data.bos_id is 4000, but ids are below vocab_size=257"),
+        ({"parameters": {"w": spec((2, 2), ("model", "model"))}}, "names 1 axes"),
+        ({"parameters": {"w": spec((2,), ("model",), compute="bf16")}}, "parameter w has compute dtype 'bf16'"),
+        (
+            {"parameters": {"w": spec((2,), ("model",), dtype="int32")}},
+            "parameter w has dtype 'int32'; expected a dtype",
+        ),
+        *(
+            ({"parameters": {"w": spec((rows, 2), ("layer", "model"), padding=padding)}}, f"w stacks {rows} entries")
+            for rows, padding in ((5, 0), (6, 0), (2, 0), (0, 0), (8, 4))
+        ),
     ],
 )
 def test_refuses(change, words):
     with pytest.raises(BadInput, match=words):
-        r.replace(find("stdlib").recipe, **change).validate()
+        dataclasses.replace(find("stdlib").recipe, **change).validate()

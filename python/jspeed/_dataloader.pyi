@@ -1,4 +1,4 @@
-"""The loader in Rust: shards, batches and the stream that turns one into the other."""
+"""The Rust token loader: shards in, batches out. A lane is one row of a batch, packed documents or a window."""
 
 from collections.abc import Sequence
 from os import PathLike
@@ -18,6 +18,7 @@ def header(tokens: int, wide: bool = False) -> bytes:
     """Return the header of a shard with so many uint16 tokens, or uint32 ones if ``wide``."""
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+_Unit = Literal["block", "shard", "window"]
 
 class _Stage(Protocol):
     @property
@@ -63,16 +64,14 @@ class Shuffle:
     ``epochs=None``.
     """
 
-    def __new__(
-        cls, seed: int = 0, block_tokens: int | None = None, unit: Literal["block", "shard", "window"] = "block"
-    ) -> Self: ...
+    def __new__(cls, seed: int = 0, block_tokens: int | None = None, unit: _Unit = "block") -> Self: ...
     @property
     def seed(self) -> int: ...
     @property
     def block_tokens(self) -> int | None: ...
     @property
-    def unit(self) -> str: ...
-    def __getnewargs__(self) -> tuple[int, int | None, str]: ...
+    def unit(self) -> _Unit: ...
+    def __getnewargs__(self) -> tuple[int, int | None, _Unit]: ...
     def __eq__(self, other: object, /) -> bool: ...
     def __hash__(self) -> int: ...
 
@@ -100,7 +99,8 @@ class Batch:
         """(local_lanes,) int32: documents in each lane. None when ``max_docs`` was not given."""
     @property
     def loss_mask(self) -> NDArray[np.bool_] | None:
-        """(local_lanes, lane_len) bool: False where a document was cut, so that its target is the next one's start.
+        """(local_lanes, lane_len) bool: False where the target is the start of the next document instead of the token
+        that follows.
 
         None when ``loss_mask`` was not given.
         """
@@ -123,9 +123,9 @@ class TokenLoader:
     global batches. Pickling keeps configuration and state, so a spawned process can take a loader with it.
 
     Args:
-        shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a whole number: of
-            all lanes a source fills its weight over the sum of weights, spread evenly, one after the other as
-            in a stream of its own. A mixture ends with the first of its sources.
+        shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a whole number: each set
+            fills a share of the lanes proportional to its weight, evenly interleaved; within a set, lanes follow its
+            own order. The stream ends when the first set ends.
         lanes: Lanes of the global batch; a multiple of ``process_count``.
         lane_len: Inputs of a lane in tokens; 16384 when neither it nor a schedule is given.
         align: ``"bos"`` follows modded-nanogpt: a lane is packed with documents, each from its ``bos_id`` and
@@ -134,7 +134,7 @@ class TokenLoader:
             consecutive windows of ``lane_len`` tokens and one more, which the next window starts with.
         max_doc_len: Longest document in tokens, for ``align="bos"``; None never cuts.
         max_docs: Size of the table of document offsets; None makes no table.
-        bos_id: The token that starts a document.
+        bos_id: The token that starts a document; by default GPT-2's <|endoftext|>.
         schedule: Stages with ``steps``, ``lane_len``, ``max_doc_len`` and ``max_docs``, in place of the
             arguments of those names; the stream ends after the last stage.
         process_index: Which process this is, from 0.
@@ -143,10 +143,11 @@ class TokenLoader:
         epochs: Passes over the data, after which the stream ends; None for no end.
         vocab_size: Ids at or above it raise :class:`TokenRangeError`; None checks nothing.
         loss_mask: Make a mask of targets that do not follow their input in the text; needs ``align="bos"``.
-        prefetch: Batches made ahead by the thread; 0 makes each when it is asked for.
+        prefetch: Batches made ahead by the thread, by default one in use and one ready; 0 makes each when it is asked
+            for.
         backend: ``"mmap"`` maps at most two shards of a source, and reads where the kernel lacks what that needs;
-            ``"pread"`` always reads, which closes the last microseconds in which a file that another process
-            cuts could kill this one.
+            ``"pread"`` copies with pread(2): safe even if another process truncates a shard between the check and
+            the copy.
 
     Raises:
         BadInput: Arguments that contradict each other or do not fit the shards.
@@ -158,7 +159,7 @@ class TokenLoader:
         *,
         lanes: int = 8,
         lane_len: int | None = None,
-        align: str | None = None,
+        align: Literal["bos"] | None = None,
         max_doc_len: int | None = None,
         max_docs: int | None = None,
         bos_id: int = 50_256,

@@ -20,6 +20,10 @@ class BadInput(Exception):
     """
 
 
+class NoRoom(BadInput):
+    """There is too little disk or memory; what was done before is kept."""
+
+
 class Terminated(SystemExit):
     """SIGTERM or SIGUSR1 before there is a state to save: exit code 143."""
 

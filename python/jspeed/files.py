@@ -1,6 +1,7 @@
 """Atomic file writes, file hashes, and the cache folder."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -10,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import platformdirs
 
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, NoRoom
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 UMASK = os.umask(0o077)  # it can only be read by setting it
 os.umask(UMASK)
@@ -28,7 +31,7 @@ def cache_folder() -> Path:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
 
-    Raises :class:`BadInput` when there is no room, or another reason why it cannot be written.
+    Raises :class:`NoRoom` on a full disk, and :class:`BadInput` for another reason why it cannot be written.
     """
     with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -57,7 +60,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 class Lines:
-    """A text file that grows by whole lines: one that does not fit is not begun. A context manager, which closes it."""
+    """A file that grows by whole lines or records: one that does not fit is not begun. A context manager: closes it."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path``, made if it is not there. Raises :class:`BadInput`."""
@@ -75,11 +78,17 @@ class Lines:
         self.file.close()
 
     def write(self, line: str) -> None:
-        """Add ``line``, which has no line end. Raises :class:`BadInput` when there is no room for it."""
-        size, data = os.fstat(self.file.fileno()).st_size, line.encode() + b"\n"
+        """Add ``line``, which has no line end. Raises :class:`NoRoom` when it does not fit."""
+        self.append(line.encode() + b"\n")
+
+    def append(self, data: bytes, sync: bool = False) -> None:
+        """Add ``data``, with ``sync`` also to the disk itself. Raises :class:`NoRoom` when it does not fit."""
+        size, rest = os.fstat(self.file.fileno()).st_size, memoryview(data)
         try:
-            if self.file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            while rest:  # Linux writes at most 2 GiB at once, and a part where the disk fills up
+                rest = rest[self.file.write(rest) :]
+            if sync:
+                os.fsync(self.file.fileno())
         except OSError as error:
             self.file.truncate(size)
             raise _unwritable(self._path, error) from None
@@ -90,7 +99,17 @@ class Lines:
 
 
 def _unwritable(path: Path, error: OSError) -> BadInput:
-    return BadInput(f"{path} cannot be written ({error.strerror or error}); make room there, or choose another folder")
+    kind = NoRoom if error.errno in NO_ROOM else BadInput
+    return kind(f"{path} cannot be written ({error.strerror or error}); make room there, or choose another folder")
+
+
+def try_lock(handle: int | IO[Any], wait: bool = False) -> bool | None:
+    """Lock an open file or folder until it is closed: True, False if another process has it, None without locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None  # None: of the file system
+    return True
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -109,6 +128,14 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     """Return the contents of a regular file. Raises OSError as :func:`open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def read_input(path: Path, remedy: str) -> bytes:
+    """Return the contents of a regular file. Raises BadInput, which ends in ``remedy``, where it cannot be read."""
+    try:
+        return read_regular(path)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read ({error.strerror}); {remedy}") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

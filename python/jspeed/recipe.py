@@ -1,8 +1,7 @@
-"""What a recipe is: a table of parameters, a list of stages, three functions, and the numbers that follow from them."""
+"""The Recipe type: a table of parameters, a list of stages, and the functions forward, loss and optimizer."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,26 +15,26 @@ from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegativ
 from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+Block = Callable[[dict[str, jax.Array], Any], Any]
 
-ATTENTION = ("xla", "triton", "cudnn", "fa4", "splash")  # backends, as model/attention.py has them
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
 MOST_IDS = 2**31 - 1  # ids are int32 on devices
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter array before it exists: this table row gives its start, its sharding and its optimizer.
+    """Declares one parameter: shape, logical axes, initialiser, optimizer group and dtypes.
 
-    ``axes`` names each dimension; layouts go by these names. Three carry meaning: ``matrix`` stacks matrices of one
-    shape in a bank that Muon takes matrix by matrix, so a matrix is never cut; ``layer`` stacks whatever belongs to
-    layers; and an array with a ``token``, ``position`` or ``row`` axis is a table whose rows are looked up, so it costs
-    no matrix-multiplication FLOPs. Of a table with a ``row`` axis, its first, no device need ever hold all: its rows
-    come through ``Context.fetch``. The last two axes of a bank's matrix are (in, out): it is used as ``x @ w``.
+    ``axes`` names each dimension; layouts shard by these names. Three carry meaning: ``matrix`` stacks matrices of one
+    shape in a bank that Muon updates matrix by matrix; ``layer`` stacks whatever belongs to layers; and an array with a
+    ``token``, ``position`` or ``row`` axis is a table whose rows are looked up, so it costs no matmul FLOPs. A table
+    with a ``row`` axis, its first, is never gathered: its rows are read through ``Context.fetch``. The last two axes of
+    a bank's matrix are (in, out): it is used as ``x @ w``.
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
-    once a step. ``padding`` matrices at the end of a bank are used by nothing; they make its length a multiple of
-    the devices that share it. ``every`` is the steps between two updates; the gradients of all of them are summed.
-    ``twin`` names the row of the table that this one starts equal to.
+    once a step. ``padding`` matrices at the end of a bank are unused; they make its length a multiple of the devices
+    that share it. ``every`` is the steps between two updates; the gradients of all of them are summed. ``twin`` is the
+    name of the parameter whose initial value this one copies.
     """
 
     shape: tuple[CountOrZero, ...]
@@ -55,25 +54,21 @@ class ParamSpec:
 
     @property
     def stacks_layers(self) -> bool:
-        """Whether the first axis goes through the layers."""
+        """Whether the first axis indexes layers."""
         return self.axes[:1] in (("layer",), ("matrix",))
 
 
 def run_blocks(
-    block: Callable[[dict[str, jax.Array], Any], Any],
-    table: Mapping[str, ParamSpec],
-    layers: int,
-    params: Mapping[str, jax.Array],
-    x: Any,
+    block: Block, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any
 ) -> Any:
-    """Apply ``block(p, x)`` for every layer in order, ``p`` being its part of each of ``params`` that stacks layers.
+    """Apply ``block(p, x)`` for every layer in order; ``p`` holds its part of each parameter that stacks layers.
 
-    ``table`` describes ``params`` over all ``layers``: an array of one entry a layer gives that entry, one of k entries
-    a layer gives ``[k, ...]``. A device that holds fewer layers applies those.
+    ``table`` describes ``params`` over all ``layers``. A parameter of one entry per layer gives that entry, one of k
+    entries per layer gives ``[k, ...]``. A device that holds fewer layers applies only those.
     """
     entries = _entries(table, layers)
-    held = {params[name].shape[0] // k for name, k in entries.items()}
-    for layer in range(*held):
+    (layers_here,) = {params[name].shape[0] // k for name, k in entries.items()}
+    for layer in range(layers_here):
         x = block(
             {
                 name: params[name][layer] if k == 1 else params[name][k * layer : k * layer + k]
@@ -85,15 +80,11 @@ def run_blocks(
 
 
 def scan_blocks(
-    block: Callable[[dict[str, jax.Array], Any], Any],
-    table: Mapping[str, ParamSpec],
-    layers: int,
-    params: Mapping[str, jax.Array],
-    x: Any,
+    block: Block, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any
 ) -> Any:
-    """Compute what :func:`run_blocks` does by ``jax.lax.scan``: the compiler sees one layer, however many there are.
+    """:func:`run_blocks` by ``jax.lax.scan``: the compiled program holds one layer, however many there are.
 
-    ``block`` must return an ``x`` of the shapes and dtypes that it is given.
+    ``block`` must return ``x`` in the shapes and dtypes that it was given.
     """
     stacked = {
         name: params[name] if k == 1 else params[name].reshape(-1, k, *params[name].shape[1:])
@@ -112,18 +103,19 @@ def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Context:
-    """What ``forward`` and ``loss`` may know besides parameters and tokens.
+    """What ``forward`` and ``loss`` get besides parameters and tokens.
 
     All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
-    :func:`jspeed.model.attention.attention` with. ``fp8`` says what FP8 matrix multiplication is on these devices:
-    ``native``, ``emulated`` (no faster, operands widened to the compute dtype) or ``missing``; ``own_kernels`` whether
-    those of :mod:`jspeed.model.kernels` for parts of a recipe run there, None: not known. ``blocks`` is
-    :func:`run_blocks`, or what the layout has in its place. In training ``step`` is the number of steps before this
-    and ``first_row`` that of the global batch's rows before those at hand, int32 scalars: they name a row's random
-    numbers (:func:`jspeed.model.layers.row_keys`) on any mesh. ``phase`` is the step's remainder by ``Recipe.period``.
-    Where lanes are cut, a row at hand is one of ``pieces`` of its lane. ``head_chunk``: the tokens of a row that a loss
-    takes at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a ``row`` axis, on any device.
-    ``layer(f)`` is ``f``, one layer of a recipe that loops over them itself, or recomputes it for its gradient.
+    :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8 matrices: ``native``,
+    ``emulated`` (operands widened to the compute dtype, no faster) or ``missing``; ``own_kernels`` whether they run
+    those of :mod:`jspeed.model.kernels` that replace parts of a recipe, None: not known. ``blocks`` is
+    :func:`run_blocks`, or what the layout puts in its place. In training ``step`` is the number of steps before this
+    one and ``first_row`` the global index of this micro-batch's first row (int32 scalars); random keys derive from both
+    (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step modulo
+    ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split). ``head_chunk``: how many
+    tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a
+    ``row`` axis, on any device. ``layer(f)``, for a recipe that loops over its layers itself, returns ``f``, or
+    ``jax.checkpoint(f)`` under remat.
     """
 
     stage: Stage
@@ -133,23 +125,23 @@ class Context:
     own_kernels: bool | None = None
     blocks: Callable[..., Any] = run_blocks
     phase: int = 0
-    step: Any = 0
-    first_row: Any = 0
+    step: jax.Array | int = 0
+    first_row: jax.Array | int = 0
     pieces: int = 1
     head_chunk: int | None = None
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
 
     def use_fp8(self, asked: str) -> bool:
-        """Decide on a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).
+        """Whether to use FP8 by a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).
 
-        Evaluation is never in FP8. Raises :class:`BadInput` for another word, or ``on`` where FP8 is missing.
+        Evaluation is never in FP8. Raises :class:`BadInput` for another value, or ``on`` where FP8 is missing.
         """
-        why = "these GPUs have no FP8 matrix multiplication (it needs compute capability 8.9 or newer: H100, L40S)"
+        why = "these devices have no FP8 matmuls (an NVIDIA GPU of compute capability 8.9 has: L40S, H100)"
         return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
 
     def use_own_kernels(self, asked: str) -> bool:
-        """Decide likewise on OWN_KERNELS: kernels of :mod:`jspeed.model.kernels` in place of parts of a recipe."""
+        """Likewise by the field OWN_KERNELS: whether :mod:`jspeed.model.kernels` replace parts of a recipe."""
         why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
         own = bool(self.own_kernels)
         return self._use("OWN_KERNELS", asked, own, why if self.own_kernels is False else None) and own
@@ -164,12 +156,13 @@ class Context:
 
 @dataclass(frozen=True)
 class Data:
-    """Which token shards a recipe reads and how batches are cut from them.
+    """Which token shards a recipe reads and how batches are made of them.
 
-    ``name`` is ``stdlib`` (prepared on first use) or what ``jspeed prepare`` calls the data set. Ids in the
-    shards must be below ``vocab_size``. ``align="bos"`` starts every lane at a document; ``None`` reads
-    contiguously. ``shuffle_block`` (tokens) permutes blocks of that length in every epoch; ``None`` keeps order.
-    ``windows="random"`` starts every lane at a random token instead, drawn with replacement, as nanoGPT does.
+    ``name`` is ``stdlib`` (prepared on first use) or the data set's name in ``jspeed prepare``. Ids in the shards must
+    be below ``vocab_size``; ``bos_id`` starts a document. ``align="bos"`` starts every lane (a row of the batch, with
+    its packed documents) at a document; ``None`` reads contiguously. ``shuffle_block`` (tokens) permutes blocks of that
+    length in every epoch; ``None`` keeps order. ``windows="random"`` starts every lane at a random token instead, drawn
+    with replacement, as nanoGPT does.
     """
 
     name: FolderName
@@ -180,14 +173,14 @@ class Data:
     windows: Literal["random"] | None = None
 
     @property
-    def dtype(self) -> Any:
-        """How ids travel to the devices: uint16, or uint32 where there are more ids than that holds."""
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of ids on their way to the devices: uint16, or uint32 for a larger vocabulary."""
         return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a finished run says: ``number`` texts of at most ``tokens`` new tokens, each after ``prompt``."""
+    """Text sampled after a run: ``number`` samples of at most ``tokens`` new tokens after ``prompt``."""
 
     number: CountOrZero = 1
     tokens: Count = 128
@@ -201,19 +194,18 @@ class Recipe:
     """One way to train one model to one target. ``recipes/NAME.py`` builds it and calls it ``RECIPE``.
 
     ``forward(params, tokens_BT, ctx)`` returns fp32 logits ``[B, T, V]``. ``loss(params, tokens_BT, targets_BT,
-    weights_BT, ctx)`` returns the weighted sum of the token losses, or what training descends on instead (a scalar with
-    a gradient), and the losses themselves ``[B, T]`` in nats (fp32, no gradient). In training both may be estimates, of
-    a sampled softmax: ``train_loss`` is then an estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax
+    weights_BT, ctx)`` returns the weighted sum of the token losses, or another training objective (a differentiable
+    scalar), and the losses themselves ``[B, T]`` in nats (fp32, no gradient). In training both may be estimates by a
+    sampled softmax: ``train_loss`` is then an estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax
     transformation over the whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
     number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of
-    ``eval_len``, with ``eval_windows`` where they are not those of the last stage.
+    ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are given.
 
-    ``alike`` says that the layers are one function of their parameters, which ``forward`` runs through ``ctx.blocks``:
-    only such layers can be gathered, recomputed or spread over a pipeline one by one.
-    ``weigh(tokens_BT, targets_BT)`` returns how much each target counts (fp32 ``[B, T]``, 0 or more): losses are then
-    weighted means, over the whole global batch in training. None: all count alike. ``heads`` of attention are named
-    where a recipe is to be exported as GPT-2. ``sample`` is what a finished run says.
-    Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
+    ``alike``: all layers are the same function, applied by ``ctx.blocks``. Only such layers can be gathered one by one,
+    or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B, T]``, 0 or
+    more): losses are then weighted means, over the whole global batch in training. None: equal weights. ``heads``, the
+    number of attention heads, is needed for an export as GPT-2. ``sample``: what to sample after a run. Where
+    parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
     """
 
     name: FolderName
@@ -259,63 +251,69 @@ class Recipe:
 
     def validate(self) -> None:
         """Raise :class:`BadInput` for a field of another type or range than it declares, or parts that do not fit."""
+        for problem in self._problems():
+            raise BadInput(f"recipe {self.name}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what is wrong; later checks rely on earlier ones having found nothing."""
         for where, expected, found in misfits(self, Recipe):
-            raise BadInput(f"recipe {self.name}: {where} is {found}; expected {expected}")
-        for path, spec in leaves(self.parameters):
-            for where, expected, found in misfits(spec, ParamSpec, f"parameter {path}"):
-                raise BadInput(f"recipe {self.name}: {where} is {found}; expected {expected}")
-            if len(spec.axes) != len(spec.shape):
-                raise BadInput(
-                    f"recipe {self.name}: parameter {path} has shape {spec.shape} but names {len(spec.axes)} axes "
-                    f"{spec.axes}; give one name for each dimension"
-                )
+            yield f"{where} is {found}; expected {expected}"
         rows = dict(leaves(self.parameters))
         for path, spec in rows.items():
+            for where, expected, found in misfits(spec, ParamSpec, f"parameter {path}"):
+                yield f"{where} is {found}; expected {expected}"
+            yield from (f"parameter {path} {problem}" for problem in self._problems_of(spec))
+        for path, spec in rows.items():
             if spec.every not in (1, self.period):
-                raise BadInput(
-                    f"recipe {self.name}: parameter {path} is updated every {spec.every} steps and others every "
-                    f"{self.period}; give all slow parameters one number"
+                yield (
+                    f"parameter {path} is updated every {spec.every} steps and others every {self.period}; "
+                    "give all slow parameters one number"
                 )
             if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
-                raise BadInput(
-                    f"recipe {self.name}: parameter {path} starts as '{spec.twin}', which is no parameter of shape "
-                    f"{spec.shape}; name one that is"
-                )
-        if not self.stages:
-            raise BadInput(f"recipe {self.name}: STAGES is empty; a recipe needs at least one Stage")
-        for number, stage in enumerate(self.stages, 1):
-            if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
-                raise BadInput(
-                    f"recipe {self.name}: stage {number} cuts documents at {stage.max_doc_len} tokens but a lane has "
-                    f"{stage.lane_len}; give a document length of at most {stage.lane_len}"
-                )
-            if stage.windows and max(stage.windows) > stage.lane_len:
-                raise BadInput(
-                    f"recipe {self.name}: stage {number} has an attention window of {max(stage.windows)} tokens but a "
-                    f"lane has {stage.lane_len}; give windows of at most {stage.lane_len}"
-                )
-            if stage.windows and len(stage.windows) != self.layers:
-                raise BadInput(
-                    f"recipe {self.name}: stage {number} lists {len(stage.windows)} attention windows for "
-                    f"{self.layers} layers; give one for each layer"
-                )
+                yield f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape {spec.shape}"
+        if self.data.bos_id >= self.data.vocab_size:
+            yield f"data.bos_id is {self.data.bos_id}, but ids are below vocab_size={self.data.vocab_size}"
         block = self.data.shuffle_block
         if self.data.windows and (block or self.data.align):
-            raise BadInput(
-                f"recipe {self.name}: windows='random' starts lanes at any token, which neither align nor "
-                "shuffle_block can order; leave them out of Data"
-            )
-        for stage in self.stages:
+            yield "windows='random' starts lanes at any token; leave align and shuffle_block out of Data"
+        if not self.stages:
+            yield "STAGES is empty; a recipe needs at least one Stage"
+        for number, stage in enumerate(self.stages, 1):
+            lane = f"tokens but a lane has {stage.lane_len}; give"
+            if stage.max_doc_len and stage.max_doc_len > stage.lane_len:
+                yield f"stage {number} cuts documents at {stage.max_doc_len} {lane} at most that"
+            if stage.windows and max(stage.windows) > stage.lane_len:
+                yield f"stage {number} has an attention window of {max(stage.windows)} {lane} at most that"
             if block and block % stage.lane_len:
-                raise BadInput(
-                    f"recipe {self.name}: shuffle block of {block} tokens is not a multiple of the lane length "
-                    f"{stage.lane_len}; change one of them"
-                )
+                yield f"shuffle block of {block} tokens is not a multiple of the lane length {stage.lane_len}"
+        windows = [(f"stage {number}", stage.windows) for number, stage in enumerate(self.stages, 1)]
+        for where, listed in [*windows, ("eval_windows", self.eval_windows)]:
+            if listed and len(listed) != self.layers:
+                yield f"{where} lists {len(listed)} attention windows for {self.layers} layers; give one for each layer"
         if self.eval_tokens < self.eval_len:
-            raise BadInput(
-                f"recipe {self.name}: eval_tokens is {self.eval_tokens}, less than one row of "
-                f"eval_len={self.eval_len}; give at least as many"
+            yield f"eval_tokens is {self.eval_tokens}, less than one row of eval_len={self.eval_len}; give more"
+
+    def _problems_of(self, spec: ParamSpec) -> Iterator[str]:
+        if len(spec.axes) != len(spec.shape) or len(set(spec.axes)) < len(spec.axes):
+            yield (
+                f"has shape {spec.shape} but names {len(set(spec.axes))} axes {spec.axes}; give each dimension a name "
+                "of its own"
             )
+        for kind, dtype in (("dtype", spec.dtype), ("compute dtype", spec.compute or spec.dtype)):
+            if not _is_floating(dtype):
+                yield f"has {kind} {dtype!r}; expected a dtype such as 'bfloat16' or 'float32'"
+        if self.alike and spec.stacks_layers and (spec.padding or not spec.shape[0] or spec.shape[0] % self.layers):
+            yield (
+                f"stacks {spec.shape[0]} entries (padding {spec.padding}) for {self.layers} alike layers; give the "
+                "same number for each layer and no padding"
+            )
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        return False
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -335,14 +333,9 @@ def groups(parameters: Mapping[str, Any]) -> Any:
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:
-    """Draw every parameter, each from a key of its own (folded in by its place in the table) or its twin's."""
+    """Draw every parameter, each with its own key (its index in the table folded in), or its twin's."""
     rows = leaves(parameters)
-    place = {path: n for n, (path, _) in enumerate(rows)}
-    keys = [jax.random.fold_in(key, place[spec.twin or path]) for path, spec in rows]
+    index = {path: n for n, (path, _) in enumerate(rows)}
+    keys = [jax.random.fold_in(key, index[spec.twin or path]) for path, spec in rows]
     arrays = [spec.init(key, spec.shape, spec.dtype) for key, (_, spec) in zip(keys, rows, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, parameters)), arrays)
-
-
-def replace(recipe: Recipe, **changes: Any) -> Recipe:
-    """Return a copy of ``recipe`` with other values for some of its attributes."""
-    return dataclasses.replace(recipe, **changes)

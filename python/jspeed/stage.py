@@ -1,4 +1,4 @@
-"""A stage: steps that share every shape. Recipes list them, the loader follows them; no jax in here."""
+"""A training stage: consecutive steps with the same array shapes, so one compiled program. Imports no jax."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +8,13 @@ from jspeed.fields import Count
 
 @dataclass(frozen=True)
 class Stage:
-    """A run of steps that share every array shape, so that one executable serves them all.
+    """Consecutive steps of the same array shapes, compiled once.
 
-    ``lane_len`` and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in one lane. ``windows`` holds
-    one attention window per layer: how many tokens a query sees, itself included; an empty tuple means the whole
-    lane before it. ``scored`` is how many tokens of the vocabulary a training step scores, where that is a sample
-    (:mod:`jspeed.model.sampled`): FLOPs are counted by it; None means all. ``own`` is what the recipe's functions want
-    to know of the stage besides, fixed at compile time; nobody else reads it.
+    ``lane_len``, the length of a row of the batch, and ``max_doc_len`` are tokens. ``max_docs`` caps the documents in
+    one lane. ``windows`` holds one attention window per layer: how many tokens a query sees, itself included; an empty
+    tuple means the whole lane before it. ``scored`` is how many tokens of the vocabulary a training step scores, where
+    that is a sample (:mod:`jspeed.model.sampled`): FLOPs are counted by it; None means all. ``own`` is static data for
+    the recipe's own functions.
     """
 
     steps: Count

@@ -1,22 +1,22 @@
-"""Whole runs of recipes on this machine, interleaved, so that load and clock drift affect all of them equally."""
+"""End-to-end training time of recipes on this machine, runs interleaved to cancel drift."""
 
 import json
 import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benches.nanogpt import contest
-from benches.versus import our_run
-from jspeed.commands.flags import File, Folder, Wants
+from benches.versus import finite, our_run
+from jspeed.commands.flags import File, Folder, Wants, check_folders
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
+from jspeed.plan.views.tables import Table
+from jspeed.plan.views.terminal import show
 from jspeed.record import loss_plot
-
-Points = list[tuple[float, float | None]]
 
 
 def cpu(
@@ -39,6 +39,7 @@ def cpu(
     """
     if rounds < 1:
         raise BadInput(f"--rounds {rounds}: must be at least 1")
+    check_folders({"--json": json_, "--svg": svg})
     if versus is not None:
         if len(recipes) > 1 or svg:
             raise BadInput("--versus takes at most one recipe and draws nothing")
@@ -46,25 +47,27 @@ def cpu(
     if python is not None:
         raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
     recipes = recipes or ("stdlib", "stdlib-adamw")
-    runs: dict[str, list[dict[str, Any]]] = {recipe: [] for recipe in recipes}
+    runs: dict[str, list[Mapping[str, Any]]] = {recipe: [] for recipe in recipes}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, rounds + 1):
             for recipe in recipes:
                 run_dir = Path(folder) / f"{Path(recipe).stem}-{seed}"
                 runs[recipe].append(our_run(recipe, None, run_dir, seed, {}, ()))
     summary = {recipe: _medians(found) for recipe, found in runs.items()}
-    Console().print(_table(summary))
+    show(Console(), _table(summary))
     if json_:
         write_whole(json_, json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
     if svg:
-        curves = {recipe: _points(found[0]) for recipe, found in runs.items()}
+        curves = {
+            recipe: [(p["timed_seconds"], p["val_loss"]) for p in found[0]["curve"]] for recipe, found in runs.items()
+        }
         first = runs[recipes[0]][0]
         title = f"{' and '.join(recipes)}, seed 1, {first['devices']['kind']}"
         loss_plot.curves_svg(svg, curves, first["target_loss"], title)
     return 0
 
 
-def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def median(name: str) -> float:
         return statistics.median(run[name] for run in runs)
 
@@ -73,7 +76,7 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "n": len(runs),
         "reached": sum(run["reached"] for run in runs),
         "timed_seconds": median("timed_seconds"),
-        "val_loss": statistics.mean(run["val_loss"] if run["val_loss"] is not None else float("nan") for run in runs),
+        "val_loss": statistics.mean(finite(run["val_loss"]) for run in runs),
         "steps": runs[0]["steps"],
         "step_ms": 1e3 * median("timed_seconds") / runs[0]["steps"],
         "compile_seconds": median("compile_seconds"),
@@ -81,17 +84,10 @@ def _medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _points(run: dict[str, Any]) -> Points:
-    return [(point["timed_seconds"], point["val_loss"]) for point in run["curve"]]
-
-
 def _table(summary: dict[str, dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("recipe", "timed s", "ratio", "loss", "reached", "steps", "ms/step", "compile s", "host"):
-        table.add_column(name, justify="left" if name == "recipe" else "right")
     base = next(iter(summary.values()))["timed_seconds"]
-    for recipe, row in summary.items():
-        table.add_row(
+    rows = [
+        [
             recipe,
             f"{row['timed_seconds']:.1f}",
             f"{row['timed_seconds'] / base:.2f}",
@@ -101,5 +97,8 @@ def _table(summary: dict[str, dict[str, Any]]) -> Table:
             f"{row['step_ms']:.0f}",
             f"{row['compile_seconds']:.1f}",
             f"{row['host_fraction']:.2%}",
-        )
-    return table
+        ]
+        for recipe, row in summary.items()
+    ]
+    head = ("recipe", "timed s", "ratio", "loss", "reached", "steps", "ms/step", "compile s", "host")
+    return Table("medians", head, rows)

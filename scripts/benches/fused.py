@@ -1,4 +1,4 @@
-"""Own kernels beside their references in plain JAX, on one GPU."""
+"""Benchmark jspeed's GPU kernels against their plain-JAX references."""
 
 import statistics
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benches.text import timed
+from benches.text import at_least, timed
 from jspeed.errors import BadInput
 from jspeed.model.attention import find_documents
 from jspeed.model.fp8 import E4M3, E5M2
@@ -24,8 +24,8 @@ from jspeed.model.kernels.fused_mlp import (
     squared_relu_matmul_fp8_reference,
     squared_relu_matmul_reference,
 )
-from jspeed.model.kernels.qk_norm import norm_and_turn, norm_and_turn_reference
-from jspeed.model.positions import frequencies
+from jspeed.model.kernels.qk_norm import norm_and_rotate
+from jspeed.model.positions import frequencies, queries_and_keys
 
 WIDTH, MLP_WIDTH, HEADS = 768, 3072, 6  # record 89's
 DOCUMENT = 700  # tokens
@@ -38,6 +38,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         tokens: Rows; default: a device's in the last stage of record 89.
         rounds: Times of each, of 10 calls in a row; medians are printed.
     """
+    at_least(1, rounds=rounds, tokens=tokens)
     if jax.default_backend() != "gpu":
         raise BadInput(f"bench.py fused needs a Hopper GPU, JAX has found {jax.devices()[0].device_kind}")
     x, up, g, down, h = (
@@ -78,17 +79,22 @@ def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., A
         return jax.random.normal(jax.random.key(number), (1, tokens, *shape), jnp.bfloat16)
 
     width = WIDTH // HEADS
-    angle = jnp.arange(tokens)[:, None, None] * jnp.asarray(frequencies(width // 4), jnp.float32)
+    angles, positions = frequencies(width // 4), jnp.arange(tokens)[:, None]
+    angle = positions[..., None] * jnp.asarray(angles, jnp.float32)
     rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(1), HEADS
+    plain = (1, tokens, HEADS, width), angles, positions
     documents = find_documents(jnp.minimum(jnp.arange(tokens) % DOCUMENT, 1)[None], 0)
-    turn = [with_gradients(lambda y, way=way: way(y, *rest)) for way in (norm_and_turn, norm_and_turn_reference)]
+    rotate = [
+        with_gradients(lambda y, call=call, arguments=arguments: call(y, *arguments))
+        for call, arguments in ((norm_and_rotate, rest), (queries_and_keys, plain))
+    ]
     mix = [
         with_gradients(partial(composed, scale=0.1, documents=documents, window=112, own_kernels=own))
         for own in (True, False)
     ]
     heads = *(drawn(n, HEADS, width) for n in range(3)), *(drawn(n, HEADS) for n in (3, 4))
     return {
-        "QK-norm, rotary": (turn[0], turn[1], (drawn(5, 2 * WIDTH),)),
+        "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
         "composed heads": (mix[0], mix[1], heads),
     }
 

@@ -1,4 +1,4 @@
-"""One training step of each recipe on the devices at hand: compile, milliseconds, MFU, memory, kernels."""
+"""``jspeed bench gpu``: a step of each recipe (time, MFU, memory, kernels) or a race; steps.py does the timing."""
 
 import dataclasses
 import json
@@ -16,14 +16,14 @@ from rich.table import Table
 
 from benches.steps import ALL_STAGES, Row, Setting, measured, peak
 from benches.versus import race
-from jspeed.commands.flags import Fields, File, Wants
+from jspeed.commands.flags import Fields, File, Wants, check_folders, refuse
 from jspeed.data import find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Device, device_of
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.evidence import provenance
 from jspeed.run.find_recipe import find
@@ -35,14 +35,14 @@ FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causa
 
 def gpu(
     recipe: Annotated[tuple[str, ...], Wants("RECIPE ...")] = (),
-    steps: int = 30,
+    steps: int | None = None,
     data: Path | None = None,
     micro_batch: int | None = None,
     attention: str | None = None,
     set: Fields = (),
     json_: File | None = None,
     versus: Annotated[str | None, Wants("CMD")] = None,
-    rounds: int = 1,
+    rounds: int | None = None,
     svg: File | None = None,
 ) -> int:
     """Measure one training step of recipes on the devices there are; or race a recipe against another program.
@@ -53,35 +53,40 @@ def gpu(
 
     Args:
         recipe: Names or paths; default: all of the records, with --versus r29.
-        steps: Steps timed one by one, and again in a row.
+        steps: Steps timed one by one, and again in a row; default 30.
         data: Folder of token shards; default: synthetic tokens that are on the devices already.
-        micro_batch: Tokens a device takes at once.
+        micro_batch: Tokens per device in a micro-batch.
         attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
         set: Replace fields of the recipe files.
         json_: Write everything here.
         versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and DATA_PATH) and prints
             modded-nanogpt's log; whole training runs of both, in turn, and their losses against seconds.
-        rounds: With --versus, runs of each: ours theirs, theirs ours, ...
+        rounds: With --versus, runs of each: ours theirs, theirs ours, ...; default 1.
         svg: With --versus, draw the curves here.
     """
-    if steps < 1 or rounds < 1:
-        raise BadInput(f"--steps {steps} --rounds {rounds}: both must be at least 1")
+    for flag, value in {"--steps": steps, "--rounds": rounds}.items():
+        if value is not None and value < 1:
+            raise BadInput(f"{flag} {value}: must be at least 1")
+    check_folders({"--json": json_, "--svg": svg})
     if versus is not None:
         if data is None or len(recipe) > 1:
             raise BadInput("--versus needs --data DIR, the tokens both train on, and at most one --recipe")
+        refuse([] if steps is None else ["--steps"], "--versus runs whole trainings")
         flags = {"--micro-batch": micro_batch, "--attention": attention}
-        return race((recipe or ("r29",))[0], versus, data, rounds, flags, set, json_, svg)
+        return race((recipe or ("r29",))[0], versus, data, rounds or 1, flags, set, json_, svg)
     if svg:
         raise BadInput("--svg draws the curves of --versus CMD; give both or neither")
+    refuse([] if rounds is None else ["--rounds"], "without --versus CMD every recipe is measured once")
     found = [find(name, set) for name in recipe or RECIPES]
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh()
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     shards = None if data is None else find_split(data, "train")
-    setting = Setting(mesh, device_of(mesh, attention), micro_batch, steps, shards)
+    setting = Setting(mesh, attention, micro_batch, steps or 30, shards)
+    default = device_of(mesh, attention)
     console = Console(highlight=False, width=170)
-    for line in opening(setting):
+    for line in opening(setting, default):
         console.print(f"[dim]{escape(line)}[/]")
     rows: list[Row] = []
     failed: dict[str, str] = {}
@@ -103,7 +108,7 @@ def gpu(
             "versions": provenance.versions(),
             "xla_flags": provenance.xla_flags(),
             "git": provenance.git(Path(__file__).parent),
-            "kernels": {"attention": setting.device.attention, "fp8": setting.device.fp8},
+            "kernels": {"attention": default.attention, "fp8": default.fp8},
             "data": str(data) if data else None,
             "peak_flops": peak(mesh),
             "formulas": {"mfu": MFU_FORMULA, "flops_per_token": FLOPS_FORMULA},
@@ -115,7 +120,7 @@ def gpu(
 
 
 def why(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
-    """Say in one sentence why XLA could not run a step."""
+    """Return the reason why XLA could not run a step."""
     reason = str(error).splitlines()[0]
     if "RESOURCE_EXHAUSTED" not in reason:
         return f"recipe {recipe.name} failed: {reason}"
@@ -129,17 +134,17 @@ def why(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
     )
 
 
-def opening(setting: Setting) -> Iterator[str]:
-    """Say what the figures are of."""
-    mesh, device = setting.mesh, setting.device
+def opening(setting: Setting, device: Device) -> Iterator[str]:
+    """Yield what all measurements share."""
+    mesh = setting.mesh
     kind = mesh.devices.flat[0].device_kind
-    yield f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, attention {device.attention}, FP8 {device.fp8}"
+    yield f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, FP8 {device.fp8}; attention as each recipe gets it"
     tokens = "token shards, through the loader" if setting.shards else "synthetic tokens, on the devices already"
     yield f"{setting.steps} steps one by one, then as many in a row; {tokens}; compiled without a cache"
     if flops := peak(mesh):
         yield f"MFU = {MFU_FORMULA}; peak {flops / 1e12:.1f} T; {FLOPS_FORMULA}"
     else:
-        yield f"no MFU: the peak FLOP/s of '{kind}' are not in this script's table"
+        yield f"no MFU: the peak FLOP/s of '{kind}' are not in python/jspeed/plan/targets"
 
 
 def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, failure: str | None) -> None:
@@ -149,7 +154,7 @@ def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, fa
         console.print(f"[dim]{len(recipe.stages)} stages: only the first, the middle and the last are measured[/]")
     table = Table(box=None, pad_edge=False)
     for name in (
-        *("stage", "lanes x tokens", "window", "micro", "compile s", "median ms", "p99 ms", "in a row ms"),
+        *("stage", "lanes x tokens", "window", "attention", "micro", "compile s", "median ms", "p99 ms", "in a row ms"),
         *("tokens/s", "per device", "MFLOP/token", "MFU", "GB needed", "GB peak", "wait ms"),
     ):
         table.add_column(name, justify="right")
@@ -158,6 +163,7 @@ def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, fa
             f"{row.stage}/{row.stages}",
             f"{row.lanes} x {row.lane_len}",
             str(row.longest_window or "-"),
+            row.attention,
             f"{row.micro_batches}"
             + (f", logits of {row.head_chunk:,}" if row.head_chunk else "")
             + ", layers recomputed" * row.remat,
@@ -185,7 +191,7 @@ def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, fa
 
 
 def kernel_table(row: Row) -> Iterator[Table | str]:
-    """The longest kernels of one step, or the sentence that says why there are none."""
+    """The longest kernels of one step, or the reason why there are none."""
     seen = row.profile
     if isinstance(seen, str):
         yield f"[dim]stage {row.stage}: {escape(seen)}[/]"

@@ -1,4 +1,4 @@
-"""Which GPU kernels one call spends its time in, read from a profile of it."""
+"""Profile one call and sum the time of its GPU kernels by name."""
 
 import tempfile
 from collections import defaultdict
@@ -14,7 +14,7 @@ TOP = 15
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one kernel on one device; ``share`` is of the time of all its kernels."""
+    """One kernel on one device: ``ms`` sums its calls; ``share`` is of the time of all the device's kernels."""
 
     name: str
     calls: int
@@ -34,7 +34,7 @@ class Profile:
 
 
 def profile(call: Callable[[], object]) -> Profile | str:
-    """Profile ``call``, which returns only when the device is done; a sentence where no GPU kernel was seen."""
+    """Profile ``call``, which returns only when the device is done; the reason where no GPU kernel was seen."""
     options = ProfileOptions()
     options.python_tracer_level = 0  # a line for each Python call would be most of the file
     with tempfile.TemporaryDirectory(prefix="jspeed-profile-") as folder:
@@ -45,7 +45,7 @@ def profile(call: Callable[[], object]) -> Profile | str:
 
 
 def read(data: ProfileData) -> Profile | str:
-    """Add up the kernels of the first GPU in a profile, copies included; or say why there are none."""
+    """Add up the kernels of the first GPU in a profile, copies included; or the reason why there are none."""
     planes = sorted((plane for plane in data.planes if plane.name.startswith("/device:GPU:")), key=lambda p: p.name)
     if not planes:
         return "no kernel table: the profile has no GPU in it"

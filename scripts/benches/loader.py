@@ -1,4 +1,4 @@
-"""What the token loader promises, measured on synthetic shards, with a pass mark for each promise."""
+"""Benchmark the token loader on synthetic shards, with a limit for each promise."""
 
 import json
 import os
@@ -17,9 +17,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jspeed.commands.flags import File
+from jspeed._dataloader import HEADER_BYTES, header
+from jspeed.commands.flags import File, check_folders
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
-from jspeed.data.find_shards import HEADER_BYTES, header, map_tokens
+from jspeed.data.find_shards import map_tokens
+from jspeed.files import write_whole
 
 BOS = 50_256
 # The record's three stages; the tables of documents are larger because these shards have more short documents.
@@ -80,7 +82,7 @@ def median(times: int, work: Callable[[], object], before: Callable[[], object] 
     return statistics.median(took)
 
 
-def forget(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Drop the shards from the page cache."""
     for path in folder.glob("*.bin"):
         with open(path, "rb") as file:
@@ -88,16 +90,21 @@ def forget(folder: Path) -> None:
 
 
 def first_batch(folder: Path, times: int) -> Iterator[Row]:
+    """Milliseconds from opening shards to the first batch, with and without the page cache."""
+
     def work() -> None:
         with parity(open_shards(f"{folder}/*.bin"), 10) as loader:
             next(loader)
 
     work()
     yield Row("first batch after open, warm", median(times, work), "ms", 1)
-    yield Row("first batch after open, cold", median(max(5, times // 5), work, lambda: forget(folder)), "ms", 20)
+    yield Row(
+        "first batch after open, cold", median(max(5, times // 5), work, lambda: drop_page_cache(folder)), "ms", 20
+    )
 
 
 def opening(folder: Path) -> Iterator[Row]:
+    """Milliseconds to open and validate many shards, whose bodies are holes."""
     write_sparse(folder, 1030)
     paths = sorted(folder.iterdir())
     for count, below in (103, 10), (1030, 100):
@@ -110,6 +117,7 @@ def opening(folder: Path) -> Iterator[Row]:
 
 
 def work(shards: Shards, steps: int) -> Iterator[Row]:
+    """CPU milliseconds of the process, all threads, for a million tokens."""
     took = []
     for _ in range(5):
         with parity(shards, steps) as loader:
@@ -120,6 +128,7 @@ def work(shards: Shards, steps: int) -> Iterator[Row]:
 
 
 def waiting(shards: Shards, steps: int, seconds: float) -> Iterator[Row]:
+    """Milliseconds that a consumer which takes ``seconds`` a step waits for batches."""
     waits = []
     with parity(shards, -(-steps // 3), prefetch=2) as loader:
         loader.start()
@@ -137,6 +146,7 @@ def waiting(shards: Shards, steps: int, seconds: float) -> Iterator[Row]:
 
 
 def resuming(shards: Shards, steps: int) -> Iterator[Row]:
+    """Milliseconds to resume from early and late steps: it must not grow with the step."""
     states = []
     with parity(shards, steps) as loader:
         for index, _ in enumerate(loader):
@@ -160,6 +170,8 @@ def resuming(shards: Shards, steps: int) -> Iterator[Row]:
 
 
 def memory(shards: Shards) -> Iterator[Row]:
+    """Megabytes by which the process grows over an epoch: its heap, and mapped pages."""
+
     def megabytes(field: str) -> float:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1000
@@ -217,6 +229,7 @@ def torch_loader(shards: Shards, steps: int) -> Iterator[object] | None:
 
 
 def against_others(shards: Shards, steps: int) -> Iterator[Row]:
+    """Throughput in tokens a second, and over that of a NumPy memmap generator and of torch's DataLoader."""
     for batch, tokens in islice(zip(parity(shards, steps), memmap(shards, steps), strict=True), 3 * steps):
         assert np.array_equal(batch.tokens, tokens), "the two do not follow the same rules"
 
@@ -228,13 +241,14 @@ def against_others(shards: Shards, steps: int) -> Iterator[Row]:
 
     ours = statistics.median(rate(parity(shards, steps)) for _ in range(3))
     theirs = statistics.median(rate(memmap(shards, steps)) for _ in range(3))
-    yield Row("rate with nobody to wait for", ours, "M tokens/s", None, f"{3 * steps} batches, median of 3")
+    yield Row("throughput without a consumer", ours, "M tokens/s", None, f"{3 * steps} batches, median of 3")
     yield Row("rate over a NumPy memmap generator's", ours / theirs, "x", None, f"it makes {theirs:.0f} M tokens/s")
     if batches := torch_loader(shards, steps):
         yield Row("rate over a torch DataLoader's", ours / rate(batches), "x", None, "one worker, the same generator")
 
 
 def show(rows: list[Row]) -> None:
+    """Print the rows, each with its limit."""
     table = Table(box=None, pad_edge=False)
     for name in ("what", "measured", "must be", "", ""):
         table.add_column(name, justify="right" if name in ("measured", "must be") else "left", no_wrap=True)
@@ -252,6 +266,7 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
         json_: Also write the rows and the machine to this file.
         quick: Smaller shards and 150 steps instead of 1300.
     """
+    check_folders({"--json": json_})
     rows: list[Row] = []
     steps = 10 if quick else 40
     with tempfile.TemporaryDirectory(prefix="jspeed-bench-") as temporary:
@@ -273,5 +288,5 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
     if json_:
         machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
         content = {"machine": machine, "quick": quick, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}
-        json_.write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(json_, json.dumps(content, indent=1) + "\n")
     return int(any(row.passed is False for row in rows))

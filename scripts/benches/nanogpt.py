@@ -1,4 +1,4 @@
-"""A recipe against nanoGPT's setting for a CPU: seconds of training until each predicts Shakespeare equally well."""
+"""Time to one validation loss on Shakespeare: a jspeed recipe against nanoGPT's CPU setting."""
 
 import json
 import pickle
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benches.versus import our_run
+from benches.versus import finite, our_run
 from jspeed.data.find_shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
@@ -33,8 +33,8 @@ def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_fi
 
     nanoGPT's programs are copied from ``folder`` and see the recipe's own characters; ``python`` (default: this one)
     has PyTorch. Its seconds are those of all its steps, with the median step in place of each that evaluated; they end
-    with the first evaluation at the target, or with the last step. Returns 0 if every run of the recipe came down to
-    the target, else 1. Raises :class:`BadInput` if one of the two cannot run.
+    with the first evaluation at the target, or with the last step. Returns 0 if every run of the recipe reached the
+    target, else 1. Raises :class:`BadInput` if one of the two cannot run.
     """
     data = data_folder(find(recipe).recipe, None)
     ours, theirs = [], []
@@ -44,7 +44,9 @@ def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_fi
             for who in ("theirs", "ours") if number % 2 else ("ours", "theirs"):
                 if who == "ours":
                     run = our_run(recipe, data, Path(place) / str(number), number, {}, ())
-                    ours.append({"seconds": run["timed_seconds"], "loss": run["val_loss"], "steps": run["steps"]})
+                    ours.append(
+                        {"seconds": run["timed_seconds"], "loss": finite(run["val_loss"]), "steps": run["steps"]}
+                    )
                 else:
                     theirs.append(their_run(copy, python or Path(sys.executable)))
                     print("nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(**theirs[-1]), flush=True)
@@ -53,7 +55,7 @@ def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_fi
     console = Console(highlight=False)
     console.print(f"to {TARGET} nats per character, seconds of training alone, medians of n={rounds}")
     came = sum(run["loss"] <= TARGET for run in theirs)
-    console.print(f"{recipe} {mine:.2f} s ({reached} of {rounds} came down to it), nanoGPT {other:.1f} s ({came})")
+    console.print(f"{recipe} {mine:.2f} s ({reached} of {rounds} reached it), nanoGPT {other:.1f} s ({came})")
     console.print(f"nanoGPT / {recipe}: {other / mine:.1f}")
     if json_file:
         content = {"recipe": recipe, "setting": SETTING, "target": TARGET, "ours": ours, "theirs": theirs}

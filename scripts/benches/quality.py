@@ -1,6 +1,7 @@
-"""Recipes at one small size on the same tokens in the same order: which loss after how many tokens."""
+"""Loss against tokens for all recipes at one small size, on the same tokens in the same order."""
 
 import json
+import math
 import re
 import statistics
 import tempfile
@@ -11,16 +12,18 @@ from typing import Annotated, Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from benches.versus import our_run
-from jspeed.commands.flags import File, Wants
+from benches.versus import finite, first_at, our_run
+from jspeed.commands.flags import File, Wants, check_folders
 from jspeed.corpus import chunks
 from jspeed.corpus.sources import text_files
-from jspeed.data.folder import Batch, write_folder
+from jspeed.data.folder import EncodedDocuments, write_folder
+from jspeed.data.manifest import Description, Split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
+from jspeed.plan.views.tables import Table
+from jspeed.plan.views.terminal import show
 from jspeed.recipe import Recipe
 from jspeed.record import loss_plot
 from jspeed.run.find_recipe import find
@@ -29,8 +32,8 @@ VOCAB = 4096  # GPT-2's first byte pairs: with all 50,257 the head would be most
 VAL_TOKENS = 27_648
 WIDTH = ["WIDTH=128", "MLP_WIDTH=512", "HEADS=2", f"VOCAB={VOCAB}", "COMPUTE=float32", f"EVAL_TOKENS={VAL_TOKENS}"]
 ROWS = [*WIDTH, "LAYERS=11", "LANES=2", "LANE_LEN=576", "EVAL_LEN=576", "EVAL_CHUNK=576"]
-# Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. A run is short by its batches more
-# than by its steps, because schedules are made of updates.
+# Lanes, documents and windows shrink together: 384, 768 and 1,152 tokens a step. Batches shrink more than the number of
+# steps, because schedules count updates.
 # They are evaluated in long rows, of which few begin in the middle of a document.
 LANES = [*WIDTH, "LANES=2", f"BOS={VOCAB - 1}", "BLOCK=16", "EVAL_LEN=4608", "EVAL_CHUNK=576"]
 PACKED = [*LANES, "LANE_LEN=576", "MAX_DOCS=48"]
@@ -47,7 +50,7 @@ SETS = {
 SETS["jspeed1"] = SETS["r89"]
 # As large a part of the vocabulary as at full size.
 SETS["jspeed2"] = [*SETS["r89"], "EXACT_TOKENS=448"]
-BEGINNING = 256  # tokens of a document that are used, as many as recipes read here: also of those that validate
+BEGINNING = 256  # only the first 256 tokens of each document are used, for training and validation
 IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE")
 
 
@@ -75,6 +78,7 @@ def quality(
     """
     if seeds < 1 or shorter <= 0:
         raise BadInput(f"--seeds {seeds} --shorter {shorter}: must be at least 1, and above 0")
+    check_folders({"--json": json_, "--svg": svg})
     sets = {label: settings(label, shorter) for label in recipes}
     trained = {label: tokens_after(label, sets[label]) for label in recipes}
     curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | earlier(json_, shorter)
@@ -89,12 +93,14 @@ def quality(
                     continue
                 run_dir = folder / f"{number}-{seed}"
                 run = our_run(parts(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label])
-                curves[label].append([(trained[label][point["step"]], point["val_loss"]) for point in run["curve"]])
+                curves[label].append(
+                    [(trained[label][point["step"]], finite(point["val_loss"])) for point in run["curve"]]
+                )
                 if json_:
                     found = {"shorter": shorter, "beginning": BEGINNING, "curves": curves, "compared": compare(curves)}
                     write_whole(json_, json.dumps(found, indent=1) + "\n")
     rows = compare(curves)
-    Console().print(table(rows))
+    show(Console(), table(rows))
     if svg:
         points = {label: [(tokens / 1e6, loss) for tokens, loss in found[0]] for label, found in curves.items()}
         goal = rows[recipes[0]]["loss"]
@@ -175,9 +181,10 @@ def check_enough(label: str, recipe: Recipe, lengths: Sequence[int]) -> None:
 
 def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
     """Write beginnings of documents, ``most`` tokens to train and those of the last file to validate, in GPT-2's first
-    VOCAB - 1 byte pairs and a mark before each; return the lengths of those that train.
+    VOCAB - 1 byte pairs and a BOS token before each; return the lengths of those that train.
 
-    A model that only ever saw beginnings says nothing of what it learns where it is asked about the middle of a text.
+    Validation uses beginnings too, because that is what the model is trained on. Raises :class:`BadInput` for a single
+    file.
     """
     import tiktoken
 
@@ -185,9 +192,11 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
     ranks = {piece: rank for piece, rank in gpt2._mergeable_ranks.items() if rank < VOCAB - 1}
     encoding = tiktoken.Encoding("gpt2-short", pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens={})
     *train, last = [path for _, path in text_files(texts)]
+    if not train:
+        raise BadInput(f"{last} is the only text file; give at least two: all but the last train, the last validates")
     lengths: list[int] = []
 
-    def documents(paths: Iterable[Path], split: str, limit: int) -> Iterable[Batch]:
+    def documents(paths: Iterable[Path], split: Split, limit: int) -> Iterable[EncodedDocuments]:
         total = 0
         for path in paths:
             for segment in chunks.segments(path):
@@ -196,60 +205,51 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
                     ids = np.array([VOCAB - 1, *start[: BEGINNING - 1]], np.uint16)
                     if split == "train":
                         lengths.append(len(ids))
-                    yield Batch(split, ids, np.array([len(ids)]))
+                    yield EncodedDocuments(split, ids, np.array([len(ids)]))
                     if (total := total + len(ids)) > limit:
                         return
 
-    def both() -> Iterable[Batch]:
-        yield from documents(train or [last], "train", most)
+    def both() -> Iterable[EncodedDocuments]:
+        yield from documents(train, "train", most)
         yield from documents([last], "val", 2 * VAL_TOKENS)
 
-    # Ids are GPT-2's own, as ranks are; only the mark is another.
+    # Ids are GPT-2's own, as ranks are; only the BOS token is another.
     source = {"texts": [path.name for path in texts]}
-    head = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
-    write_folder(out, both(), head, "small")
+    description: Description = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
+    write_folder(out, both(), description, "small")
     return lengths
 
 
 def compare(curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]]) -> dict[str, dict[str, Any]]:
     """Compare final losses with the first recipe's, and the tokens to the higher of the two mean final losses."""
     ends = {label: [curve[-1][1] for curve in found] for label, found in curves.items() if found}
-    first, sigma = next(iter(ends)), pooled_sigma(ends.values())
+    first, sigma = next(iter(ends)), pooled_sigma(losses for losses in ends.values() if math.isfinite(sum(losses)))
 
     def needed(label: str, goal: float) -> float:
-        return statistics.fmean(meets(curve, goal) or curve[-1][0] for curve in curves[label])
+        return statistics.fmean(first_at(curve, goal) or curve[-1][0] for curve in curves[label])
 
     rows = {}
     for label, losses in ends.items():
         goal = max(statistics.fmean(losses), statistics.fmean(ends[first]))
+        comparable = label != first and math.isfinite(sum(losses + ends[first]))
         rows[label] = {
             "tokens": curves[label][0][-1][0],
             "losses": losses,
             "loss": statistics.fmean(losses),
             "goal": goal,
             "fraction": needed(label, goal) / needed(first, goal),
-            "p": better_than(losses, ends[first], sigma).p if sigma and label != first else None,
+            "p": better_than(losses, ends[first], sigma).p if sigma and comparable else None,
         }
     return rows
 
 
-def meets(curve: Sequence[tuple[int, float]], goal: float) -> float | None:
-    """Tokens at which ``curve`` first comes down to ``goal``, linear between two evaluations."""
-    for (t0, l0), (t1, l1) in zip(curve, curve[1:], strict=False):
-        if l1 <= goal:
-            return t0 + (t1 - t0) * (l0 - goal) / (l0 - l1)
-    return None
-
-
 def table(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Return the comparison as a table."""
-    made = Table(box=None, pad_edge=False)
     first = next(iter(rows))
     columns = ("recipe", "tokens", "final loss", "runs", "at loss", f"tokens there, of {first}'s", f"p, below {first}")
-    for name in columns:
-        made.add_column(name, justify="left" if name == "recipe" else "right")
+    cells = []
     for label, row in rows.items():
         p = "-" if row["p"] is None else f"{row['p']:.2g}"
         losses = f"{row['loss']:.4f}", str(len(row["losses"])), f"{row['goal']:.4f}"
-        made.add_row(label, f"{row['tokens']:,}", *losses, f"{row['fraction']:.2f}", p)
-    return made
+        cells.append([label, f"{row['tokens']:,}", *losses, f"{row['fraction']:.2f}", p])
+    return Table("loss against tokens", columns, cells)

@@ -1,4 +1,4 @@
-"""Time the training step of a recipe on the devices at hand, stage by stage, and see what it needs and runs."""
+"""Time the training step of one recipe on the devices at hand, stage by stage; ``jspeed bench gpu`` prints the rows."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ from jspeed.data import Shards
 from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
-from jspeed.recipe import Recipe, Stage, leaves, replace
+from jspeed.plan.target import facts_of
+from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
-from jspeed.run.compute.device import Device
+from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
@@ -29,16 +30,6 @@ from jspeed.sizes import flops_per_token
 
 ALL_STAGES = 4  # of a recipe with more, the first, the middle and the last one are measured
 LONG_RUN = 1_000_000  # steps: more than are ever measured
-
-# Dense bf16 FLOP/s with fp32 accumulation, from NVIDIA's data sheets of each part (half of the figure "with
-# sparsity"). By full name, because boards of one chip differ: an H100 PCIe has 0.76 of an H100 SXM.
-PEAKS = {
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA B200": 2.25e15,
-}
 
 
 @dataclass(frozen=True)
@@ -52,6 +43,7 @@ class Row:
     lanes: int
     lane_len: int
     longest_window: int | None
+    attention: str  # backend
     micro_batches: int
     head_chunk: int | None
     remat: bool
@@ -76,7 +68,7 @@ class Setting:
     """What all measurements share."""
 
     mesh: Mesh
-    device: Device
+    attention: str | None  # backend instead of the one that each recipe gets
     micro_batch: int | None
     steps: int
     shards: Shards | None
@@ -84,7 +76,8 @@ class Setting:
 
 def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row]:
     """Measure the stages of a recipe one after the other, on one training state."""
-    mesh, device = setting.mesh, setting.device
+    mesh = setting.mesh
+    device = device_of(mesh, setting.attention, recipe=recipe)
     _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
     state, best = None, peak(mesh)
     for index in chosen(len(recipe.stages)):
@@ -110,6 +103,7 @@ def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row
             lanes=recipe.lanes,
             lane_len=stage.lane_len,
             longest_window=max(stage.windows, default=None),
+            attention=device.attention,
             micro_batches=last.parts,
             head_chunk=last.head_chunk,
             remat=last.remat,
@@ -189,7 +183,8 @@ def run(
 
 
 def synthetic(recipe: Recipe, stage: Stage) -> np.ndarray:
-    """Random tokens in documents as long as FineWeb's (log-normal, median 403, mean 690); one starts each lane."""
+    """Random tokens [lanes, lane_len + 1] of the recipe's dtype, in documents as long as FineWeb's (log-normal, median
+    403, mean 690); one starts each lane."""
     rng = np.random.default_rng(0)
     tables = [(spec, axis) for _, spec in leaves(recipe.parameters) for axis in ("token", "vocab") if axis in spec.axes]
     vocab = min([recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)])
@@ -209,8 +204,9 @@ def chosen(stages: int) -> list[int]:
 
 
 def peak(mesh: Mesh) -> float | None:
-    """Peak FLOP/s of one device, or None for a kind that is not in the table."""
-    return PEAKS.get(mesh.devices.flat[0].device_kind)
+    """Peak dense bf16 FLOP/s of one device, or None for a kind that is no target of ``jspeed plan``."""
+    facts = facts_of(mesh.devices.flat[0].device_kind)
+    return facts.peak_flops["bf16"] if facts else None
 
 
 def peak_bytes(mesh: Mesh) -> int | None:

@@ -1,4 +1,4 @@
-"""Text to tokens beside a plain tiktoken loop, and tokens to text with and without a cache, each in turn."""
+"""Benchmark tokenisation against a plain tiktoken loop, and generation with and without the KV cache."""
 
 import itertools
 import statistics
@@ -17,9 +17,10 @@ from jspeed.commands.flags import Wants
 from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
+from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.inference.generate import Generator, Sampling
-from jspeed.inference.trained import Facts, Model
+from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import init_parameters
 from jspeed.run.compute.device import device_of
@@ -40,6 +41,7 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
         processes: Processes that tokenise.
         rounds: Measurements of each, in turn; medians are printed.
     """
+    at_least(1, processes=processes, rounds=rounds)
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")
@@ -90,13 +92,13 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
         positions: Length of the text, all of it generated.
         rounds: Measurements of each, in turn; medians are printed.
     """
-    if positions < 3 or rounds < 1:
-        raise BadInput(f"--positions {positions} --rounds {rounds}: must be at least 3 and 1")
+    at_least(3, positions=positions)
+    at_least(1, rounds=rounds)
     found = find(recipe, [f"LANE_LEN={positions}", f"EVAL_LEN={positions}", f"EVAL_TOKENS={positions}"])
     params = init_parameters(found.recipe.parameters, jax.random.key(0))
     params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    facts: Facts = {"tokenizer": "bytes", "vocab_size": bytes_tokenizer().vocab_size, "bos_id": None}
+    facts: TokenizerFacts = {**bytes_tokenizer().described(), "bos_id": None}
     generator = Generator(Model(found, params, mesh, facts), 1, Sampling(0.0))
     context = eval_context(found.recipe, device_of(mesh, "xla"))
 
@@ -127,6 +129,13 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
     for name, median in zip(ways, medians, strict=True):
         print(f"{name:<22}{(positions - 1) / median:8.0f} tokens/s")
     print(f"ratio                 {medians[1] / medians[0]:8.1f}")
+
+
+def at_least(least: int, **numbers: int) -> None:
+    """Raise :class:`BadInput` for a flag below ``least``."""
+    for name, value in numbers.items():
+        if value < least:
+            raise BadInput(f"--{name} {value}: must be at least {least}")
 
 
 def timed(call: Callable) -> tuple:

@@ -1,4 +1,4 @@
-"""Our training and another program's on the same tokens, in turn: which loss after how many seconds."""
+"""Loss against training seconds: jspeed and another training program on the same tokens, in turn."""
 
 import json
 import math
@@ -8,17 +8,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
+from jspeed.plan.views.tables import Table
+from jspeed.plan.views.terminal import show
 from jspeed.record import loss_plot
 from jspeed.record.run_json import read_run
+from jspeed.record.schema import Run
 
 SPEEDRUN = Path(__file__).parents[1] / "speedrun.py"
 # A validation in modded-nanogpt's log: step:125/1770 val_loss:4.6549 train_time:12345ms step_avg:98.76ms
@@ -52,18 +53,16 @@ def race(
                     curves[who].append(their_curve(command, data))
                     continue
                 run = our_run(recipe, data, Path(folder) / str(number), number + 1, flags, sets)
-                curves[who].append([(p["step"], p["timed_seconds"], p["val_loss"]) for p in run["curve"]])
+                curves[who].append([(p["step"], p["timed_seconds"], finite(p["val_loss"])) for p in run["curve"]])
                 target, title = run["target_loss"], f"{run['recipe']} against {command[:40]}, {run['devices']['kind']}"
     needed = compare(curves["ours"], curves["theirs"])
     console = Console(highlight=False, width=150)
     for number in range(rounds):
-        console.print(f"round {number + 1}")
-        console.print(curve_table(curves["ours"][number], curves["theirs"][number]))
+        show(console, curve_table(f"round {number + 1}", curves["ours"][number], curves["theirs"][number]))
     if needed:
-        console.print(f"seconds to a loss, median of n={rounds}, each by its own clock; ratio: theirs to ours")
-        console.print(needed_table(needed))
+        show(console, needed_table(needed, rounds))
     else:
-        console.print("there is no loss that both came down to")
+        console.print("there is no loss that both reached")
     if json_file:
         content = {"recipe": recipe, "command": command, "sets": list(sets), "curves": curves, "needed": needed}
         write_whole(json_file, json.dumps(content, indent=1) + "\n")
@@ -80,7 +79,7 @@ def race(
 
 def our_run(
     recipe: str, data: Path | None, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
-) -> dict[str, Any]:
+) -> Run:
     """Train ``recipe`` with speedrun.py, on its own data without ``data``, and return its run.json."""
     words = [
         sys.executable,
@@ -100,7 +99,12 @@ def our_run(
     if done.returncode not in (0, 1):
         raise BadInput(f"{recipe} ended with exit code {done.returncode}; see its message above")
     print(f"{recipe}, seed {seed}: {done.stdout.splitlines()[-1]}", flush=True)
-    return dict(read_run(run_dir / "run.json"))
+    return read_run(run_dir / "run.json")
+
+
+def finite(loss: float | None) -> float:
+    """Return a loss of run.json, which has null for one that is not finite: nan."""
+    return math.nan if loss is None else loss
 
 
 def their_curve(command: str, data: Path) -> Curve:
@@ -132,26 +136,29 @@ def parse(line: str) -> tuple[int, float, float] | None:
         return None
 
 
-def seconds_to(curve: Curve, loss: float) -> float | None:
-    """Seconds at which a curve first meets ``loss``, linear between two validations; None if it never does."""
-    finite = [(seconds, value) for _, seconds, value in curve if math.isfinite(value)]
-    for index, (seconds, value) in enumerate(finite):
-        if value > loss:
-            continue
-        if index == 0:
-            return seconds
-        before, higher = finite[index - 1]
-        return before + (seconds - before) * (higher - loss) / (higher - value)
+def first_at(points: Iterable[tuple[float, float]], loss: float) -> float | None:
+    """The x of (x, loss) ``points`` at which they first reach ``loss``, linear between two; None if they never do."""
+    before: tuple[float, float] | None = None
+    for x, value in points:
+        if value <= loss:
+            return before[0] + (x - before[0]) * (before[1] - loss) / (before[1] - value) if before else x
+        if math.isfinite(value):
+            before = x, value
     return None
 
 
+def seconds_to(curve: Curve, loss: float) -> float | None:
+    """Seconds at which a curve first reaches ``loss``; None if it never does."""
+    return first_at([(seconds, value) for _, seconds, value in curve], loss)
+
+
 def median_seconds(curves: list[Curve], loss: float) -> float:
-    """Median over the curves that come down to ``loss``."""
+    """Median over the curves that reach ``loss``."""
     return statistics.median(s for curve in curves if (s := seconds_to(curve, loss)) is not None)
 
 
 def compare(ours: list[Curve], theirs: list[Curve]) -> list[dict[str, float]]:
-    """Median seconds of each to every loss that all runs come down to, and to the lowest such loss."""
+    """Median seconds of each to every loss that all runs reach, and to the lowest such loss."""
     every = [[value for *_, value in curve if math.isfinite(value)] for curve in (*ours, *theirs)]
     if not all(every):
         return []
@@ -164,25 +171,20 @@ def compare(ours: list[Curve], theirs: list[Curve]) -> list[dict[str, float]]:
     return rows
 
 
-def curve_table(ours: Curve, theirs: Curve) -> Table:
+def curve_table(title: str, ours: Curve, theirs: Curve) -> Table:
     """Both curves of one round side by side, by the order of their validations."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("our step", "seconds", "loss", "their step", "seconds", "loss"):
-        table.add_column(name, justify="right")
+    rows = []
     for row in range(max(len(ours), len(theirs))):
         cells = []
         for curve in (ours, theirs):
             step, seconds, loss = curve[row] if row < len(curve) else (None, 0.0, 0.0)
             cells += ["", "", ""] if step is None else [str(step), f"{seconds:.1f}", f"{loss:.4f}"]
-        table.add_row(*cells)
-    return table
+        rows.append(cells)
+    return Table(title, ("our step", "seconds", "loss", "their step", "seconds", "loss"), rows)
 
 
-def needed_table(needed: list[dict[str, float]]) -> Table:
+def needed_table(needed: list[dict[str, float]], rounds: int) -> Table:
     """Seconds to each common loss; a ratio above 1 says that the other program takes longer."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("loss", "ours", "theirs", "ratio"):
-        table.add_column(name, justify="right")
-    for row in needed:
-        table.add_row(f"{row['loss']:.4f}", f"{row['ours']:.1f}", f"{row['theirs']:.1f}", f"{row['ratio']:.2f}")
-    return table
+    rows = [[f"{r['loss']:.4f}", f"{r['ours']:.1f}", f"{r['theirs']:.1f}", f"{r['ratio']:.2f}"] for r in needed]
+    title = f"seconds to a loss, median of n={rounds}, each by its own clock; ratio: theirs to ours"
+    return Table(title, ("loss", "ours", "theirs", "ratio"), rows)

@@ -1,4 +1,4 @@
-"""Compiling for GPUs that are not here. Without JAX's CUDA plugin these tests are skipped; `make test-aot` insists."""
+"""AOT compilation for absent GPUs. Skipped without JAX's CUDA plugin, except under ``make test-aot``."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Calls of library kernels in optimised HLO."""
+"""Helper: find custom calls in optimised HLO."""
 
 from jspeed.plan.hlo import Instruction, instructions, paired
 

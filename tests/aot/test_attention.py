@@ -1,4 +1,4 @@
-"""What attention compiles to for GPUs that are not there: an H100, and for our own kernels those before and after it.
+"""Attention compiled for an absent H100; jspeed's own kernels also for older and newer GPUs.
 
 Nothing runs and cuDNN plans are not built, so what cuDNN refuses only then is not found here: tests/gpu is for that.
 """

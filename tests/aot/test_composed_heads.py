@@ -1,4 +1,4 @@
-"""Composed heads in our own kernels at full size for an H100 that is not there: how many kernels, no spills, bytes."""
+"""Composed-heads kernels at full size, compiled for an absent H100: number of kernels, no spills, bytes."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""FP8 copies by rows and by columns for an absent H100: the kernels alone at full size, and what is around them."""
+"""FP8 cast kernels compiled for an absent H100: alone at full size, and within a step."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The step of track3 at full size, for eight H100s, in every layout: what each sends, and what a device holds."""
+"""The step of track3 at full size on eight absent H100s, in every layout: communication and memory of a device."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""The loss compiled for an H100 that is not there: FP8 calls, and nothing of fp32 logits' size in memory."""
+"""The loss compiled for an absent H100: FP8 calls, and no fp32 array of logits size."""
 
 import math
 import re
@@ -80,11 +80,11 @@ def test_fp8_head(device, tokens, rows, cap):
     program = compiled(device, tokens, SCALES, cap, rows=rows)
     calls = gemms(program)
     assert len(calls) == 3
-    # Fast accumulation in the forward product alone.
+    # Fast accumulation in the forward matmul alone.
     assert sum("HIGHEST" in line for line in calls) == 2
-    # Each product undoes what its own operands were divided by, to the last bit.
+    # Each matmul undoes what its own operands were divided by, to the last bit.
     assert scales_of(program) == sorted([("x", "w"), ("grad", "w"), ("grad", "x")])
-    # The logits once, written by their product with its scale; their gradient in the layouts of both products.
+    # The logits once, written by their matmul with its scale; their gradient in the layouts of both matmuls.
     size = tokens * VOCAB
     assert made(program, size) == {"bf16": 1, "f8e5m2": 2}
     # The logits' 2 bytes and the gradients' 1 + 1; 3% for operands.
@@ -110,7 +110,7 @@ def test_fp8_head_of_a_sample(device):
 
 
 def test_fp8_head_of_a_sample_for_each_group(device):
-    """What all score and what each group scores by itself: three products each, the second kind batched."""
+    """What all score and what each group scores by itself: three matmuls each, the second kind batched."""
     tokens, exact, one_in = 49_152, 5248, 16
     program = compiled(device, tokens, SCALES, sigmoid_cap(15.0), sampled=(exact, one_in, None, one_in))
     assert len(gemms(program)) == 6 and sum('"beta":1' in line for line in gemms(program)) == 2

@@ -1,4 +1,4 @@
-"""Plans of real recipes for H100s that are not here, against the compiler's own figures and independent formulas."""
+"""Plans of real recipes for absent H100s, against the compiler's own figures and independent formulas."""
 
 import subprocess
 import sys
@@ -32,20 +32,20 @@ def test_flops_of_r29(mesh):
     recipe, _, _ = compiled(mesh(8), "r29")
     hardware = hardware_for(EIGHT, "zero1")
     tokens, width, up, vocabulary = 49152, 768, 3072, 50304
-    products = 6 * tokens * (44 * width * width + 24 * width * up + vocabulary * width)
+    matmuls = 6 * tokens * (44 * width * width + 24 * width * up + vocabulary * width)
     newton_schulz = 5 * (6 * 3 * 2 * width**3 + 3 * (2 * 2 * width**2 * up + 2 * width**3))
     for step, stage in zip(steps_of(mesh, "r29"), recipe.stages, strict=True):
         keys = [sum(min(t + 1, window) for t in range(2048)) / 2048 for window in stage.windows]
         del keys[7]  # the layer without attention
-        attention = 2 * 7 * tokens * width * sum(keys)  # two products forward and five backward
+        attention = 2 * 7 * tokens * width * sum(keys)  # two matmuls forward and five backward
         described = describe_stage(recipe, hardware, 1, step)
-        assert described["flops"] == pytest.approx(products + newton_schulz + attention, rel=0.01)
+        assert described["flops"] == pytest.approx(matmuls + newton_schulz + attention, rel=0.01)
         assert described["flops_by_part"]["attention scores"] == pytest.approx(attention, rel=1e-6)
         assert described["flops_by_part"]["optimizer"] == pytest.approx(newton_schulz, rel=1e-5)  # and the gates
         assert described["flops_by_dtype"]["f8"] == 6 * tokens * vocabulary * width
         assert described["kernels"]["fp8_matmul"] == 3
         assert described["kernels"]["attention_forward"] == described["kernels"]["attention_backward"] == 11
-        assert Counter(send["kind"] for send in described["collectives"]) == {
+        assert Counter(one["kind"] for one in described["collectives"]) == {
             "all-gather": 5,
             "reduce-scatter": 5,
             "all-reduce": 2,
@@ -84,17 +84,17 @@ def test_memory_is_the_compilers(mesh):
         (["MATRICES=9"], {"bank-cannot-shard", "replicated-muon"}),
     ],
 )
-def test_sick_recipes_are_caught_by_name(h100, sets, names):
+def test_each_deliberate_fault_is_found(h100, sets, names):
     plan = make_plan(find(BAD, sets), hardware_for(EIGHT, "zero1"))
     found = {finding["name"] for finding in plan["doctor"] if finding["level"] == "error"}
-    assert found - {"exposed-collective"} == names  # so small a step has nothing to hide its sends behind
+    assert found - {"exposed-collective"} == names  # so small a step has no compute to overlap its collectives
 
 
 def test_several_nodes_and_other_gpus(h100):
     found = find(BAD, ["LANES=32", "MATRICES=32"])
     plan = make_plan(found, hardware_for(parse_target("h100x8x4"), "zero1"))
     assert (plan["devices"], plan["nodes"], plan["mesh"]) == (32, 4, {"data": 32})
-    assert {send["group"] for send in plan["stages"][0]["collectives"]} == {32}
+    assert {one["group"] for one in plan["stages"][0]["collectives"]} == {32}
     for kind in ("a100", "b200", "h200"):
         hardware = hardware_for(parse_target(f"{kind}x1"), "zero1")
         [step] = compile_stages(found.recipe, hardware)

@@ -1,4 +1,4 @@
-"""The preflight's example of each own kernel, compiled for an H100 with its gradients."""
+"""Preflight check of each custom kernel, with gradients, compiled for an absent H100."""
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec

@@ -1,4 +1,4 @@
-"""QK-norm and rotation at full size, as far as the compiler goes without a GPU."""
+"""Fused QK-norm and RoPE at full size, compiled for an absent H100 but not run."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions
-from jspeed.model.kernels.qk_norm import norm_and_turn
+from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.plan import cost, hlo
 from jspeed.plan.custom_calls.attention import TRITON
@@ -24,7 +24,7 @@ def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, look_back
     lies = NamedSharding(mesh(1), PartitionSpec())
 
     def gradient(y, cos, sin, factor, dq, dk):
-        out, back = jax.vjp(lambda y: norm_and_turn(y, cos, sin, factor, HEADS, look_back), y)
+        out, back = jax.vjp(lambda y: norm_and_rotate(y, cos, sin, factor, HEADS, look_back), y)
         return *out, *back((dq, dk))
 
     shapes = [((1, T, 2 * HEADS * K), jnp.bfloat16), *[((T, columns, K // 4), jnp.float32)] * 2, ((1,), jnp.float32)]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m sl
 
 GIGABYTE = 1e9
 TABLE = 50_304 * 768 * 2  # bytes in bf16
-# By recipe: FP8 products of a step in the first stage and in others, bytes of all banks with their padding and of the
+# By recipe: FP8 matmuls of a step in the first stage and in others, bytes of all banks with their padding and of the
 # tables that are gathered, rows of the bigram table.
 FACTS = {
     "r62": ((3, 3), 2 * (40 * 768**2 + 24 * 768 * 3072), 5 * TABLE, 251_520),
@@ -73,7 +73,7 @@ def test_the_final_evaluation_compiles_and_fits(mesh, name):
     assert Counter(call.target for call in custom_calls(text))["__cudnn$fmhaSoftmax"] == 10
 
 
-def test_two_steps_send_no_more_than_the_record(mesh, name):
+def test_two_steps_communicate_no_more_than_the_record(mesh, name):
     """The record sends banks both ways in every step, and tables both ways in every other: of the bigrams' gradients
     the rows that 2 x 49,152 tokens name, but all of the new table."""
     _, banks, tables, rows = FACTS[name]

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from jspeed.parallel.layout import cut_dim, partitions
+from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.run.compute import compiler, program
@@ -58,7 +58,7 @@ def test_parameters_are_gathered_once_and_gradients_scattered_once(on_eight, mes
     """Nothing else crosses between devices but scalars and small vectors; so Newton-Schulz is local."""
     recipe, text, _ = on_eight
     cuts = partitions(recipe.parameters, "zero1", mesh(8)).values()
-    large = sum(cut_dim(cut) is not None for cut in cuts)
+    large = sum(sharded_dim(cut) is not None for cut in cuts)
     found = hlo.collectives(text)
     sent = {kind: [array for c in found if c.kind == kind for array in c.arrays] for kind in {c.kind for c in found}}
     assert set(sent) <= {"all-gather", "reduce-scatter", "all-reduce"}

@@ -1,4 +1,4 @@
-"""What XLA makes for absent H100s of the things recipes are built from: matmuls, FP8 ones, collectives, random bits."""
+"""HLO that XLA emits for absent H100s for matmul, FP8 matmul, collectives, random bits: guards against XLA changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,9 +42,9 @@ def test_matmul_is_cublaslt_and_its_gradient_is_summed_over_devices(mesh: Meshes
     assert calls[0].arrays[0] == hlo.Array("bf16", (512, 3072))
     assert "dot_general" in calls[0].op_name
     assert __file__ in calls[0].source
-    [exchange] = hlo.collectives(text)
-    assert (exchange.kind, exchange.group) == ("all-reduce", 8)
-    assert exchange.bytes == 768 * 3072 * 2
+    [collective] = hlo.collectives(text)
+    assert (collective.kind, collective.group) == ("all-reduce", 8)
+    assert collective.bytes == 768 * 3072 * 2
 
 
 def test_f8_dot_is_one_cublaslt_call(mesh: Meshes):

@@ -1,4 +1,4 @@
-"""scripts/leaderboard.py as a user calls it."""
+"""Commands of `jspeed leaderboard`, as a user calls them: add, verify, show, page."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_add_says_what_is_still_missing(records: Path, tmp_path: Path) -> None:
     assert script("verify", "--records", records).returncode == 1
 
 
-def test_bad_input_is_a_sentence(records: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_error_message(records: Path, tmp_path: Path) -> None:
     refused(script("add", make_run(tmp_path / "bad", status="stopped"), "--records", records), "was stopped early")
     refused(script("add", tmp_path / "none", "--records", records), "does not exist")
     script("add", make_run(tmp_path / "good"), "--records", records)
@@ -149,7 +149,7 @@ def test_add_says_that_a_name_is_taken(checkout, tmp_path, capsys):
     assert "note: " not in capsys.readouterr().out
     other = make_series(tmp_path / "other", [60.0, 61.0], recipe="mine", source=source_of(0.3), fields={"RATE": 0.3})
     board.add_((other,))
-    assert "note: the recipe is called 'mine', as one of another source is" in capsys.readouterr().out
+    assert "note: another recipe with a different source is named 'mine' too" in capsys.readouterr().out
 
 
 def test_help_says_that_a_record_is_optional():

@@ -1,4 +1,4 @@
-"""A local HTTP server that speaks Hugging Face's protocol for data sets, and does wrong what it is told to."""
+"""A local HTTP server with the Hugging Face Hub's protocol for data sets, and faults that tests inject."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What tests of prepared data share: folders read back by hand, inputs, the script."""
+"""Helpers for tests of prepared data: folders read back without the package, inputs, the script."""
 
 import hashlib
 import json

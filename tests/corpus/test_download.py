@@ -1,4 +1,4 @@
-"""Downloads from a real local server: cut, killed, corrupt, of the wrong size, without a network or without room."""
+"""Downloads from a local server: cut, killed, corrupt, of the wrong size, without a network, on a full disk."""
 
 import hashlib
 import json
@@ -8,12 +8,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jspeed.corpus import download
+from jspeed.corpus.fineweb import prepare_fineweb
+from jspeed.corpus.tokenise import prepare_text
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput
 
@@ -98,7 +101,7 @@ def test_cut_corrupt_and_short_answers_are_made_good(hub, tmp_path):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (("corrupt",), f"fineweb_train_000001.bin of {REPOSITORY}.*twice came with SHA-256"),
+        (("corrupt",), f"fineweb_train_000001.bin of {REPOSITORY}.*was downloaded twice with SHA-256"),
         pytest.param(
             ("short", 1000),
             "fineweb_train_000001.bin .* cannot be fetched .*should be of size 18001024 but has size 1000",
@@ -154,7 +157,7 @@ def test_no_network_no_room_no_such_shard(hub, tmp_path):
 
 def test_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
-    with pytest.raises(BadInput, match="has room for 0.0 GB but 200.0 GB are to come"):
+    with pytest.raises(BadInput, match="has room for 0.0 GB but needs 200.0 GB"):
         download.fetch_hub("a/b", COMMIT, [download.Remote("x", 200 * 10**9, None)], tmp_path, lambda _: None)
 
 
@@ -178,19 +181,11 @@ SHA = hashlib.sha256(TEXT).hexdigest()
 def test_fetch(hub, url, tmp_path, faults, gets):
     hub.faults = {"text.txt": list(faults)}
     counted = []
-    path = download.fetch(url, tmp_path / "new" / "text.txt", SHA, counted.append)
+    path = download.fetch(url, tmp_path / "new" / "text.txt", SHA, lambda count, total: counted.append(count))
     assert path.read_bytes() == TEXT and os.listdir(path.parent) == ["text.txt"] and hub.gets["text.txt"] == gets
     assert download.fetch(url, path, SHA) == path and hub.gets["text.txt"] == gets
     if faults != [("corrupt",)]:
         assert sum(counted) == len(TEXT)
-
-
-def test_fetch_goes_on_from_what_is_there(hub, url, tmp_path):
-    (tmp_path / "text.txt.part").write_bytes(TEXT[:300_000])
-    download.fetch(url, tmp_path / "text.txt", SHA)
-    assert hub.sent["text.txt"] == len(TEXT) - 300_000
-    (tmp_path / "b.part").write_bytes(TEXT + b"more")  # of a longer file
-    assert download.fetch(url, tmp_path / "b", SHA).read_bytes() == TEXT
 
 
 def test_fetch_refuses(hub, url, tmp_path):
@@ -201,4 +196,74 @@ def test_fetch_refuses(hub, url, tmp_path):
         download.fetch(url, tmp_path / "text.txt", SHA)
     with pytest.raises(BadInput, match="cannot be fetched .*refused"):
         download.fetch("http://127.0.0.1:9/x", tmp_path / "text.txt", SHA)
-    assert not (tmp_path / "text.txt").exists()
+    assert not os.listdir(tmp_path)
+
+
+def test_fetch_by_several_threads_at_once(url, tmp_path):
+    """As several processes that evaluate do: each has its own temporary file."""
+    path = tmp_path / "text.txt"
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(lambda _: download.fetch(url, path, SHA), range(4))) == {path}
+    assert path.read_bytes() == TEXT and os.listdir(tmp_path) == ["text.txt"]
+
+
+def foreign(folder):
+    (folder / "mytext_train_000001.bin").write_bytes(shard(7))
+
+
+def damaged_manifest(folder):
+    (folder / "manifest.json").write_text("{")
+
+
+def other_manifest(folder):
+    (folder / "x.txt").write_text("text " * 100)
+    prepare_text([folder / "x.txt"], folder / "made", "bytes")
+    os.replace(folder / "made" / "manifest.json", folder / "manifest.json")  # without its shards
+    shutil.rmtree(folder / "made")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (foreign, "holds other data than FineWeb 10B; choose another --out"),
+        (damaged_manifest, "manifest.json should be the manifest of a data folder but is not JSON"),
+        (other_manifest, "holds other data than FineWeb 10B"),
+    ],
+)
+def test_fineweb_is_not_mixed_into_other_data(tmp_path, change, message):
+    """A folder with foreign shards, or a manifest that is not FineWeb's, complete or not; no network is asked."""
+    (tmp_path / "set").mkdir()
+    change(tmp_path / "set")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()}
+    with pytest.raises(BadInput, match=message):
+        prepare_fineweb(tmp_path / "set", shards=1)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "set").iterdir()} == before
+
+
+def test_fineweb_lists_every_shard_of_the_folder(hub, tmp_path):
+    """Shards without a manifest, more of them than are asked for: training reads all."""
+    (tmp_path / "set").mkdir()
+    for name, content in CONTENT.items():
+        (tmp_path / "set" / name).write_bytes(content)
+    assert fineweb(hub, tmp_path, 1)[0] == 0
+    check(tmp_path, 3)
+    assert not hub.gets
+
+
+def test_a_file_as_output_folder_is_refused_before_the_download(tmp_path):
+    (tmp_path / "set").write_text("")
+    with pytest.raises(BadInput, match="set is a file; expected a folder"):
+        prepare_fineweb(tmp_path / "set", shards=1)
+
+
+def test_a_downloaded_file_that_is_no_shard_is_named(hub, tmp_path):
+    hub.files[REPOSITORY, "fineweb_val_000000.bin"] = b"no shard" * 200
+    code, out, err = fineweb(hub, tmp_path, 1)
+    assert code == 2 and "cannot be written" not in err
+    assert "fineweb_val_000000.bin is not a token shard" in err
+
+
+def test_an_impossible_folder_name_is_an_error_message(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "describe_hub", lambda *_: (COMMIT, []))
+    with pytest.raises(BadInput, match="cannot be written .File name too long"):
+        prepare_fineweb(tmp_path / ("x" * 250), shards=1)

@@ -1,4 +1,4 @@
-"""Names, Shakespeare, TinyStories, OpenWebText: the counts their fields know, and the way each is cut and marked."""
+"""Named data sets: published document and token counts, splits and separator tokens."""
 
 import json
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.commands.prepare import names
-from jspeed.corpus import download, named_data_sets, tokenizers
+from jspeed.corpus import download, named_data_sets, tokenise, tokenizers
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
@@ -109,19 +109,21 @@ def test_stories_and_openwebtext(tmp_path):
     stories = [f"Once there was a fox number {i}.\nIt was   quick." for i in range(40)]
     for name, part in (("train.txt", stories[:30]), ("valid.txt", stories[30:])):
         (tmp_path / name).write_text("".join(f"{story}\n<|endoftext|>\n" for story in part))
-    out = named_data_sets.prepare_tinystories(tmp_path / "s", [tmp_path / "train.txt"], [tmp_path / "valid.txt"], None)
+    out = named_data_sets.prepare_tinystories(tmp_path / "s", [tmp_path / "train.txt"], [tmp_path / "valid.txt"])
     for split, part in (("train", stories[:30]), ("val", stories[30:])):
         assert tokens(out, split).tolist() == [token for story in part for token in [*encode(story), 50256]]
 
     texts = [f"Document {i} says {'so ' * (i % 5)}" for i in range(1000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "owt.jsonl").write_text(lines)
-    out = named_data_sets.prepare_openwebtext(tmp_path / "o", [tmp_path / "owt.jsonl"], None, val_fraction=0.01)
-    validates = set(np.random.default_rng(2357).permutation(1000)[:10].tolist())
+    out = named_data_sets.prepare_openwebtext(tmp_path / "o", [tmp_path / "owt.jsonl"], val_fraction=0.01)
+    is_val = set(np.random.default_rng(2357).permutation(1000)[:10].tolist())
     for split in ("train", "val"):
-        part = [text for i, text in enumerate(texts) if (i in validates) == (split == "val")]
+        part = [text for i, text in enumerate(texts) if (i in is_val) == (split == "val")]
         assert tokens(out, split).tolist() == [token for text in part for token in [*encode(text), 50256]]
-    assert manifest(out)["mark"] == "after"
+    assert manifest(out)["mark"] == "after" and manifest(out)["source"]["split"] == "rows"
+    with pytest.raises(BadInput, match="not empty"):  # another rule chose other documents
+        tokenise.prepare_text([tmp_path / "owt.jsonl"], out, val_fraction=0.01, seed=2357, separator="after")
 
 
 @pytest.mark.parametrize(
@@ -188,14 +190,19 @@ def test_without_a_network_it_says_input(tmp_path, monkeypatch):
         raise BadInput("it cannot be asked; run again")
 
     monkeypatch.setattr(download, "ATTEMPTS", 1)
-    monkeypatch.setattr(download, "_append", cut)
+    monkeypatch.setattr(download, "_get", cut)
     for name in ("describe_hub", "list_hub"):
         monkeypatch.setattr(download, name, no_hub)
     for prepared in (
         named_data_sets.prepare_names,
         partial(named_data_sets.prepare_shakespeare, characters=True),
-        partial(named_data_sets.prepare_tinystories, inputs=[], val_inputs=[], progress=None),
-        partial(named_data_sets.prepare_openwebtext, inputs=[], progress=None),
+        named_data_sets.prepare_tinystories,
+        named_data_sets.prepare_openwebtext,
     ):
         with pytest.raises(BadInput, match="--input"):
             prepared(tmp_path / "out")
+
+
+def test_validation_files_alone_are_refused(tmp_path):
+    with pytest.raises(BadInput, match="--val-input needs --input"):
+        named_data_sets.prepare_tinystories(tmp_path / "out", val_inputs=[tmp_path / "valid.txt"])

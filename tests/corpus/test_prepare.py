@@ -1,4 +1,4 @@
-"""Prepared data: what shards hold of a text."""
+"""``jspeed prepare text``: the tokens and documents of its shards, its splits, and its output."""
 
 import hashlib
 import json
@@ -106,7 +106,7 @@ def test_split_depends_on_contents_alone(tmp_path):
 def test_how_many_validate(count, fraction, validating):
     hashes = np.random.default_rng(0).integers(0, 2**64, count, dtype=np.uint64)
     for seed in (0, 1):
-        assert np.count_nonzero(splits.by_contents(hashes, fraction, seed)) == validating
+        assert np.count_nonzero(splits.by_content_hash(hashes, fraction, seed)) == validating
 
 
 def test_another_seed_takes_other_documents(tmp_path):
@@ -123,8 +123,8 @@ def test_another_seed_takes_other_documents(tmp_path):
 def test_rows_are_split_as_train_test_split_does():
     # nanoGPT's readme: 4,007 of 8,013,769 documents validate. datasets draws default_rng(2357).permutation(n) and
     # tests on its first ceil(0.0005 n).
-    validates = splits.by_rows(8_013_769, 0.0005, 2357)
-    assert np.count_nonzero(validates) == 4_007
+    is_val = splits.by_rows(8_013_769, 0.0005, 2357)
+    assert np.count_nonzero(is_val) == 4_007
     order = np.random.default_rng(2357).permutation(1000)
     assert sorted(order[:1]) == np.flatnonzero(splits.by_rows(1000, 0.0005, 2357)).tolist()
 
@@ -188,15 +188,15 @@ def test_command_takes_several_inputs(tmp_path):
 @pytest.mark.parametrize(
     ("count", "flags", "said"),
     [
-        (100, [], "10.0% of the documents validate: 1%, but not fewer than 32, or a tenth where that is less"),
-        (4000, [], "1.0% of the documents validate: "),
+        (100, [], "10.0% of the documents are for validation: 1%, at least 32 but at most a tenth"),
+        (4000, [], "1.0% of the documents are for validation: "),
         (100, ["--val-fraction", "0.2"], None),
     ],
 )
-def test_the_command_says_which_part_validates(tmp_path, count, flags, said):
+def test_the_command_prints_the_validation_share(tmp_path, count, flags, said):
     source = jsonl(tmp_path / "a.jsonl", map(str, range(count)))
     code, stdout, _ = script("text", source, "--out", tmp_path / "out", "--tokenizer", "bytes", *flags)
-    assert code == 0 and (said in stdout if said else "validate" not in stdout)
+    assert code == 0 and (said in stdout if said else "for validation" not in stdout)
 
 
 def test_a_single_document_is_cut(tmp_path):
@@ -208,16 +208,16 @@ def test_a_single_document_is_cut(tmp_path):
     assert abs(len(byte_documents(out, "val")[0]) - 520) <= 1
 
 
-@pytest.mark.parametrize("mark", ["after", "none"])
-def test_marks_and_own_validation_files(tmp_path, mark):
+@pytest.mark.parametrize("separator", ["after", "none"])
+def test_separators_and_own_validation_files(tmp_path, separator):
     train, val = jsonl(tmp_path / "a.jsonl", ["ab", "", "c"]), jsonl(tmp_path / "b.jsonl", ["d"])
-    out = prepare_bytes(train, out=tmp_path / "out", val_inputs=[val], mark=mark)
-    wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[mark]
+    out = prepare_bytes(train, out=tmp_path / "out", val_inputs=[val], separator=separator)
+    wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[separator]
     assert [read_split(out, part).tolist() for part in ("train", "val")] == list(wanted)
     manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest["mark"] == mark and manifest["bos_id"] == {"after": 256, "none": None}[mark]
+    assert manifest["mark"] == separator and manifest["bos_id"] == {"after": 256, "none": None}[separator]
     assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [2, 1]
-    assert prepare_bytes(train, out=out, val_inputs=[val], mark=mark) == out  # already there
+    assert prepare_bytes(train, out=out, val_inputs=[val], separator=separator) == out  # already there
     with pytest.raises(BadInput, match="not empty"):
         prepare_bytes(train, out=out, val_inputs=[val])
 
@@ -233,9 +233,9 @@ def test_parquet(tmp_path, monkeypatch):
     used = []
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1)
     assert len(list(chunks.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
-    for column, sentence in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
+    for column, message in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
         parquet.write_table(pa.table(column), tmp_path / "bad.parquet")
-        with pytest.raises(BadInput, match=sentence):
+        with pytest.raises(BadInput, match=message):
             prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
     parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "bad.parquet")
     with pytest.raises(BadInput, match='row 1 of row group 0 .* has no "text"'):
@@ -277,7 +277,7 @@ def test_gpt2_counts_of_real_text(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_ten_short_lines_train(tmp_path):
-    """One document of 300 bytes: its last tenth validates."""
+    """One document of 300 bytes: its last tenth is for validation."""
     lines = [f"line {n}: the quick brown fox {n}\n" for n in range(10)]
     (tmp_path / "ten.txt").write_text("".join(lines))
     done = call(tmp_path, "prepare.py", "text", "ten.txt", "--tokenizer", "bytes", "--out", "shards")
@@ -289,7 +289,7 @@ def test_ten_short_lines_train(tmp_path):
     assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 20
 
 
-def test_no_vocabulary_is_a_sentence(tmp_path):
+def test_a_missing_vocabulary_has_an_error_message(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", "ab")
     nowhere = dict.fromkeys(["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"], "http://127.0.0.1:9")
     cache = tmp_path / "cache"

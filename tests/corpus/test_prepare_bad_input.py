@@ -1,4 +1,4 @@
-"""Each way in which input of prepare.py can be bad."""
+"""``jspeed prepare text``: each bad input has its error message and leaves nothing behind."""
 
 import lzma
 import os
@@ -33,10 +33,10 @@ BAD_FILES = {
 }
 
 
-@pytest.mark.parametrize("name, content, sentence", BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_bad_file(tmp_path, name, content, sentence):
+@pytest.mark.parametrize("name, content, message", BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_file(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadInput, match=sentence) as raised:
+    with pytest.raises(BadInput, match=message) as raised:
         prepare_bytes(tmp_path / name, out=tmp_path / "new" / "out")
     assert "\n" not in str(raised.value)
     assert os.listdir(tmp_path) == [name]

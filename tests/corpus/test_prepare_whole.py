@@ -1,19 +1,23 @@
-"""Prepared data appears whole or not at all, and interrupted work is taken up."""
+"""Prepared data appear complete or not at all; interrupted work resumes, and a full disk loses none of it."""
 
+import errno
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from jspeed.corpus import chunks, sources, tokenise
 from jspeed.data import folder as folders
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, NoRoom
 
-from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes
+from .prepared import byte_documents, check_manifest, content_of, jsonl, prepare_bytes, read_split
 
 INTERRUPTED = """
 import sys, time
@@ -47,7 +51,7 @@ def interrupt(source, out, signal_number, after=5):
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
-def test_interrupted_work_is_taken_up(tmp_path, signal_number, code, monkeypatch):
+def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
     out = tmp_path / "deep" / "out"
@@ -72,7 +76,7 @@ def test_interrupted_work_is_taken_up(tmp_path, signal_number, code, monkeypatch
     assert len(encoded) == len(list(chunks.pieces([source]))) - 8
 
 
-def test_work_of_other_inputs_is_not_taken_up(tmp_path):
+def test_work_of_other_inputs_is_not_resumed(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
     assert interrupt(source, tmp_path / "out", signal.SIGKILL) == -signal.SIGKILL
     prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out")
@@ -80,7 +84,7 @@ def test_work_of_other_inputs_is_not_taken_up(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
 
 
-def test_no_room_keeps_the_work(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_work(tmp_path, monkeypatch):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
     wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out"))
@@ -94,12 +98,103 @@ def test_no_room_keeps_the_work(tmp_path, monkeypatch):
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(BadInput, match="No space left on device.*goes on after the 1[0-9] documents done"):
+    with pytest.raises(BadInput, match="No space left on device.*the same command resumes after 1[0-9] documents"):
         prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)
     assert not (tmp_path / "new" / "out").exists()
     room = 10**6
     assert content_of(prepare_bytes(source, out=tmp_path / "new" / "out", processes=1)) == wanted
     assert os.listdir(tmp_path / "new") == ["out"]
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("where", ["_sealed", "_extend"])
+def test_a_full_disk_while_shards_are_written_keeps_the_work(tmp_path, monkeypatch, where):
+    """Shards need the space of the tokens a second time."""
+    source, out = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)]), tmp_path / "new" / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(folders, where, full)
+        with pytest.raises(NoRoom, match="No space left on device"):
+            prepare_bytes(source, out=out)
+    (left,) = out.parent.iterdir()
+    assert left.name.endswith(".work")
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenise.parallel_tokenise, "encode", lambda *_: pytest.fail("tokenised again"))
+        prepare_bytes(source, out=out, processes=1)
+    assert os.listdir(out.parent) == ["out"]
+
+
+@contextmanager
+def small_files():
+    """No file of this process may grow beyond 20 kB, as when the space runs out in the middle of a write."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(("text", "count"), [("x", 2000), ("document " * 20, 200)])
+def test_a_disk_that_stays_full_keeps_the_work(tmp_path, monkeypatch, text, count):
+    """One-letter documents fill the table of documents first. The same command again removes nothing."""
+    source, out = jsonl(tmp_path / "a.jsonl", [f"{text}{i}" for i in range(count)]), tmp_path / "new" / "out"
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 5000)
+    lines = []
+    for _ in range(2):
+        with small_files(), pytest.raises(NoRoom, match="File too large.*the same command resumes after"):
+            prepare_bytes(source, out=out, processes=1)
+        (left,) = out.parent.iterdir()
+        lines.append((left / "main" / "journal").read_text().splitlines())
+    assert lines[0] == lines[1] and len(lines[0]) > 1
+    assert prepare_bytes(source, out=out, processes=1) == out and os.listdir(out.parent) == ["out"]
+    check_manifest(out)
+
+
+def test_an_edited_tokenizer_file_is_read_again(tmp_path):
+    """Twice in one process, as a notebook does."""
+    pytest.importorskip("tokenizers")
+    source, path = jsonl(tmp_path / "a.jsonl", ["a b", "b a", "a a"]), tmp_path / "words.json"
+    made = []
+    for vocabulary in ({"a": 0, "b": 1}, {"a": 5, "b": 3}):
+        path.write_text(json.dumps(word_tokenizer(vocabulary)))
+        out = tokenise.prepare_text([source], tmp_path / f"out{len(made)}", str(path), separator="none", processes=1)
+        made.append(set(read_split(out, "train").tolist()))
+    assert made[0] <= {0, 1} and made[1] <= {3, 5}
+
+
+def word_tokenizer(vocabulary):
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"},
+    }
+
+
+def test_a_folder_that_another_process_prepares_is_named(tmp_path, monkeypatch):
+    source, out = jsonl(tmp_path / "a.jsonl", "ab"), tmp_path / "out"
+    real, errors = tokenise.parallel_tokenise.tokenise, []
+
+    def meanwhile(*arguments):
+        if not errors:
+            errors.append("")
+            with pytest.raises(BadInput, match="another process is preparing .*out; wait for it"):
+                prepare_bytes(source, out=out)
+        return real(*arguments)
+
+    monkeypatch.setattr(tokenise.parallel_tokenise, "tokenise", meanwhile)
+    prepare_bytes(source, out=out)
+
+
+def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    check_manifest(prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -115,7 +210,7 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path, processes):
     assert len(list(chunks.pieces([path for _, path in sources.text_files([tmp_path / "in"])]))) > 4
 
 
-def test_the_first_bad_line_is_the_one_that_is_said(tmp_path, monkeypatch):
+def test_the_first_bad_line_is_named(tmp_path, monkeypatch):
     good = json.dumps({"text": "x" * 3000}).encode() + b"\n"
     (tmp_path / "a.jsonl").write_bytes(good * 3000 + b"[]\n" + good * 2000 + b"{}\n" + good * 3000)
     for processes in (1, 2):
@@ -132,15 +227,16 @@ def test_two_preparations_at_once(tmp_path, equal):
 
     def write(documents):
         tokenizer = tokenise.bytes_tokenizer()
-        facts = tokenise.facts(tokenizer, "before", {})
-        return folders.write_folder(out, tokenise.encoded(documents, tokenizer), facts, "s")
+        facts = tokenise.describe(tokenizer, "before", {})
+        folders.write_folder(out, tokenise.encoded(documents, tokenizer), facts, "s")
 
     def overtaken():
         yield from pairs
         write(winners)
 
     if equal:
-        assert write(overtaken()) == check_manifest(out)
+        write(overtaken())
+        check_manifest(out)
     else:
         with pytest.raises(BadInput, match="filled by something else"):
             write(overtaken())
@@ -150,7 +246,7 @@ def test_two_preparations_at_once(tmp_path, equal):
 
 def test_failure_while_writing_removes_everything(tmp_path):
     def batches():
-        yield folders.Batch("train", np.zeros(1 << 20, np.uint16), np.array([1 << 20]))
+        yield folders.EncodedDocuments("train", np.zeros(1 << 20, np.uint16), np.array([1 << 20]))
         raise OSError(28, "No space left on device")
 
     with pytest.raises(BadInput, match="No space left"):

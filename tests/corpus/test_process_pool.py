@@ -1,4 +1,4 @@
-"""Processes that work in order, and end when nobody waits for them."""
+"""The process pool keeps the order of its items, and its workers end with their parent."""
 
 import math
 import os
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jspeed.corpus import process_pool
-from jspeed.corpus.process_pool import NoRoom, in_order
-from jspeed.errors import BadInput
+from jspeed.corpus.process_pool import in_order
+from jspeed.errors import BadInput, NoRoom
 
 PARENT = """
 import time
@@ -30,7 +30,7 @@ def test_results_come_in_order_and_errors_in_their_place():
             next(results)
 
 
-def test_input_that_ends_badly_is_said_after_what_was_before():
+def test_bad_input_is_raised_after_the_results_before_it():
     def items():
         yield from (1, 2, 3)
         raise BadInput("the fourth")
@@ -58,8 +58,8 @@ def test_ctrl_c_before_a_thread_has_started(monkeypatch):
         list(in_order(math.sqrt, [1.0, 4.0], 2))
 
 
-def test_a_killed_process_is_a_sentence():
-    with pytest.raises(NoRoom, match="was killed, most likely for want of memory.*fewer --processes"):
+def test_a_killed_process_has_an_error_message():
+    with pytest.raises(NoRoom, match="was killed, probably out of memory.*fewer --processes to resume"):
         list(in_order(signal.raise_signal, [signal.SIGKILL], 2))
     with pytest.raises(NoRoom, match="ended with exit code 3"):
         list(in_order(os._exit, [3], 2))

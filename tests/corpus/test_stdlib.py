@@ -1,4 +1,4 @@
-"""The standard library's bytes: every source in order, prepared once."""
+"""``jspeed prepare stdlib``: every source file in order, as bytes, prepared once."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ def test_stdlib_holds_every_chosen_source_in_order(stdlib):
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix()
         parts = set(name.split("/"))
-        if not parts & (sources.LEFT_OUT_FOLDERS | sources.LEFT_OUT_FILES) and path.stat().st_size:
+        if not parts & (sources.EXCLUDED_FOLDERS | sources.EXCLUDED_FILES) and path.stat().st_size:
             if not any(part.startswith(("config-", "_sysconfigdata")) for part in parts):
                 hashed = int(hashlib.sha256(name.encode()).hexdigest()[:16], 16)
                 names["val" if hashed % 32 == 0 else "train"].append(name)

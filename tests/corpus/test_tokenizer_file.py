@@ -1,4 +1,4 @@
-"""Tokenizers that are a file: against tiktoken, against text that must come back, and vocabularies above 65,535."""
+"""tokenizer.json: equal to tiktoken, round trips, and vocabularies above 65,535."""
 
 import json
 import sys
@@ -113,7 +113,7 @@ def test_bad_tokenizer_files(tmp_path, monkeypatch):
     refused(tmp_path / "none.json", "cannot be read")
     (tmp_path / "no.json").write_text('{"model": 3}')
     refused(tmp_path / "no.json", "is no tokenizer.json that tokenizers .* reads")
-    refused(byte_level(tmp_path / "unmarked.json"), "no token that marks documents; give --end-of-text none")
+    refused(byte_level(tmp_path / "unmarked.json"), "no token that separates documents; give --end-of-text none")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused(tmp_path / "no.json", r"needs the package tokenizers to be read; pip install '\.\[tokenizers\]'")
 

@@ -1,4 +1,4 @@
-"""What the loader must yield, written from the rules in NumPy: slow, whole shards in memory, no Rust."""
+"""Oracle of the loader: its stream written from the rules in NumPy, slow, whole shards in memory, no Rust."""
 
 import numpy as np
 

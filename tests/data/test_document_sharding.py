@@ -1,4 +1,4 @@
-"""Documents dealt out to processes, one each in turn."""
+"""In-memory documents divided among processes: disjoint, complete, in a seeded order."""
 
 import numpy as np
 import pytest
@@ -44,14 +44,14 @@ def test_several_sequences_stay_aligned_and_keep_their_types():
 @pytest.mark.parametrize(
     ("data", "options", "says"),
     [
-        (([1, 2], [1]), {}, "sequences of 2, 1 elements"),
+        (([1, 2], [1]), {}, "sequences of 2, 1 elements have different lengths"),
         (([1],), {"rank": 2, "n": 2}, "rank 2 of 2 processes"),
         (([1],), {"n": 0}, "rank 0 of 0"),
-        ((), {}, "nothing to share"),
-        (("names",), {}, "a str cannot be shared"),
-        ((np.array(3),), {}, "a ndarray cannot be shared"),
+        ((), {}, "no sequence was given"),
+        (("names",), {}, "cannot shard a str"),
+        ((np.array(3),), {}, "cannot shard a ndarray"),
     ],
 )
-def test_what_cannot_be_shared_is_a_sentence(data, options, says):
+def test_bad_arguments_have_an_error_message(data, options, says):
     with pytest.raises(BadInput, match=says):
         shard(*data, **options)

@@ -1,4 +1,4 @@
-"""One hash over the first 1000 batches of the record's three stages, the same here, in Rust and on any machine.
+"""Hash of the first 1000 batches of a three-stage schedule (modded-nanogpt's shapes), equal in Rust and everywhere.
 
 The shards come from integers alone: token ``i`` of shard ``k`` is drawn from ``mix(2^32 k + i)``, SplitMix64's
 finaliser. It is the document start 50256 when the draw is a multiple of 690, FineWeb's mean length, and otherwise the

@@ -232,22 +232,22 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("sentence", BAD)
-def test_bad_arguments_are_sentences(sentence):
-    with pytest.raises(BadInput, match=sentence):
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_have_error_messages(message):
+    with pytest.raises(BadInput, match=message):
         good = {"lanes": 2, "lane_len": 4, "bos_id": 0, "align": "bos"}
-        TokenLoader(shards_of(np.arange(99)), **(good | BAD[sentence]))
+        TokenLoader(shards_of(np.arange(99)), **(good | BAD[message]))
 
 
 def test_too_many_documents_and_foreign_tokens_are_named():
     tokens = [0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1, 70]
     for align, count in ("bos", 3), (None, 4):
         loader = TokenLoader(shards_of(tokens), lanes=2, lane_len=4, bos_id=0, max_docs=2, align=align)
-        sentence = rf"step 0, lane 1 .* {count} documents but max_docs=2; .* {count}, "
-        with pytest.raises(DocOverflowError, match=sentence):
+        message = rf"step 0, lane 1 .* {count} documents but max_docs=2; .* {count}, "
+        with pytest.raises(DocOverflowError, match=message):
             next(loader)
     loader = TokenLoader(shards_of(tokens), lanes=1, lane_len=11, bos_id=0, align=None, vocab_size=70)
-    sentence = r"t_000.bin holds token id 70 at token position 11, but vocab_size=70"
+    message = r"t_000.bin holds token id 70 at token position 11, but vocab_size=70"
     for _ in range(2):
-        with pytest.raises(TokenRangeError, match=sentence):
+        with pytest.raises(TokenRangeError, match=message):
             next(loader)

@@ -1,4 +1,4 @@
-"""The loader as a thing with memory, a thread and an end: nothing is overwritten, nothing hangs."""
+"""Loader lifetime: no buffer is overwritten while it is referenced, and the thread always stops."""
 
 import gc
 import signal

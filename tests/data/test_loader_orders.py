@@ -1,4 +1,4 @@
-"""Mixtures, shuffled shards, wide tokens, masks, pickles, and what follows from tokens on the device."""
+"""Loader: mixtures, shuffling, uint32 tokens, masks, pickling, and arrays that the device derives from tokens."""
 
 import json
 import pickle
@@ -172,12 +172,12 @@ def test_a_mixture_of_other_weights_or_data_is_not_resumed():
             TokenLoader(sources, lanes=2, lane_len=5).load_state_dict(state)
     with pytest.raises(StateMismatchError, match="differs in offset_1: "):
         TokenLoader([(one, 1), (two, 2)], lanes=2, lane_len=5).load_state_dict(state | {"offset_1": 901})
-    for sentence, sources in {
+    for message, sources in {
         "the weight of .* should be from 1": [(one, 0), (two, 1)],
         "the mixture has no shards": [],
         "should be the shards that open_shards returned": ["x_train_000001.bin"],
     }.items():
-        with pytest.raises(BadInput, match=sentence):
+        with pytest.raises(BadInput, match=message):
             TokenLoader(sources, lanes=2, lane_len=5)
 
 

@@ -1,4 +1,4 @@
-"""Manifests that are none, each with its sentence; the same reader for all who read them."""
+"""Each invalid manifest is refused with its own error message, by all who read manifests."""
 
 import copy
 import json
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jspeed.corpus.tokenise import prepare_text
-from jspeed.data.manifest import complete_manifest, holds, read_manifest
+from jspeed.data.manifest import complete_manifest, matches, read_manifest
 from jspeed.errors import BadInput
 from jspeed.files import open_regular
 
@@ -43,46 +43,56 @@ def put(*keys_and_value):
 
 
 BAD = [
-    (put("format_version", 99), "format_version should be 1 but is 99"),
-    (put("format_version", True), "format_version should be 1 but is true"),
-    (put("vocab_size", "x"), 'vocab_size should be a whole number of 1 or more but is "x"'),
-    (put("vocab_size", 0), "vocab_size should be a whole number of 1 or more but is 0"),
-    (put("vocab_size", 257.0), "vocab_size should be a whole number of 1 or more but is 257.0"),
-    (put("vocab_size", 10), "bos_id should be below vocab_size, 10 but is 256"),
-    (put("tokenizer", 3), "tokenizer should be a name but is 3"),
-    (put("bos_id", True), "bos_id should be a whole number of 0 or more, or null but is true"),
-    (put("bos_id", -1), "bos_id should be a whole number of 0 or more, or null but is -1"),
-    (put("pad_id", 257), "pad_id should be below vocab_size, 257 but is 257"),
-    (put("symbols", "abc"), 'symbols should be a list of different characters but is "abc"'),
-    (put("symbols", ["a", "bc"]), "symbols should be a list of different characters"),
-    (put("symbols", ["a", "a"]), "symbols should be a list of different characters"),
+    (put("format_version", 99), r"'format_version': expected 1, found 99 \(int\)"),
+    (put("format_version", True), "'format_version': expected 1, found True"),
+    (put("vocab_size", "x"), "'vocab_size': expected a whole number of 1 or more, found 'x'"),
+    (put("vocab_size", 0), "'vocab_size': expected a whole number of 1 or more, found 0"),
+    (put("vocab_size", 257.0), "'vocab_size': expected a whole number of 1 or more, found 257.0"),
+    (put("vocab_size", 10), "'bos_id': expected a number below vocab_size, 10, found 256"),
+    (put("tokenizer", 3), "'tokenizer': expected a name, found 3"),
+    (put("bos_id", True), "'bos_id': expected a whole number of 0 or more or null, found True"),
+    (put("bos_id", -1), "'bos_id': expected a whole number of 0 or more or null, found -1"),
+    (put("pad_id", 257), "'pad_id': expected a number below vocab_size, 257, found 257"),
+    (put("symbols", "abc"), "'symbols': expected a list of different characters, found 'abc'"),
+    (put("symbols", ["a", "bc"]), "'symbols': expected a list of different characters"),
+    (put("symbols", ["a", "a"]), "'symbols': expected a list of different characters"),
     (
         put("symbols", [chr(i) for i in range(300)]),
-        "the length of symbols should be at most vocab_size, 257 but is 300",
+        "'symbols': expected at most vocab_size, 257, characters, found 300",
     ),
-    (put("mark", "where"), "mark should be before, after, both or none"),
-    (put("source", None), "source should be an object but is null"),
-    (put("files", []), r"files should be a list of one or more but is \[\]"),
-    (put("files", 0, 7), r"files\[0\] should be an object but is 7"),
-    (put("files", 0, "name", "../x.bin"), r"files\[0\].name should be the name of a .bin file in the same folder"),
-    (put("files", 1, "split", "test"), r'files\[1\].split should be train or val but is "test"'),
-    (put("files", 1, "bytes", 1e300), r"files\[1\].bytes should be a whole number"),
-    (put("files", 1, "tokens", -5), r"files\[1\].tokens should be a whole number of 1 or more but is -5"),
-    (put("files", 1, "sha256", "x" * 64), r"files\[1\].sha256 should be 64 hexadecimal digits"),
-    (put("splits", "train", "tokens", 5), "splits should be the sums of files"),
-    (lambda manifest: manifest.pop("tokenizer"), "tokenizer is missing, a name was expected"),
-    (lambda manifest: manifest["files"][1].pop("documents"), r"files\[1\].documents is missing"),
-    (lambda manifest: manifest["files"].append(manifest["files"][0]), "files should be files of different names"),
+    (put("mark", "where"), "'mark': expected 'before' or 'after' or 'both' or 'none', found 'where'"),
+    (put("source", None), "'source': expected an object, found null"),
+    (put("files", []), r"'files': expected a list of one or more, found \[\]"),
+    (put("files", 0, 7), r"'files\[0\]': expected an object, found 7"),
+    (put("files", 0, "name", "../x.bin"), r"'files\[0\].name': expected the name of a .bin file in the same folder"),
+    (put("files", 1, "split", "test"), r"'files\[1\].split': expected 'train' or 'val', found 'test'"),
+    (put("files", 1, "bytes", 1e300), r"'files\[1\].bytes': expected a whole number"),
+    (put("files", 1, "tokens", -5), r"'files\[1\].tokens': expected a whole number of 1 or more, found -5"),
+    (put("files", 1, "sha256", "x" * 64), r"'files\[1\].sha256': expected 64 hexadecimal digits"),
+    (put("splits", "train", "tokens", 5), "'splits': expected the totals of files"),
+    (put("splits", None), "'splits': expected an object, found null"),
+    (lambda manifest: manifest.pop("tokenizer"), "'tokenizer': expected a name, found no such field"),
+    (
+        lambda manifest: manifest["files"][1].pop("documents"),
+        r"'files\[1\].documents': expected .*, found no such field",
+    ),
+    (lambda manifest: manifest["files"].append(manifest["files"][0]), "'files': expected files of different names"),
 ]
 
 
-@pytest.mark.parametrize(("change", "sentence"), BAD, ids=[sentence[:60] for _, sentence in BAD])
-def test_each_bad_manifest_has_its_sentence(whole, tmp_path, change, sentence):
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:60] for _, message in BAD])
+def test_each_bad_manifest_has_its_error_message(whole, tmp_path, change, message):
     with_change(whole, tmp_path, change)
-    with pytest.raises(BadInput, match=f"^{tmp_path}/manifest.json is no manifest: {sentence}") as caught:
+    with pytest.raises(BadInput, match=f"^{tmp_path}/manifest.json is not a valid manifest: field {message}") as caught:
         read_manifest(tmp_path)
     assert "\n" not in str(caught.value) and str(caught.value).endswith("shards need none")
-    assert complete_manifest(tmp_path) is None and not holds(tmp_path, {})
+    assert complete_manifest(tmp_path) is None and not matches(tmp_path, {})
+
+
+def test_a_manifest_without_splits_has_them_once_read(whole, tmp_path):
+    """``jspeed doctor`` and ``jspeed prepare`` print them."""
+    with_change(whole, tmp_path, lambda manifest: manifest.pop("splits"))
+    assert read_manifest(tmp_path) == read_manifest(whole)
 
 
 @pytest.mark.parametrize("text", ["{", "", "\xff", "[" * 100_000, "1" * 10_000, '{"a": NaN'])
@@ -101,7 +111,7 @@ JSON = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_value_anywhere_is_right_or_a_sentence(whole, tmp_path_factory, data):
+def test_any_value_anywhere_is_accepted_or_has_an_error_message(whole, tmp_path_factory, data):
     manifest = json.loads((whole / "manifest.json").read_text())
     place = manifest
     for _ in range(3):
@@ -129,15 +139,15 @@ def test_only_regular_files_are_opened(whole, tmp_path):
     assert read_manifest(tmp_path / "none") is None
 
 
-def test_the_command_says_it(whole, tmp_path):
+def test_the_command_prints_the_error(whole, tmp_path):
     for path in whole.iterdir():
         os.link(path, tmp_path / path.name)
     manifest = tmp_path / "manifest.json"
     content = json.loads(manifest.read_text())
-    for value, flags, sentence in (("x", [], "vocab_size should be"), ([], ["--verify"], "files should be a list")):
+    for value, flags, message in (("x", [], "'vocab_size': expected"), ([], ["--verify"], "'files': expected")):
         changed = copy.deepcopy(content) | {"vocab_size" if value else "files": value}
         manifest.unlink()
         manifest.write_text(json.dumps(changed))
         command = [sys.executable, "-m", "jspeed.data", tmp_path, *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1
+        assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1

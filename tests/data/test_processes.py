@@ -1,4 +1,4 @@
-"""Plain processes that know nothing of each other: their lanes make up the one stream, killed and resumed too."""
+"""Independent processes read disjoint lanes (rows of the batch) that form one stream, also after kill and resume."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Opening shards: what is valid, one sentence for each way a file can be bad, and files that go bad later."""
+"""Opening shards: what is valid, one message for each way a file can be bad, and files that go bad later."""
 
 import os
 import pickle
@@ -57,15 +57,24 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("sentence", BAD)
-def test_each_bad_file_has_its_sentence(sentence, tmp_path):
+@pytest.mark.parametrize("message", BAD)
+def test_each_bad_file_has_its_error_message(message, tmp_path):
     path = tmp_path / "x_train_000001.bin"
-    path.write_bytes(BAD[sentence])
-    with pytest.raises(ShardFormatError, match=sentence) as caught:
+    path.write_bytes(BAD[message])
+    with pytest.raises(ShardFormatError, match=message) as caught:
         open_shards([path])
     text = str(caught.value)
     assert text.startswith(f"shard {path} ") and "\n" not in text and "prepare" in text
-    assert isinstance(caught.value, BadInput | OSError | ValueError)
+    assert all(isinstance(caught.value, kind) for kind in (BadInput, OSError, ValueError))
+
+
+def test_a_folder_that_cannot_be_read(tmp_path, monkeypatch):
+    def denied(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(tmp_path), "iterdir", denied)
+    with pytest.raises(ShardError, match=f"data folder {tmp_path} cannot be read .Permission denied"):
+        find_split(tmp_path, "train")
 
 
 def test_files_that_are_not_there(tmp_path):
@@ -93,17 +102,17 @@ def test_no_bytes_make_it_panic(tmp_path_factory, junk, count, plausible):
         pass
 
 
-def test_errors_are_sentences_that_pickle():
+def test_errors_are_messages_that_pickle():
     for name in errors.__all__:
-        error = getattr(errors, name)("one sentence")
+        error = getattr(errors, name)("one message")
         copy = pickle.loads(pickle.dumps(error))
-        assert str(copy) == "one sentence" and type(copy) is type(error) and isinstance(error, BadInput)
+        assert str(copy) == "one message" and type(copy) is type(error) and isinstance(error, BadInput)
     assert issubclass(ShardTruncatedError, ShardError) and issubclass(ShardFormatError, ValueError)
 
 
 def test_the_split_of_a_folder(tmp_path):
-    def expect(sentence, split="train", folder=tmp_path):
-        with pytest.raises(BadInput, match=sentence) as caught:
+    def expect(message, split="train", folder=tmp_path):
+        with pytest.raises(BadInput, match=message) as caught:
             find_split(folder, split)
         assert "\n" not in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""`python -m jspeed.data`: what it says of a folder, and that no changed byte gets past ``--verify``."""
+"""``python -m jspeed.data`` (data/__main__.py) describes a folder, and its ``--verify`` finds every changed byte."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def folder(tmp_path):
     return prepare_text([tmp_path / "texts"], tmp_path / "out", "bytes", shard_tokens=5000)
 
 
-def test_it_says_what_is_there_and_verifies(folder):
+def test_it_describes_and_verifies(folder):
     code, out, err = command(folder, "--verify")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (code, err) == (0, "")
@@ -43,7 +43,7 @@ def test_it_says_what_is_there_and_verifies(folder):
     assert sum(done for done, _ in seen) == total == sum(file["bytes"] for file in manifest["files"])
 
 
-def test_a_changed_byte_a_lost_shard_and_a_short_one_are_sentences(folder):
+def test_a_changed_byte_a_lost_shard_and_a_short_one_are_found(folder):
     path = sorted(folder.glob("*_train_*.bin"))[1]
     whole = path.read_bytes()
     path.write_bytes(whole[:2000] + bytes([whole[2000] ^ 1]) + whole[2001:])
@@ -59,6 +59,14 @@ def test_a_changed_byte_a_lost_shard_and_a_short_one_are_sentences(folder):
         verify(folder)
 
 
+def test_a_shard_that_the_manifest_does_not_list_is_found(folder):
+    """Training would read it."""
+    foreign = folder / "zz_train_000001.bin"
+    foreign.write_bytes(shard_bytes(np.arange(1000)))
+    with pytest.raises(ShardFormatError, match=f"shard {foreign} is not listed in manifest.json"):
+        verify(folder)
+
+
 def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_path):
     tokens = np.array([50256, 40, 11, 50256, 40, 40, 50256, 11])
     (tmp_path / "fineweb_train_000001.bin").write_bytes(shard_bytes(tokens))
@@ -66,6 +74,8 @@ def test_without_a_manifest_documents_are_counted_and_nothing_is_verified(tmp_pa
     assert code == 2 and "no manifest.json with the hashes to verify against" in err
     assert "documents   3" in out and "not known without manifest.json" in out
     (tmp_path / "manifest.json").write_text("[]")
-    with pytest.raises(BadInput, match=r"is no manifest: it should be an object but is \[\]"):
+    with pytest.raises(
+        BadInput, match=r"is not a valid manifest: expected an object with the fields of a manifest, found \[\]"
+    ):
         verify(tmp_path)
     assert command(tmp_path / "none")[0] == 2

@@ -103,7 +103,7 @@ def small(tmp_path):
 def test_a_disk_without_room_for_the_model(tmp_path, variables, folder, small):
     done = run(tmp_path, variables, folder, "--target-loss", "9", "--sample")
     assert done.returncode == 2, (done.stdout, done.stderr)
-    assert done.stderr.startswith("error: the run has ended but run/model.safetensors cannot be written")
+    assert done.stderr.startswith("error: the run ended, but run/model.safetensors cannot be written")
     assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1
     assert read_run(small)["reached"] and (small / "loss.svg").exists()
     assert not any(path.name.startswith(".") for path in small.iterdir())
@@ -113,7 +113,7 @@ def test_a_disk_without_room_for_the_last_checkpoint(tmp_path, variables, folder
     """All steps are made: their record comes, and a sentence."""
     done = run(tmp_path, variables, folder, "--target-loss", "9", "--checkpoint-every", 1000)
     assert done.returncode == 2, (done.stdout, done.stderr)
-    assert done.stderr.startswith("error: the run has ended but a checkpoint could not be written to")
+    assert done.stderr.startswith("error: the run ended, but a checkpoint could not be written to")
     assert "No space left on device" in done.stderr and done.stderr.count("\n") == 1
     assert read_run(small)["reached"] and not list((small / "checkpoints").iterdir())
 
@@ -121,7 +121,7 @@ def test_a_disk_without_room_for_the_last_checkpoint(tmp_path, variables, folder
 def test_a_disk_without_room_for_a_trace(tmp_path, variables, folder, small):
     done = run(tmp_path, variables, folder, "--target-loss", "9", "--profile", 20)
     assert done.returncode == 2, (done.stdout, done.stderr)
-    assert done.stderr.startswith("error: the run has ended but the trace could not be written")
+    assert done.stderr.startswith("error: the run ended, but the trace could not be written")
     assert done.stderr.count("\n") == 1 and not (small / "profile").exists()
     assert read_run(small)["reached"] and (small / "loss.svg").exists()
 

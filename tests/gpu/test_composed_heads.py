@@ -1,4 +1,4 @@
-"""Composed heads in own kernels on a real GPU, against plain JAX."""
+"""Composed-heads kernels on a real GPU, against plain JAX."""
 
 from functools import partial
 

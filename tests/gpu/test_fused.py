@@ -1,4 +1,4 @@
-"""The fused matmuls on a real Hopper GPU, against their references."""
+"""Fused matmul kernels on a real Hopper GPU, against their references."""
 
 import jax
 import jax.numpy as jnp

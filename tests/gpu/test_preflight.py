@@ -1,4 +1,4 @@
-"""The preflight on a real GPU or TPU: what it checks is right there, or the device's own backends are not."""
+"""Preflight checks pass on a working GPU or TPU."""
 
 import importlib.util
 

@@ -1,6 +1,7 @@
 """More ids than uint16 holds, from text to text: prepared, trained, evaluated, sampled, exported."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
 from jspeed.parallel.mesh import make_mesh
-from jspeed.recipe import Data, replace
+from jspeed.recipe import Data
 from jspeed.run import evaluate
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of

@@ -1,5 +1,6 @@
 """Validation loss, bits per byte, accuracy and HellaSwag's scoring against results worked out by hand."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -174,7 +175,7 @@ def test_bits_per_byte_count_bytes_and_what_counts():
     found = score.in_bytes(model().recipe, tokenizer, rows, 1.5)
     assert (found.tokens, found.bytes) == (4, 6)
     assert found.bits_per_byte == pytest.approx(1.5 * 4 / 6 / math.log(2))
-    weighing = r.replace(model().recipe, weigh=lambda tokens, targets: (targets != 1).astype("float32"))
+    weighing = dataclasses.replace(model().recipe, weigh=lambda tokens, targets: (targets != 1).astype("float32"))
     found = score.in_bytes(weighing, tokenizer, rows, 1.5)
     assert (found.tokens, found.bytes) == (3, 4) and found.bits_per_byte == pytest.approx(1.5 * 3 / 4 / math.log(2))
 

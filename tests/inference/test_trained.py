@@ -81,7 +81,7 @@ def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch
         export(run.run_dir, tmp_path / "out")
     with monkeypatch.context() as within:
         within.chdir(run.run_dir / "checkpoints")
-        jax.tree.map(np.testing.assert_array_equal, load_model(Path("10").tensors()), kept)
+        jax.tree.map(np.testing.assert_array_equal, load_model(Path("10")).tensors(), kept)
 
 
 def test_a_damaged_checkpoint_is_named(run, tmp_path):
@@ -215,7 +215,7 @@ OWN = {"recipe": "stdlib", "overrides": {}, "tokenizer": {"tokenizer": "bytes", 
     [
         (OWN | {"overrides": []}, "field 'overrides': expected an object, found \\[\\]"),
         (OWN | {"tokenizer": 3}, "field 'tokenizer': expected an object or null, found 3"),
-        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected text, found 3"),
+        (OWN | {"tokenizer": {"tokenizer": 3}}, "field 'tokenizer.tokenizer': expected a name, found 3"),
         (OWN | {"tokenizer": {"tokenizer": "bytes"}}, "field 'tokenizer.vocab_size': .* found no such field"),
         (OWN | {"tokenizer": OWN["tokenizer"] | {"symbols": ["ab"]}}, "'tokenizer.symbols': expected a list of diff"),
         (GPT2 | {"n_layer": float("inf")}, "field 'n_layer': expected a whole number from 1 to 1000, found inf"),

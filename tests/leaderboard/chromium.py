@@ -1,4 +1,4 @@
-"""A headless Chromium spoken to through a pipe (the DevTools protocol): tests press real keys without a driver."""
+"""Test helper: drive headless Chromium over a pipe (DevTools protocol), with real key presses and no driver."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""A records folder of one track with rules."""
+"""Fixture: a records folder of one track with rules."""
 
 from pathlib import Path
 

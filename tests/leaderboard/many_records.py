@@ -1,4 +1,4 @@
-"""Records of many runs, for tests of what holds at size and to look at a page that is full."""
+"""Generate many synthetic records, for scale tests and for viewing a full page."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""A track with rules, a recipe and its child, and races of the two, for tests of what the board makes of runs."""
+"""Test helpers: a track with rules, parent and child recipes, and races of the two."""
 
 from datetime import timedelta
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Two recipes side by side: the verdict in sentences, and what differs between their files."""
+"""Comparison of two recipes: the text of the verdict, and the differences between their sources."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:
     store.add([race], tmp_path / "records")
     text = said(tmp_path / "records", "child", "stdlib")
     assert text.startswith("child is faster than stdlib by 16.1%, and the 95 % interval is all on that side.")
-    assert re.search(r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 rounds in turn\.", text)
+    assert re.search(r"It takes 0\.839 \(0\.\d+ to 0\.\d+\) of stdlib's time, in 2 interleaved rounds\.", text)
     assert "Mean times on the board: 50.8 s and 60.5 s; steps: 300 and 300." in text
     back = said(tmp_path / "records", "stdlib", "child")
     assert back.startswith("stdlib is slower than child by 19.2%") and "1.192 (" in back
@@ -41,7 +41,7 @@ def test_what_was_not_raced_says_so(tmp_path: Path) -> None:
     assert text.startswith(
         "child is not shown to be faster or slower than stdlib: 1.4% faster so far, and the 95 % interval"
     )
-    assert "in runs that were not made in turn" in text and "Target: 1.4." in text
+    assert "in separate runs" in text and "Target: 1.4." in text
 
 
 def test_one_run_each_shows_nothing_of_the_next(tmp_path: Path) -> None:
@@ -53,10 +53,8 @@ def test_other_devices_need_a_race(tmp_path: Path) -> None:
     gpu = {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}
     store.add([make_run(tmp_path / "a"), make_run(tmp_path / "b", devices=gpu, **CHILD)], tmp_path / "records")
     text = said(tmp_path / "records", "child", "stdlib")
-    assert (
-        "different devices, 1 x H100 and 1 x cpu, and never in turn. Let them: jspeed leaderboard race stdlib child"
-        in text
-    )
+    assert "different devices, 1 x H100 and 1 x cpu, and never interleaved" in text
+    assert text.endswith("Race them: jspeed leaderboard race stdlib child")
 
 
 def test_a_recipe_without_runs_and_one_that_is_not_there(tmp_path: Path) -> None:
@@ -109,3 +107,12 @@ def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
     series = make_series(tmp_path / "s", [9.0, 9.1], [3.9, 4.0], **cut)
     store.add([series, make_run(tmp_path / "b", 50.0, **CHILD)], tmp_path / "records")
     assert "Not comparable: the runs of stdlib were stopped early" in said(tmp_path / "records", "child", "stdlib")
+
+
+def test_names_that_are_assigned_together_or_with_a_type_are_named() -> None:
+    found = compare.changes("A, B = 1, 3\nC: int = 2\n--x\n", "A, B = 1, 2\nC: int = 1\n")
+    assert [text.replace("(", "").replace(")", "") for text in found["changed"]["fields"]] == [
+        "A, B from 1, 2 to 1, 3",
+        "C from 1 to 2",
+    ]
+    assert (found["added"], found["removed"]) == (3, 2), "a line that begins with two signs counts"

@@ -1,4 +1,4 @@
-"""The records of others: their arithmetic, against figures that were published beside the table."""
+"""Results by others in records/history: their arithmetic matches the published figures."""
 
 from pathlib import Path
 

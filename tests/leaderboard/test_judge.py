@@ -1,4 +1,4 @@
-"""What the board makes of runs: who is valid, who is better than the parent, and why not."""
+"""Judging: which entries are valid, which beat their parent, and the stated reasons."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_planned_series_below_the_target_is_valid(records, tmp_path):
     assert entry["card"] == {"title": "stdlib: a recipe in a test.", "what": "What it does.", "parent": "none"}
 
 
-def test_too_few_runs_are_valid_in_nothing_but_what_is_missing(records, tmp_path):
+def test_too_few_runs_say_how_many_more_are_needed(records, tmp_path):
     losses = [1.3990, 1.3980, 1.3995]
     store.add([make_series(tmp_path / "s", [60.0] * 3, losses)], records)
     entry = entries(records)["stdlib"]
@@ -50,8 +50,8 @@ def test_too_few_runs_are_valid_in_nothing_but_what_is_missing(records, tmp_path
         ({"losses": [1.41, 1.42, 1.43]}, "missed the target: mean loss 1.4200"),
         ({"losses": [1.39, None, None]}, "2 runs did not converge"),
         ({"git": {"commit": "c0ffee00", "dirty": True}}, "the code was not a clean commit"),
-        ({"resumed": [100]}, "a run was resumed, and its time is not known"),
-        ({"target_loss": 1.5}, "ran for another target, 1.5"),
+        ({"resumed": [100]}, "a run was resumed; its time is incomplete"),
+        ({"target_loss": 1.5}, "had a different target loss, 1.5"),
         ({"devices": {"kind": "H100", "count": 1, "processes": 1, "platform": "gpu"}}, "the track asks for any CPU"),
         ({"data": as_run()["data"] | {"val_tokens": 99}}, "not validated on 65,536 tokens"),
     ],
@@ -94,7 +94,7 @@ def test_a_missing_run_is_shown(records, tmp_path):
 def test_old_evidence_is_shown_and_not_valid(tmp_path):
     board = judge.board(store.load(Path(__file__).parents[2] / "records"))
     old = [entry for track in board for entry in track["entries"] if entry["git"]["commit"].startswith("8816f3fc")]
-    assert [entry["why_not"][0] for entry in old] == ["from before the evidence of schema 2"]
+    assert [entry["why_not"][0] for entry in old] == ["schema 1: no data hashes or environment"]
 
 
 def test_a_track_without_rules_has_no_valid_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""The page, leaderboard.json and README's block: made of the records alone, whole, escaped, small, and not stale."""
+"""HTML page, leaderboard.json and README's block: complete, escaped, small, up to date with the records."""
 
 import ast
 import json
@@ -91,7 +91,7 @@ def test_the_page_says_what_the_board_says(records):
     assert best["seconds"]["mean"] == pytest.approx(sum(seconds) / len(seconds))
     for expected in (
         f"{best['seconds']['mean']:,.0f} s", f"{best['loss']['mean']:.4f} (n = 8)", "73.8 s", "missed the target",
-        "Against r011", "6 lines added, 6 removed.", "t-test p = ", "What bought the time", "<b>markup</b>",
+        "Against r011", "6 lines added, 6 removed.", "t-test p = ", "Seconds saved, parent by parent", "<b>markup</b>",
         "the ledger that its checkpoint holds", "</details><script>1</script>",
     ):  # fmt: skip
         assert expected in text, expected

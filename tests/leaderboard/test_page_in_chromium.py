@@ -1,5 +1,7 @@
-"""The page in a headless Chromium, from disk: nothing is fetched, nothing fails, it sorts and opens by mouse and keys,
-and axe-core finds nothing that a screen reader or a weak eye would miss. Run by `make test-page`."""
+"""The page in headless Chromium: no network requests, no errors; it sorts and opens by mouse and keys; axe-core passes.
+
+Run by `make test-page`.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""Statistics against SciPy's own tests and against figures that others have published."""
+"""Statistics against SciPy's tests and against published figures."""
 
 import math
 from statistics import fmean, stdev

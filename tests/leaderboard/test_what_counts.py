@@ -1,4 +1,4 @@
-"""Runs that cannot count (other data, changed code, cut short, unplanned) change no valid entry, rank or sigma."""
+"""Runs that cannot count (other data, dirty tree, cut short, unplanned) change no valid entry, rank or sigma."""
 
 from datetime import timedelta
 from pathlib import Path

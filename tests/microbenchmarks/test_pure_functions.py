@@ -1,4 +1,4 @@
-"""How long small things take on one core: batches from Rust, tokens from text, statistics, reading of HLO.
+"""Micro-benchmarks on one core: loader batches, tokenisation, statistics, HLO parsing.
 
 Timings decide nothing here: pytest-benchmark prints and compares them, the asserts are about results.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.data import TokenLoader, open_shards
-from jspeed.data.folder import Batch, write_folder
+from jspeed.data.folder import EncodedDocuments, write_folder
 from jspeed.leaderboard import stats
 from jspeed.plan import hlo
 
@@ -29,7 +29,12 @@ def shards(tmp_path_factory):
     lengths = np.full(8000, 500)
     out = tmp_path_factory.mktemp("benchmarks") / "data"
     facts = {"tokenizer": "gpt2", "vocab_size": BOS + 1, "bos_id": BOS, "source": {}}
-    write_folder(out, [Batch("train", tokens, lengths), Batch("val", tokens[:500], lengths[:1])], facts, "random")
+    write_folder(
+        out,
+        [EncodedDocuments("train", tokens, lengths), EncodedDocuments("val", tokens[:500], lengths[:1])],
+        facts,
+        "random",
+    )
     return open_shards(str(out / "*_train_*.bin"))
 
 

@@ -199,8 +199,8 @@ def packed_mask(lengths, starts, length):
 
 
 @partial(jax.jit, static_argnums=1, compiler_options=QUICK)
-def told(tokens, max_docs):
-    """What the kernels are told, and what jax makes of it for cuDNN: starts in elements, unused slots at the end."""
+def cudnn_arguments(tokens, max_docs):
+    """The kernels' arguments, and what JAX computes of them for cuDNN: starts in elements, unused slots at the end."""
     offsets = find_documents(tokens, BOS, max_docs).offsets
     lengths, starts = attention_backends.cudnn_slots(offsets, tokens.shape[1])
     x = jnp.zeros((*tokens.shape, 2, 8))
@@ -213,7 +213,7 @@ def told(tokens, max_docs):
 def test_kernels_are_told_the_same_mask(data, case):
     shape, max_docs = case
     tokens, length = data.draw(borders(shape, 5)), shape[1]
-    lengths, starts, jax_lengths, jax_starts, bounds = map(np.asarray, told(tokens, max_docs))
+    lengths, starts, jax_lengths, jax_starts, bounds = map(np.asarray, cudnn_arguments(tokens, max_docs))
 
     assert lengths.shape[1] == max(max_docs, 2) and starts.shape[1] == lengths.shape[1] + 1
     causal = np.tril(np.ones((length, length), bool))
@@ -229,7 +229,7 @@ def test_kernels_are_told_the_same_mask(data, case):
 
 
 @pytest.fixture
-def cudnn_on_paper(monkeypatch):
+def fake_cudnn(monkeypatch):
     """In the place of cuDNN: dense attention with the mask that the arguments say."""
 
     def stand_in(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
@@ -250,7 +250,7 @@ def cudnn_on_paper(monkeypatch):
 
 @pytest.mark.parametrize("max_docs", [None, 1, 3, 9])
 @pytest.mark.parametrize("window", [None, 1, 6, 100])
-def test_cudnn_call(cudnn_on_paper, max_docs, window):
+def test_cudnn_call(fake_cudnn, max_docs, window):
     tokens = np.ones((2, 20), int)
     tokens[0, [0, 6, 7, 15]] = tokens[1, [3, 19]] = BOS  # four pieces and three
     documents = find_documents(jnp.asarray(tokens), BOS, max_docs) if max_docs else None
@@ -266,7 +266,7 @@ def test_cudnn_call(cudnn_on_paper, max_docs, window):
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_marked_queries_are_not_made_nan_again(cudnn_on_paper, marked):
+def test_marked_queries_are_not_made_nan_again(fake_cudnn, marked):
     q, k, v, _ = jnp.asarray(normal(2, 20, 2, 8), jnp.bfloat16)
     documents = find_documents(jnp.full((2, 20), BOS), BOS, 3)
     out = attention(q, k, v, scale=0.3, documents=documents, backend="cudnn", marked=marked)

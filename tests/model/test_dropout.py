@@ -1,4 +1,4 @@
-"""Dropout's share, and that a mask is named by seed, step, layer and row, not by devices or micro-batches."""
+"""Dropout: its rate; masks depend on seed, step, layer and row, not on devices or micro-batches."""
 
 import jax
 import jax.numpy as jnp

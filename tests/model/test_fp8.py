@@ -1,4 +1,4 @@
-"""FP8 products against NumPy with ml_dtypes' casts and float64 sums."""
+"""FP8 matmuls and casts against NumPy with ml_dtypes' casts and float64 sums."""
 
 from functools import partial
 
@@ -141,9 +141,10 @@ def test_gradients_in_fp8_by_what_the_step_before_measured(case, before):
     np.testing.assert_allclose(dw, np.einsum("btv,btd->vd", gq, xq), atol=1e-4)
 
 
-def test_nothing_but_zeros_is_no_nan():
-    y = forward_matmul(jnp.zeros((4, 8), jnp.bfloat16), jnp.zeros((16, 8), jnp.bfloat16))
-    assert y.dtype == jnp.bfloat16 and not np.any(np.asarray(y, np.float32))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_zeros_give_zeros_and_not_nan(dtype):
+    y = forward_matmul(jnp.ones((4, 8), dtype), jnp.zeros((16, 8), dtype))
+    assert y.dtype == dtype and not np.any(np.asarray(y, np.float32))
 
 
 def test_a_watched_maximum_is_what_the_parameter_becomes():

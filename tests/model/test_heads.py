@@ -1,4 +1,4 @@
-"""What heads do with each other, against loops in NumPy float64."""
+"""Attention-head interactions (pairs, XSA, DCMHA) against loops in float64 NumPy."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""SwiGLU: its parameters, its size at the start, its gradient."""
+"""SwiGLU: its parameter count, its output scale at initialisation, its gradient."""
 
 import jax
 import jax.numpy as jnp

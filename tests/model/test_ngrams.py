@@ -1,4 +1,4 @@
-"""Rows of n-grams, of bigrams and their signs, against integers and the reference recipe's values (appendix A)."""
+"""N-gram hash indices and signs against integer arithmetic and the reference recipe's values."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Rotation, YaRN, smear and key offset against NumPy and the values tabulated for the reference recipe (appendix A)."""
+"""RoPE, YaRN, token shift and key offset against NumPy and the reference recipe's values."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""The sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
+"""Sampled softmax against the full one: unbiased over 10,000 draws, equal where the sample is everything."""
 
 import functools
 import re
@@ -128,7 +128,7 @@ def test_sizes_of_samples():
         sample = draw(3, 100, exact, one_in)
         assert sorted(sample.ids_GC[0].tolist()) == list(range(100)) and np.all(sample.counts_C == 1)
     for exact, one_in in ((-1, 3), (5, 0)):
-        with pytest.raises(BadInput, match=f"{exact} exact tokens and 1 in {one_in}"):
+        with pytest.raises(BadInput, match=f"{exact} exact ids and 1 in {one_in}"):
             draw(0, 100, exact, one_in)
 
 

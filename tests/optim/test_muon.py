@@ -36,6 +36,14 @@ def test_singular_value_map(coefficients):
     np.testing.assert_allclose(found[:-1], [*images.values()], atol=6e-5)
 
 
+def test_equal_coefficients_in_another_tuple_give_the_same_matrix():
+    """A recipe may state Polar Express's constants itself; they come with their normalisation."""
+    x = jax.random.normal(jax.random.key(0), (8, 12))
+    stated = tuple((a, b, c) for a, b, c in POLAR_EXPRESS)
+    found, expected = (orthogonalise(x, coefficients=c, dtype=jnp.float32) for c in (stated, POLAR_EXPRESS))
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_twelve_iterations_converge_to_one():
     x = jax.random.normal(jax.random.key(0), (4, 24, 96))
     y = orthogonalise(x, coefficients=NEWTON_SCHULZ_12, dtype=jnp.float32)

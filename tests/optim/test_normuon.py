@@ -1,4 +1,4 @@
-"""NorMuon, cautious decay, slow and tied tables and staged rates against float64 NumPy written from their formulas."""
+"""NorMuon, cautious decay, optimizer wrappers and schedules against float64 NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +77,8 @@ def test_unused_matrices_of_a_bank_stay_zero():
 def test_cautious_decay_of_weights_that_move_towards_zero():
     weights = jnp.array([2.0, 2.0, -2.0, -2.0, 2.0])
     change = jnp.array([-0.1, 0.1, 0.1, -0.1, 0.0])
-    for at_rest, last in ((False, 0.0), (True, -0.02)):
-        transform = add_cautious_decay(lambda step: 0.01 * (step + 1), at_rest=at_rest)
+    for where_zero, last in ((False, 0.0), (True, -0.02)):
+        transform = add_cautious_decay(lambda step: 0.01 * (step + 1), where_zero=where_zero)
         found, state = transform.update(change, transform.init(weights), weights)
         np.testing.assert_allclose(found, [-0.12, 0.1, 0.12, -0.1, last], atol=1e-7)
         found, _ = transform.update(change, state, weights)

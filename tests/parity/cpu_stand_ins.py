@@ -1,4 +1,4 @@
-"""What stands for GPUs, processes and kernels while a record's script runs on the CPU: formulas, threads, nothing."""
+"""CPU stand-ins for CUDA, torch.distributed and custom kernels, to execute a record's script without GPUs."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Executes a record's own script on CPU: GPUs and processes are replaced by what they compute, in fp32."""
+"""Execute a modded-nanogpt record's own script on a CPU in fp32, with GPUs and processes replaced."""
 
 import ast
 import builtins

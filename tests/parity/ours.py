@@ -1,4 +1,4 @@
-"""Our side of a comparison: parameters by the record's names, losses, gradients, updates and whole steps in fp32."""
+"""Our side of the comparison: parameters under the record's names, losses, gradients, updates, steps, in fp32."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What record 89's Adam makes of numbers in bf16 that nothing keeps the rest of, over a whole run."""
+"""Effect of storing parameters in bf16, without an fp32 copy, in record 89's Adam over a whole run."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What record 89's FP8 kernels compute, with the casts to 8 bits that they make, in PyTorch."""
+"""PyTorch emulation of record 89's FP8 kernels, with the same casts."""
 
 from typing import Any
 

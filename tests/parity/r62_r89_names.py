@@ -1,4 +1,4 @@
-"""Where our parameters lie among those of records 62 and 89."""
+"""Parameter name map between our recipes and records 62 and 89."""
 
 from collections.abc import Callable
 

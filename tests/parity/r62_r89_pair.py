@@ -1,4 +1,4 @@
-"""A record of 62 and 89 and our recipe side by side, on the same parameters and shards."""
+"""Build record 62's or 89's script and our recipe with equal parameters and data."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Losses and gradients of records 62 and 89 and of our recipes, on lanes that the record's own generator has cut."""
+"""Losses and gradients of records 62/89 and ours, on batches from the record's own data generator."""
 
 from collections.abc import Sequence
 from itertools import islice

@@ -1,4 +1,4 @@
-"""bad: a recipe for the doctor, made sick by its fields. Small: an embedding, a bank for Muon, a head.
+"""bad: a small recipe with faults that its fields switch on, to test findings: an embedding, a Muon bank, a head.
 
 WIDE_LOGITS keeps the logits in fp32 for a plain gradient; MATRICES that 8 does not divide cannot be cut.
 """

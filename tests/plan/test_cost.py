@@ -1,4 +1,4 @@
-"""Kernels and their costs: lines that XLA wrote for an H100, and arithmetic done by hand."""
+"""Cost of kernels: HLO that XLA wrote for an H100 against arithmetic by hand."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed.plan import cost, hlo, predict
-from jspeed.plan.plan import matrices_of
+from jspeed.plan.describe_stage import matrices_of
 from jspeed.plan.target import parse_target
 from jspeed.run.find_recipe import find
 
@@ -54,7 +54,7 @@ def kernels():
 
 def test_kernels_in_order(kernels):
     assert [kernel.kind for kernel in kernels] == ["collective", "other", "fusion", "matmul", "attention_forward"]
-    assert kernels[0].until == 2  # one kernel runs beside it
+    assert kernels[0].waited_at == 2  # one kernel runs beside it
 
 
 def test_flops(kernels):
@@ -230,25 +230,29 @@ def test_parts(kernels):
 
 def test_times_by_hand(kernels):
     facts, fractions = H100.facts, predict.FRACTIONS
-    total, sends = predict.times(kernels, H100)
+    total, collectives = predict.times(kernels, H100)
     copy = 2 * 2 * 49152 * 768 / (facts.hbm_bytes_per_second * fractions["memory"])
     sent = 48 * 768 * 768 * 2 * 7 / 8 / (450e9 * fractions["communication"]) + predict.LATENCY
     assert total.communication == pytest.approx(sent)
     assert total.exposed == pytest.approx(sent - copy)
-    assert sends[0] == pytest.approx((sent, sent - copy))
+    assert collectives[0] == pytest.approx((sent, sent - copy))
     assert total.compute + total.memory + total.exposed == pytest.approx(total.total)
     by_flops, _ = predict.kernel_seconds(kernels[3], facts)
     assert by_flops == pytest.approx(2 * 49152 * 768 * 768 / (989.4e12 * fractions["matmul"]))
 
 
 def test_nodes_slow_a_ring_down():
-    [exchange] = hlo.collectives(TEXT)
-    inside = predict.collective_seconds(exchange, H100)
-    across = predict.collective_seconds(exchange._replace(group=64), parse_target("h100x8x8"))
-    by_network = exchange.bytes * 63 / 64 / (8 * 50e9 * predict.FRACTIONS["communication"])
+    [collective] = hlo.collectives(TEXT)
+    inside = predict.collective_seconds(collective, H100)
+    across = predict.collective_seconds(collective._replace(members=tuple(range(64))), parse_target("h100x8x8"))
+    by_network = collective.bytes * 63 / 64 / (8 * 50e9 * predict.FRACTIONS["communication"])
     assert across == pytest.approx(by_network + predict.LATENCY + 7 * predict.HOP)
     assert across > inside
-    twice = predict.collective_seconds(exchange._replace(kind="all-reduce"), H100)
+    # One GPU of each of four nodes: neighbours of none, so one adapter a node.
+    strided = predict.collective_seconds(collective._replace(members=(0, 8, 16, 24)), parse_target("h100x8x4"))
+    by_network = collective.bytes * 3 / 4 / (50e9 * predict.FRACTIONS["communication"])
+    assert strided == pytest.approx(by_network + predict.LATENCY + 3 * predict.HOP)
+    twice = predict.collective_seconds(collective._replace(kind="all-reduce"), H100)
     assert twice - predict.LATENCY == pytest.approx(2 * (inside - predict.LATENCY))
 
 

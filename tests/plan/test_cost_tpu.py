@@ -1,4 +1,4 @@
-"""Kernels of TPUs and their costs: lines that XLA wrote for a v6e, and arithmetic done by hand."""
+"""Cost of TPU kernels: HLO that XLA wrote for a v6e against arithmetic by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The doctor on programs that are sick on purpose, compiled for eight virtual CPU devices."""
+"""plan/findings.py finds each deliberate fault, in programs compiled for eight virtual CPU devices."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import cost, findings
 from jspeed.plan.compile import Hardware
-from jspeed.plan.plan import make_plan
+from jspeed.plan.plan import make_plan, narrow_vocabulary
 from jspeed.plan.target import parse_target
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device
@@ -56,8 +56,8 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
     [row] = findings.matmuls(kernels, ideal, 8)
     assert row["redundancy"] == pytest.approx(factor, abs=0.05)
     found = findings.redundant([row], kernels)
-    assert [finding.value for finding in found] == ([factor] if factor > findings.REDUNDANT else [])
-    placed = findings.placement([("batch", x.shape, x_spec), ("w", w.shape, w_spec)], dict(mesh.shape))
+    assert [finding.value for finding in found] == ([factor] if factor > findings.MAX_REDUNDANCY else [])
+    placed = findings.mesh_axis_use({"w": w_spec}, x_spec, dict(mesh.shape))
     assert sorted(finding.name for finding in placed) == names
     assert {finding.level for finding in placed if finding.name == "fsdp"} <= {"note"}
 
@@ -86,7 +86,7 @@ def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
     assert qkv.sharding.shard_shape(qkv.shape) == (1, 64, 3 * columns)
 
 
-def test_a_healthy_recipe_has_no_errors_but_what_the_cpu_makes_wide():
+def test_a_recipe_without_faults_has_no_errors_but_what_the_cpu_makes_wide():
     plan = plan_here()
     assert errors(plan) <= {"fp32-logits", "exposed-collective", "cas-scatter"}  # the CPU multiplies bf16 as fp32
     assert all(row["redundancy"] == pytest.approx(1, abs=0.01) for row in plan["matmuls"] if row["redundancy"])
@@ -96,7 +96,7 @@ def test_a_bank_that_cannot_be_cut_is_orthogonalised_on_every_device():
     plan = plan_here("MATRICES=9")
     assert {"bank-cannot-shard", "replicated-muon"} <= errors(plan)
     [bank] = [finding for finding in plan["doctor"] if finding["name"] == "bank-cannot-shard"]
-    assert "9 matrices do not divide; 7 matrices of padding make it 16" in bank["text"]
+    assert "9 matrices are not divisible by 8; pad the bank to 16" in bank["text"]
     muon = [finding for finding in plan["doctor"] if finding["name"] == "replicated-muon"]
     assert {finding["value"] for finding in muon} == {8.0}
 
@@ -121,6 +121,41 @@ def test_loops_count_as_often_as_they_run():
     assert sum(ideal.values()) == 5 * 2 * 256 * 96 * 96
     [row] = findings.matmuls(cost.kernels(traced.lower().compile().as_text()), ideal, 8)
     assert row["redundancy"] == pytest.approx(1)
+
+
+LOGITS = """HloModule jit_step
+
+ENTRY %main (x: f32[1024,768]) -> f32[1024,768] {
+  %x = f32[1024,768]{1,0} parameter(0)
+  %activation = f32[1024,768]{1,0} tanh(%x)
+  %logits = f32[1024,DIM]{1,0} custom-call(%x), custom_call_target="k"
+  ROOT %out = f32[1024,768]{1,0} custom-call(%logits, %activation), custom_call_target="k"
+}
+"""
+
+
+def test_logits_are_arrays_over_the_vocabulary():
+    """Not everything as large as they are: an activation is, where the vocabulary is small."""
+    [found] = findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, 272)
+    assert (found.name, found.value) == ("fp32-logits", 1)
+    assert not findings.wide_logits(LOGITS.replace("DIM", "300"), 1024, 272)
+    assert not findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, None)  # the head computes in fp32
+
+
+def test_a_head_in_fp32_by_the_recipe_has_no_vocabulary_to_look_for():
+    recipe = find(BAD).recipe
+    assert narrow_vocabulary(recipe, recipe.stages[0]) == 4096
+    recipe = find(BAD, ("COMPUTE=float32",)).recipe
+    assert narrow_vocabulary(recipe, recipe.stages[0]) is None
+
+
+def test_a_matrix_cut_over_another_axis_is_not_replicated():
+    toy = ["VOCAB=272", "BOS=5", "WIDTH=256", "LAYERS=1", "HEADS=4", "MLP_WIDTH=1024", "LANES=8", "LANE_LEN=32"]
+    recipe = find("llmc", [*toy, "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
+    mesh = make_mesh({"data": 4, "model": 2})
+    specs = findings.by_path(recipe, "tp", mesh)
+    found = findings.replicated_parameters(recipe, specs, mesh)
+    assert not [f for f in found if findings.axes_of(specs[f.text.split()[0]])]
 
 
 SCATTER = """HloModule jit_count
@@ -149,7 +184,10 @@ def test_scalar_scatters_are_loops_of_compare_and_swap():
 
 def test_exposed_communication():
     gather = {"kind": "all-gather", "bytes": 10**9, "async": True, "count": 1, "ms": 8.0, "exposed_ms": 7.0}
-    assert [finding.name for finding in findings.exposed([gather], 50.0)] == ["exposed-collective"]
-    assert not findings.exposed([gather | {"exposed_ms": 1.0}], 50.0)
-    found = findings.exposed([gather | {"async": False, "exposed_ms": 1.0}], 50.0)
-    assert [finding.name for finding in found] == ["synchronous-collective"]
+    [found] = findings.exposed([gather], 50.0, "stage 2")
+    assert found.name == "exposed-collective" and found.text.startswith("stage 2: ")
+    assert not findings.exposed([gather | {"exposed_ms": 1.0}], 50.0, "stage 2")
+    synchronous = gather | {"async": False, "exposed_ms": 0.1, "ms": 0.1, "count": 12}
+    [found] = findings.exposed([synchronous], 50.0, "stage 2")
+    assert found.name == "synchronous-collective" and "(12 times)" in found.text
+    assert found.value == pytest.approx(12 * 0.1 / 50) and found.value > found.threshold

@@ -1,4 +1,4 @@
-"""Reading HLO: real texts that XLA makes here for eight virtual CPU devices, and what it writes for GPUs only."""
+"""HLO parser on text that XLA makes here for eight virtual CPU devices, and on notation of its GPU texts."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import hlo
+from jspeed.plan.describe_stage import axis_of
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +53,10 @@ def test_loop_bodies_run_and_fused_instructions_do_not(step: str):
 
 
 def test_collective(step: str):
-    [exchange] = hlo.collectives(step)
-    assert exchange.kind == "all-reduce"
-    assert exchange.arrays == (hlo.Array("f32", (96,)),)
-    assert (exchange.bytes, exchange.group, exchange.overlaps) == (96 * 4, 8, False)
+    [collective] = hlo.collectives(step)
+    assert collective.kind == "all-reduce"
+    assert collective.arrays == (hlo.Array("f32", (96,)),)
+    assert (collective.bytes, collective.group, collective.overlaps) == (96 * 4, 8, False)
 
 
 def test_buffers_are_what_running_instructions_write(step: str):
@@ -78,31 +79,34 @@ def test_collectives_of_subgroups_and_permutes():
     both = PartitionSpec(("data", "model"))
     mapped = jax.shard_map(function, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
     x = jax.ShapeDtypeStruct((64, 4), jnp.bfloat16, sharding=NamedSharding(mesh, both))
-    found = {exchange.kind: exchange for exchange in hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())}
-    assert {kind: exchange.group for kind, exchange in found.items()} == {
+    found = {one.kind: one for one in hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())}
+    assert {kind: one.group for kind, one in found.items()} == {
         "all-gather": 2,
         "reduce-scatter": 4,
-        "collective-permute": 6,
+        "collective-permute": 3,
     }
-    rows = {kind: exchange.arrays[0].dims[0] for kind, exchange in found.items()}
+    rows = {kind: one.arrays[0].dims[0] for kind, one in found.items()}
     assert rows == {"all-gather": 16, "reduce-scatter": 4, "collective-permute": 4}
     scatter = found["reduce-scatter"]
     assert scatter.bytes == 4 * sum(array.bytes for array in scatter.arrays)
 
 
 @pytest.mark.parametrize(
-    "written, devices",
+    ("written", "members"),
     [
-        ("{{0,1,2,3},{4,5,6,7}}", 4),
-        ("[4,2]<=[8]", 2),
-        ("[2,4]<=[2,4]T(1,0)", 4),
-        ("mesh['data'=4,'model'=2] {'data'}", 4),
-        ("mesh['data'=4,'model'=2] {'data','model'}", 8),
-        ("mesh['data'=8] {'data':(2)4}", 4),
-        ("{}", 8),
+        ("{{0,1,2,3},{4,5,6,7}}", (0, 1, 2, 3)),
+        ("[4,2]<=[8]", (0, 1)),
+        ("[2,4]<=[4,2]T(1,0)", (0, 2, 4, 6)),
+        ("[4,2]<=[2,2,2]T(0,2,1)", (0, 2)),
+        ("mesh['data'=4,'model'=2] {'data'}", (0, 2, 4, 6)),
+        ("mesh['data'=4,'model'=2] {'model'}", (0, 1)),
+        ("mesh['data'=4,'model'=2] {'data','model'}", tuple(range(8))),
+        ("mesh['data'=8] {'data':(2)4}", (0, 1, 2, 3)),
+        ("mesh['data'=8] {'data':(1)4}", (0, 2, 4, 6)),
+        ("{}", tuple(range(8))),
     ],
 )
-def test_groups_however_written(written: str, devices: int):
+def test_replica_groups_in_all_notations(written: str, members: tuple[int, ...]):
     text = f"""HloModule jit_f, is_scheduled=true, num_partitions=8
 
 ENTRY %main (p: bf16[4]) -> bf16[4] {{
@@ -111,9 +115,9 @@ ENTRY %main (p: bf16[4]) -> bf16[4] {{
   ROOT %d = bf16[4]{{0}} all-reduce-done(%a)
 }}
 """
-    [exchange] = hlo.collectives(text)
-    assert exchange.group == devices
-    assert exchange.overlaps
+    [collective] = hlo.collectives(text)
+    assert collective.members == members and collective.group == len(members)
+    assert collective.overlaps
 
 
 def test_starts_and_dones_are_one():
@@ -163,3 +167,13 @@ def test_bytes(array: hlo.Array, size: int):
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="not the text of an HLO module"):
         hlo.running("def f(): pass")
+
+
+@pytest.mark.parametrize(("axis", "pairs"), [("pipe", [(0, 1), (1, 2), (2, 3)]), ("data", [(0, 1), (1, 0)])])
+def test_a_permute_is_named_after_the_axis_it_runs_along(axis: str, pairs: list[tuple[int, int]]):
+    mesh = make_mesh({"data": 2, "pipe": 4})
+    both = PartitionSpec(("data", "pipe"))
+    mapped = jax.shard_map(lambda x: jax.lax.ppermute(x, axis, pairs), mesh=mesh, in_specs=both, out_specs=both)
+    x = jax.ShapeDtypeStruct((64, 4), jnp.float32, sharding=NamedSharding(mesh, both))
+    [permute] = hlo.collectives(jax.jit(mapped).lower(x).compile().as_text())
+    assert (axis_of(permute, dict(mesh.shape)), permute.group) == (axis, mesh.shape[axis])

@@ -14,11 +14,12 @@ import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
-from jspeed.plan.compile import Hardware, compile_stages, fitted
-from jspeed.plan.plan import fit, make_plan, require_devices, search
+from jspeed.plan.compile import Hardware, compile_stages, compile_that_fits
+from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devices, search
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
 from jspeed.run.compute import memory_fallbacks
+from jspeed.run.compute.compiler import DoesNotFit
 from jspeed.run.compute.device import Device
 from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
@@ -63,7 +64,7 @@ def test_keys(plan):
     assert {"name", "steps", "tokens_per_step", "memory_bytes", "flops", "kernels", "collectives"} <= set(stage)
     assert {"arguments", "temporaries", "peak"} <= set(stage["memory_bytes"])
     assert {"fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion"} <= set(stage["kernels"])
-    assert all({"kind", "bytes", "axis", "async"} <= set(send) for send in stage["collectives"])
+    assert all({"kind", "bytes", "axis", "async"} <= set(one) for one in stage["collectives"])
     assert stage["predicted_ms"][0] < stage["predicted_ms"][1]
     assert plan["predicted_seconds"][0] < plan["predicted_seconds"][1]
     assert isinstance(plan["warnings"], list)
@@ -72,14 +73,14 @@ def test_keys(plan):
 def test_numbers(plan):
     [stage] = plan["stages"]
     assert (stage["steps"], stage["tokens_per_step"], stage["micro_batches"]) == (10, 16 * 512, 2)
-    # 6 x (one 128 x 128 matrix and the head) for each of a device's 1,024 tokens; Muon: 5 x 3 products on one matrix,
+    # 6 x (one 128 x 128 matrix and the head) for each of a device's 1,024 tokens; Muon: 5 x 3 matmuls on one matrix,
     # too small a bank to be cut, so on every device.
     assert stage["flops"] == 6 * 1024 * (128 * 128 + 1024 * 128) + 15 * 2 * 128**3
     assert plan["parameters"] == parameter_count(FOUND.recipe.parameters) == 2 * 1024 * 128 + 128 * 128
     assert sum(stage["memory_by_kind"].values()) == stage["memory_bytes"]["peak"]
     # Two tables in eighths, the matrix whole; Adam twice that of the tables, Muon once the matrix, three counters.
     assert stage["memory_by_kind"]["parameters"] == 4 * (2 * 1024 * 128 // 8 + 128 * 128)
-    assert {send["axis"] for send in stage["collectives"]} == {"data"}
+    assert {one["axis"] for one in stage["collectives"]} == {"data"}
     times = stage["time_ms"]
     roofline = times["compute"] + times["memory"] + times["exposed_communication"]
     assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline)[0])
@@ -93,21 +94,32 @@ def test_numbers(plan):
     assert plan["predicted_cost"]["low"] == pytest.approx(8 * plan["predicted_seconds"][0])
 
 
-def test_out_of_memory_is_a_sentence_with_what_fits(plan, rows):
+def test_out_of_memory_says_what_fits(plan, rows):
     """Found by compiling with fewer lanes; the steps of the test are real, so is what they need."""
     small = plan["stages"][0]["memory_bytes"]["peak"]
     large = next(row["peak_bytes"] for row in rows if row["micro_batch_tokens"] == 1024)
     hardware = hardware_for(memory=(small + large) // 2)
     step = replace(plan["step"], parts=1, memory=plan["step"].memory | {"peak": large})
-    fits, sentence = fit(FOUND.recipe, hardware, [step])
+    fits, summary = memory_summary(FOUND.recipe, hardware, [step])
     assert not fits
-    assert "micro-batch of 1,024 tokens" in sentence and "--micro-batch 512 needs" in sentence
-    fits, sentence = fit(FOUND.recipe, hardware_for(memory=small), [plan["step"]])
-    assert fits and sentence.startswith("fits: ")
-    _, sentence = fit(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], head_chunk=64)])
-    assert sentence.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
-    _, sentence = fit(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], remat=True)])
-    assert sentence.endswith("with a micro-batch of 512 tokens, layers recomputed for their gradients")
+    assert "micro-batch of 1,024 tokens" in summary and "--micro-batch 512 needs" in summary
+    fits, summary = memory_summary(FOUND.recipe, hardware_for(memory=small), [plan["step"]])
+    assert fits and summary.startswith("fits: ")
+    _, summary = memory_summary(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], head_chunk=64)])
+    assert summary.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
+    _, summary = memory_summary(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], remat=True)])
+    assert summary.endswith("with a micro-batch of 512 tokens, layers recomputed for their gradients")
+
+
+def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):
+    """Else its recomputed matmuls would be redundant."""
+    layouts = []
+    monkeypatch.setattr(jspeed.plan.plan, "compile_stages", lambda *_: [replace(plan["step"], remat=True)])
+    monkeypatch.setattr(
+        jspeed.plan.plan, "ideal_flops", lambda recipe, hardware, _: layouts.append(hardware.layout) or {}
+    )
+    monkeypatch.setattr(jspeed.plan.plan, "shard_map_findings", lambda *_: [])
+    assert make_plan(FOUND, hardware_for())["layout"] == "zero1" and layouts == ["zero1+remat"]
 
 
 def test_search_ends_with_what_does_not_fit(rows):
@@ -126,10 +138,42 @@ def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
                 return
         yield row | {"layout": hardware.layout + "+remat", "fits": True, "predicted_ms": [3, 4]}
 
-    monkeypatch.setattr(jspeed.plan.plan, "_until_it_fits", until_it_fits)
+    monkeypatch.setattr(jspeed.plan.plan, "search_layout", until_it_fits)
     found = search(replace(FOUND, recipe=replace(FOUND.recipe, alike=True)), [hardware_for()])
     first, *others = [(row["layout"].endswith("+remat"), row["micro_batch_tokens"], row["fits"]) for row in found]
     assert first == (True, 1024, True) and sorted(others) == [(False, 512, False), (False, 1024, False)]
+
+
+def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
+    """libtpu refuses what needs too much memory; other compilers leave that to us."""
+    build = jspeed.plan.compile.build
+    largest = [True]
+
+    def refuses(lowered, device):
+        if largest.pop() if largest else False:
+            raise DoesNotFit(12 * 10**9)
+        return build(lowered, device)
+
+    monkeypatch.setattr(jspeed.plan.compile, "build", refuses)
+    monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
+    fits, refused = search(FOUND, [taking(hardware_for(), 1024)])
+    assert fits == next(row for row in rows if row["fits"])
+    assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (False, 12 * 10**9, None)
+    console = Console(file=io.StringIO(), width=140)
+    terminal.searched({"search": [fits, refused]}, console)
+    assert "12.00 GB" in console.file.getvalue()
+
+
+def test_candidates_are_layouts_that_can_share_the_lanes(monkeypatch):
+    """Four lanes: data=4,model=2 takes them, data=8 does not, and is left out."""
+
+    def here(cluster, layout, axes, fraction):
+        return replace(hardware_for(layout), mesh=make_mesh(axes or {"data": 8}))
+
+    monkeypatch.setattr(jspeed.plan.plan, "hardware_for", here)
+    recipe = find("llmc", [*TOYS["llmc"], "LANES=4"]).recipe
+    meshes = [dict(one.mesh.shape) for one in candidates(recipe, parse_target("h100x8"), 0.75)]
+    assert {"data": 4, "model": 2} in meshes and {"data": 8} not in meshes
 
 
 def test_tables_and_comparison(plan, rows):
@@ -141,7 +185,7 @@ def test_tables_and_comparison(plan, rows):
         "predicted ms",
         "held out",
         "all-gather",
-        "tokens at once",
+        "micro-batch",
         "bounds:",
         "guesses:",
         "bottlenecks:",
@@ -153,7 +197,7 @@ def test_tables_and_comparison(plan, rows):
     assert all(before == after for _, before, after in compare.changes(plan, plan))
 
 
-def test_lanes_that_do_not_divide_are_a_sentence():
+def test_lanes_that_do_not_divide_are_one_error_message():
     with pytest.raises(BadInput, match="--set LANES=64"):
         require_devices(replace(FOUND.recipe, lanes=60), hardware_for())
 
@@ -170,7 +214,7 @@ def tried(monkeypatch):
 
     monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
     monkeypatch.setattr(jspeed.plan.compile, "build", lambda lowered, device: lowered)
-    monkeypatch.setattr(jspeed.plan.compile.program, "memory_needed", lambda step: step.need)
+    monkeypatch.setattr(jspeed.plan.compile.compiler, "memory_needed", lambda step: step.need)
     return found
 
 
@@ -188,7 +232,7 @@ def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
 
     def found(memory, micro_batch=None):
         tried.clear()
-        taken = fitted(recipe, stage, hardware_for(memory=memory), micro_batch)
+        taken = compile_that_fits(recipe, stage, hardware_for(memory=memory), micro_batch)
         return taken.parts, taken.head_chunk
 
     assert found(128_000) == (1, None) and tried == [(128, None)]
@@ -204,5 +248,5 @@ def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
 def test_stages_of_several_lengths_take_their_own(tried):
     recipe, hardware = find("r89", trace=False).recipe, hardware_for(memory=12_288_000)
     for stage, tokens in zip(recipe.stages, (8192, 8192, 12_288, 12_288), strict=True):
-        taken = fitted(recipe, stage, taking(hardware, 65_536))
+        taken = compile_that_fits(recipe, stage, taking(hardware, 65_536))
         assert recipe.tokens_per_step(stage) // 8 // taken.parts == tokens and taken.head_chunk is None

@@ -1,4 +1,4 @@
-"""The report and its picture: whole files, the same bytes for the same plan, whatever the plan lacks or is called."""
+"""The HTML report and the plot are complete and deterministic, whatever fields a plan lacks."""
 
 import copy
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.plan.views import formatting
+from jspeed.plan.views import formatting, tables
 from jspeed.plan.views.plot import plan_svg
 from jspeed.plan.views.report import page, plan_html
 
@@ -222,6 +222,20 @@ def test_numbers_as_text() -> None:
     assert formatting.duration([90_000, 200_000]) == "1.04 to 2.31 days"
     assert formatting.duration([115, 165]) == "1.92 to 2.75 min" and formatting.duration([1, 2]) == "1 to 2 s"
     assert formatting.size(21.5e9) == "21.50 GB" and formatting.size(98_306) == "98.3 kB"
-    assert formatting.figures(None) == "-"
-    assert formatting.figures(12_345) == "12,345" and formatting.figures(3.35e12) == "3.35e+12"
+    assert formatting.number(None) == "-"
+    assert formatting.number(12_345) == "12,345" and formatting.number(3.35e12) == "3.35e+12"
     assert formatting.percent(0, 5) == "0 %" and formatting.percent(1, 1e6) == "under 0.1 %"
+
+
+def test_a_finding_is_on_the_page_once():
+    finding = {"level": "error", "name": "fp32-logits", "text": "2 arrays", "value": 2.0, "threshold": 0.0}
+    warnings = ["fp32-logits: 2 arrays", "does not fit: 90 GB", "not measured"]
+    made = page(PLAN | {"doctor": [finding], "fit": warnings[1], "warnings": warnings})
+    assert [made.count(text) for text in ("2 arrays", "does not fit: 90 GB", "not measured")] == [1, 1, 1]
+
+
+def test_collectives_of_one_stage_say_nothing_of_others():
+    """The terminal shows the last stage alone, whose collectives need not be those of the others."""
+    note = "A stage that is not listed has the same collectives as one that is."
+    assert tables.collectives({"stages": [STAGE]}).note == ""
+    assert tables.collectives({"stages": [STAGE, STAGE | {"name": "stage 2"}]}).note == note

@@ -1,4 +1,4 @@
-"""scripts/plan.py as a user runs it where nothing can be compiled: what it still says, and what it refuses."""
+"""``jspeed plan`` without a compiler: what it prints, and which flags it refuses."""
 
 import os
 import re
@@ -65,10 +65,10 @@ def test_refuses(arguments, words):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("against", "r29"), ("json_", Path("f")), ("svg", Path("f")), ("html", Path("f")), ("search_", True)]
-    + [("mesh", "data=8"), ("dollars_per_hour", 2.0), ("bytes_", True)],
+    + [("dollars_per_hour", 2.0), ("bytes_", True)],
 )
-def test_what_needs_a_compiled_plan_is_refused_without_one(given, flag, value, tmp_path, monkeypatch):
-    """Once accepted without a word: nothing was compared and no file written."""
+def test_flags_of_a_compiled_plan_are_refused_without_one(given, flag, value, tmp_path, monkeypatch):
+    """Once ignored: nothing was compared and no file written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(BadInput, match=f"--{flag.rstrip('_').replace('_', '-')} would have no effect"):
         planned.plan(**given, **{flag: value})
@@ -79,7 +79,12 @@ def test_what_needs_a_compiled_plan_is_refused_without_one(given, flag, value, t
     ("given", "words"),
     [
         ({"gpt3": True, "set": ("LANES=8",)}, "--set would have no effect"),
-        ({"gpt3": True, "recipe": "r29"}, "both r29 and --gpt3"),
+        ({"gpt3": True, "recipe": "r29"}, "either a recipe .r29. or --gpt3"),
+        *(
+            ({"flops": 1e18, flag: "x"}, f"--{flag.rstrip('_')} would have no effect")
+            for flag in ("json_", "html", "set")
+        ),
+        ({"flops": 1e18, "target": "a100x8", "search_": True}, "--search, --target would have no effect"),
         *(({"gpt3": True, "memory_fraction": n}, "--memory-fraction") for n in (0.0, -1.0, 1.5, float("nan"))),
         *(({"gpt3": True, "dollars_per_hour": n}, "--dollars-per-hour") for n in (-1.0, float("nan"), float("inf"))),
     ],
@@ -98,8 +103,50 @@ def test_memory_fraction_and_strict_hold_without_a_compiler(fraction, fits, code
     assert planned.plan(**given) == 0
 
 
+def test_a_mesh_of_two_axes_needs_no_compiler(capsys, monkeypatch):
+    """Without one, the advice to give --mesh was refused as without effect."""
+    given = {"recipe": "track3", "layout": "tp", "compile": False}
+    with pytest.raises(BadInput, match="--mesh data=-1,model=2"):
+        planned.plan(**given)
+    assert planned.plan(**given, mesh="data=-1,model=2") == 0
+    assert "1/2 of " in capsys.readouterr().out
+    monkeypatch.setattr("jspeed.plan.target.missing", lambda target: "no CUDA plugin")
+    with pytest.raises(BadInput, match="no CUDA plugin"):
+        planned.plan("track3", layout="tp", mesh="data=4,model=2")
+
+
+def test_gpt2_is_a_recipe(capsys):
+    """Once taken for the published size alone, which has no fields; its numbers are that size's."""
+    assert planned.plan("gpt2", compile=False, set=("STEPS=20",)) == 0
+    assert "124,439,808" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["strict", "dollars_per_hour"])
+def test_bytes_refuse_what_they_do_not_use(flag, monkeypatch):
+    monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
+    monkeypatch.setattr("jspeed.plan.compile.hardware_for", lambda *_: None)
+    monkeypatch.setattr("jspeed.plan.plan.require_devices", lambda *_: None)
+    with pytest.raises(BadInput, match=f"--{flag.replace('_', '-')} would have no effect"):
+        planned.plan("llmc", bytes_=True, **{flag: 2})
+
+
+def test_both_sides_of_a_comparison_take_the_same_micro_batch(monkeypatch):
+    seen = []
+
+    def make_plan(found, hardware, micro_batch, price):
+        seen.append((found.recipe.name, micro_batch))
+        return PLAN | {"nodes": 1, "fitted_seconds": 140.0, "bottlenecks": []}
+
+    monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
+    monkeypatch.setattr("jspeed.plan.compile.hardware_for", lambda *_: None)
+    monkeypatch.setattr("jspeed.plan.plan.require_devices", lambda *_: None)
+    monkeypatch.setattr("jspeed.plan.plan.make_plan", make_plan)
+    assert planned.plan("r21", against="r29", micro_batch=49_152) == 0
+    assert seen == [("r21", 49_152), ("r29", 49_152)]
+
+
 @pytest.mark.parametrize("name", [None, "a report.html"])
-def test_the_last_line_leads_to_the_page(name, tmp_path, monkeypatch, capsys):
+def test_the_last_line_leads_to_the_report(name, tmp_path, monkeypatch, capsys):
     """Where compiling is left out: the plan is that of another test."""
     made = PLAN | {"nodes": 1, "fitted_seconds": 140.0, "bottlenecks": []}
     monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)

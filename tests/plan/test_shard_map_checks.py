@@ -1,4 +1,4 @@
-"""The doctor on shard_map: what runs without an error and trains another model on every device."""
+"""plan/shard_map_checks.py finds shard_map programs that run but diverge between devices."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.parallel.mesh import make_mesh
 from jspeed.parallel.replicas import drift
-from jspeed.plan.shard_map_checks import manual_mode
+from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
@@ -70,12 +70,12 @@ def part_of_a_weight(w, x):
         (part_of_a_weight, P("data"), ["ungathered-weight"]),
     ],
 )
-def test_misuse_of_manual_mode(update, cut, names):
+def test_misuse_of_shard_map(update, cut, names):
     """Of a weight 64 x 8 a part of 8 x 8 fits rows of 8 as well as the whole would rows of 64."""
     mesh = make_mesh({"data": 8})
     x = jnp.ones((16, 8 if names == ["ungathered-weight"] else 64))
     step = jax.jit(partial(jax.shard_map, mesh=mesh, check_vma=False)(update, in_specs=(cut, P("data")), out_specs=cut))
-    found = manual_mode(step.trace(jnp.ones((64, 8)), x).jaxpr)
+    found = check_shard_map(step.trace(jnp.ones((64, 8)), x).jaxpr)
     assert sorted({finding.name for finding in found}) == names and {f.level for f in found} <= {"error"}
     if names:
         assert "test_shard_map_checks.py:" in found[0].text
@@ -95,7 +95,7 @@ def test_steps_of_recipes_are_well(layout, axes, monkeypatch):
     monkeypatch.setattr("jspeed.parallel.layout.SMALL", 0)
     recipe, mesh = find("track3", [*TOYS["track3"], "HEADS=4", "LAYERS=4", "LANES=16"]).recipe, mesh_of(**axes)
     traced = program.trace_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1)
-    assert manual_mode(traced.jaxpr) == []
+    assert check_shard_map(traced.jaxpr) == []
 
 
 def test_copies_that_drift_apart_are_found():

@@ -1,4 +1,4 @@
-"""Targets by name, and what is said where no CUDA plugin is; compiling for them is tested in tests/aot."""
+"""Target look-up, and the error message without a compiler; compiling for them is tested in tests/aot."""
 
 import re
 from pathlib import Path
@@ -30,13 +30,24 @@ def test_targets(name: str, capability: tuple[int, int], kind: str):
     assert found.capability == capability
     assert found.device_kind == kind
     assert found.cudnn == 91002
-    first, *rest = found.text.splitlines()
-    assert first.startswith("# ") and ("openxla/xla" in first or "https://" in first)
+    _, source, *rest = found.text.splitlines()
+    assert source.startswith("# ") and ("openxla/xla" in source or "https://" in source)
     assert sum(line.count("{") - line.count("}") for line in rest if not line.lstrip().startswith("#")) == 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H200", 989.4e12)]
+    + [("NVIDIA B200", 2.25e15), ("NVIDIA L4", 121e12), ("NVIDIA H100 PCIe", None), ("cpu", None)],
+)
+def test_facts_by_the_name_that_jax_gives_a_device(kind: str, peak: float | None):
+    """An H100 PCIe is no H100 SXM: it has 0.76 of the peak."""
+    found = target.facts_of(kind)
+    assert (found and found.peak_flops["bf16"]) == (peak if peak is None else pytest.approx(peak, rel=1e-3))
+
+
 @pytest.mark.parametrize("path", sorted(target.TARGETS.glob("*.txtpb")), ids=lambda path: path.stem)
-def test_facts_agree_with_what_the_compiler_is_told(path: Path):
+def test_facts_agree_with_the_compiler_s_target_config(path: Path):
     """Every fact has a source, and size and bandwidth are those of the text, to what vendors round."""
     facts, text = target.load_facts(path.stem), path.read_text()
     assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"}
@@ -73,9 +84,9 @@ def test_tpus(name: str):
             target.parse_target(text)
 
 
-def test_without_libtpu_what_brings_it_is_said(monkeypatch):
+def test_without_libtpu_the_error_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(target, "_installed", lambda module: False)
-    assert re.search(r"pip install 'libtpu==.*' brings", str(target.missing(target.load_target("v5e"))))
+    assert re.search(r"install .* with pip install 'libtpu==.*'", str(target.missing(target.load_target("v5e"))))
     with pytest.raises(BadInput, match="libtpu is not installed here"):
         target.target_mesh(target.load_target("v5e"))
 
@@ -85,17 +96,19 @@ def test_without_libtpu_what_brings_it_is_said(monkeypatch):
     ["h100", "h100x", "h100x0", "h100x8x", "h100xeight", "h100x8x4x2", "x8"]
     + ["h100x²", "h100x" + "9" * 5000, "h100x8x9999999", "h100x80000000"],
 )
-def test_bad_clusters_are_sentences(text: str):
+def test_bad_clusters_are_one_error_message(text: str):
     with pytest.raises(BadInput, match="h100x8|known targets"):
         target.parse_target(text)
 
 
-def test_more_than_a_node_holds_is_a_sentence():
+def test_more_than_a_node_holds_is_one_error_message():
     with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x2"):
         target.parse_target("h100x12")
+    with pytest.raises(BadInput, match="a node holds 8 h100 GPUs; write h100x8x4"):  # as many as asked for, or more
+        target.parse_target("h100x16x2")
 
 
-def test_unknown_target_is_a_sentence():
+def test_unknown_target_is_one_error_message():
     with pytest.raises(BadInput, match="did you mean 'h100'.*known targets: a100, a100-40, b200, h100, h200, l4"):
         target.load_target("h10")
 
@@ -113,8 +126,8 @@ def test_pretend_answers_for_the_target_and_takes_it_back():
     assert after == before
 
 
-def test_without_plugin_the_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_without_plugin_the_reason_is_one_error_message(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(target, "PLUGINS", ("jax_plugins.none", "no_such_package.at_all"))
-    assert re.search(r"pip install 'jspeed\[aot\]'.*223 MB.*make test-aot", str(target.missing()))
+    assert re.search(r"pip install 'jspeed\[aot\]' or make test-aot.*223 MB", str(target.missing()))
     with pytest.raises(BadInput, match="no CUDA plugin"):
         target.target_mesh(target.load_target("h100"))

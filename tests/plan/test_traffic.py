@@ -1,4 +1,4 @@
-"""Bytes by source line: lines that XLA wrote for an H100, a small recipe compiled for this CPU."""
+"""Bytes moved by source line: HLO that XLA wrote for an H100, and a small recipe compiled for this CPU."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What test_golden.py computes, and from what: parameters and tokens that NumPy draws from a seed, at a small size."""
+"""Inputs and computation for test_golden.py: random parameters and tokens from a NumPy seed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Records 62 and 89 small: fields of our recipes, values that NumPy draws for their parameters, golden numbers."""
+"""Small r62 and r89: fields, initial parameters, golden values."""
 
 from dataclasses import dataclass
 from typing import Any

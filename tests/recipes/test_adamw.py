@@ -1,4 +1,4 @@
-"""What the AdamW recipes say they do: clipping, a warm-up and a cosine to a floor, decay of matrices alone."""
+"""AdamW recipes: clipping, warm-up, cosine to a floor, weight decay of matrices only."""
 
 import jax
 import jax.numpy as jnp

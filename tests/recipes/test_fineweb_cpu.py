@@ -1,4 +1,4 @@
-"""The sampled softmax in a recipe: one sample on any devices, in training alone, and what it counts."""
+"""Sampled softmax in fineweb-cpu: same sample on any device count, in training only, its FLOPs."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Losses, gradients and updates of the records' own source at a small size, to which our recipes are held."""
+"""Small r21, r29 and track3 against stored losses, gradients and updates of the original scripts."""
 
 import json
 import pprint

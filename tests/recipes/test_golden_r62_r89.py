@@ -1,4 +1,4 @@
-"""r62 and r89 are held to losses, gradients and updates of the records' own source at a small size."""
+"""Small r62 and r89 against stored losses, gradients and updates of the original scripts."""
 
 from typing import Any
 

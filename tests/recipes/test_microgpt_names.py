@@ -1,4 +1,4 @@
-"""microgpt-names: its size, its first loss, and that padding counts for nothing on any number of devices."""
+"""microgpt-names: its size, its first loss, and that padding has no weight on any number of devices."""
 
 from pathlib import Path
 

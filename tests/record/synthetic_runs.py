@@ -1,4 +1,4 @@
-"""Runs that no trainer made: whole run directories, with plan and source, for tests of what is done with records."""
+"""Test helpers: synthetic run directories, with plan and recipe source, that no trainer made."""
 
 import hashlib
 import json

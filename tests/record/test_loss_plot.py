@@ -1,4 +1,4 @@
-"""Pictures of the loss: whole SVG files, the same bytes for the same run, whatever the run did."""
+"""Loss plots: valid SVG, deterministic bytes, whatever the run did."""
 
 import math
 import xml.etree.ElementTree as ElementTree
@@ -77,7 +77,7 @@ def test_stages_and_the_parents_curve(tmp_path: Path) -> None:
     loss_svg(tmp_path / "short.svg", train=[], val=[], target=1.4, title="run", parent=("p", parent))
 
 
-def test_several_runs_share_a_picture(tmp_path: Path) -> None:
+def test_several_runs_share_a_plot(tmp_path: Path) -> None:
     runs = {f"run {i}": [(t * (1 + i / 10), loss) for t, loss in VAL] for i in range(9)} | {
         "_x $a$ <&>": VAL,
         "no": [],

@@ -1,4 +1,4 @@
-"""What a run says of itself beside the board: that its data are not its track's, that its name is taken."""
+"""Notes on a run: data that are not its track's, a recipe name that is taken."""
 
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,13 @@ def test_a_run_on_its_tracks_data_says_nothing(records: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"val_sha256": "ab" * 32}, "validated on other tokens than the track's (stdlib): its loss and target do not"),
+        ({"val_sha256": "ab" * 32}, "validated on other tokens than the track's (stdlib): its loss is not comparable"),
         ({"train_shards": [{"name": "1", "sha256": "ab" * 32}]}, "trained on other shards than the track's (stdlib)"),
     ],
 )
 def test_a_run_on_other_data_says_so(records: Path, changes: dict[str, Any], says: str) -> None:
     (remark,) = remarks.remarks(on(**changes), records)
-    assert remark.startswith(says) and "on the board of stdlib/cpu this run does not count" in remark
+    assert remark.startswith(says) and "the run does not count on track stdlib/cpu" in remark
 
 
 def test_the_track_that_the_run_enters_is_named(records: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_track_that_the_run_enters_is_named(records: Path) -> None:
     path.write_text(PINS + 'hardware = {platform = "cpu"}\n')
     run = on(val_sha256="ab" * 32) | {"devices": {"kind": "L40S", "count": 1, "processes": 1, "platform": "gpu"}}
     (remark,) = remarks.remarks(run, records)
-    assert "on the board of stdlib/gpu this run does not count" in remark
+    assert "the run does not count on track stdlib/gpu" in remark
 
 
 def test_no_track_and_no_records_are_no_remark(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_new_source_under_a_known_name_says_so(records: Path, tmp_path: Path) 
     store.add([make_run(tmp_path / "run", recipe="own")], records)
     assert remarks.remarks(as_run(recipe="own"), records) == []
     (remark,) = remarks.remarks(as_run(recipe="own", source=source_of(0.7)), records)
-    assert remark.startswith("the recipe is called 'own', as one of another source is") and "RECIPE" in remark
+    assert remark.startswith("another recipe with a different source is named 'own' too") and "RECIPE" in remark
     (remark,) = remarks.remarks(as_run(recipe="stdlib-adamw"), records)  # a recipe of the package
     assert "'stdlib-adamw'" in remark
 

@@ -1,4 +1,4 @@
-"""run.json: what is written is read back, and everything wrong with one is a sentence."""
+"""run.json: what is written is read back, and each invalid field gives an error message."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ def check(run: Any) -> None:
     consistent.check(run)
 
 
-def sentence(run: object) -> str:
+def message(run: object) -> str:
     with pytest.raises(BadInput) as caught:
         check(run)
     return str(caught.value)
@@ -66,7 +66,7 @@ def test_schema_1_is_read_and_not_written(tmp_path: Path) -> None:
     for name in [name for name in OLD if name != "schema"]:
         without = {key: value for key, value in OLD.items() if key != name}
         if name not in ("resumed", "loader"):
-            assert f"field '{name}': expected" in sentence(without)
+            assert f"field '{name}': expected" in message(without)
 
 
 def test_the_same_run_is_the_same_bytes(tmp_path: Path) -> None:
@@ -83,24 +83,24 @@ def test_the_types_cover_every_field() -> None:
 @pytest.mark.parametrize("name", sorted(set(RUN) - {"kernels", "head_chunk", "remat"}))
 def test_each_field_is_required(name: str) -> None:
     run = {key: value for key, value in RUN.items() if key != name}
-    assert f"field '{name}': expected" in sentence(run) and "found no such field" in sentence(run)
+    assert f"field '{name}': expected" in message(run) and "found no such field" in message(run)
 
 
 def test_runs_from_before_the_preflight_have_no_kernels() -> None:
     validate({key: value for key, value in RUN.items() if key != "kernels"})
-    assert sentence(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
+    assert message(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
 
 
 def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
     validate({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
     validate(RUN | {"head_chunk": None})
-    assert "'head_chunk': expected an integer of at least 1 or null" in sentence(changed("head_chunk", 0))
+    assert "'head_chunk': expected an integer of at least 1 or null" in message(changed("head_chunk", 0))
 
 
 @pytest.mark.parametrize("name", RUN)
 def test_each_field_has_a_type(name: str) -> None:
     # No field is a bare complex number, so this is wrong for all of them.
-    assert f"field '{name}': expected" in sentence(changed(name, 1j))
+    assert f"field '{name}': expected" in message(changed(name, 1j))
 
 
 @pytest.mark.parametrize(
@@ -128,16 +128,16 @@ def test_each_field_has_a_type(name: str) -> None:
     ],
 )
 def test_a_wrong_value_is_named(place: str, value: object, expected: str, found: str) -> None:
-    text = sentence(changed(place, value))
+    text = message(changed(place, value))
     assert text.startswith(f"field '{place}': expected ")
     before, after = text.split(", found ")
     assert expected in before and found in after
 
 
 def test_places_inside_lists_and_objects_are_named() -> None:
-    assert "'ledger[1].timed': expected true or false, found 1" in sentence(changed("ledger.1.timed", 1))
-    assert "'curve[2].step'" in sentence(changed("curve.2.step", None))
-    assert "'probes.causality.passed': expected true or false, found no such field" in sentence(
+    assert "'ledger[1].timed': expected true or false, found 1" in message(changed("ledger.1.timed", 1))
+    assert "'curve[2].step'" in message(changed("curve.2.step", None))
+    assert "'probes.causality.passed': expected true or false, found no such field" in message(
         changed("probes", {"causality": {}})
     )
 
@@ -172,7 +172,7 @@ def test_places_inside_lists_and_objects_are_named() -> None:
     ],
 )
 def test_numbers_that_contradict_each_other_are_refused(place: str, value: object, names: str) -> None:
-    assert sentence(changed(place, value)).startswith(f"field '{names}': expected ")
+    assert message(changed(place, value)).startswith(f"field '{names}': expected ")
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ WHOLE = json.dumps(RUN)
         (WHOLE.replace("80.5", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
     ],
 )
-def test_a_bad_file_is_a_sentence_that_names_it(tmp_path: Path, content: bytes, says: str) -> None:
+def test_a_bad_file_gives_an_error_message_that_names_it(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "run.json"
     path.write_bytes(content)
     with pytest.raises(BadInput) as caught:
@@ -235,7 +235,7 @@ def test_a_bad_file_is_a_sentence_that_names_it(tmp_path: Path, content: bytes, 
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_a_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_gives_an_error_message(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "run.json", tmp_path / "no" / "such"):
         with pytest.raises(BadInput, match="does not exist; give a run directory"):
             read_run(path)

@@ -1,4 +1,4 @@
-"""The records folder: what gets in, where it lies, and that a file that was touched is no longer in its place."""
+"""Records folder: which runs are accepted, where they go, and detection of changed files."""
 
 import hashlib
 import json

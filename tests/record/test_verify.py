@@ -1,4 +1,4 @@
-"""Records that were tampered with: each is found, with the file and the field, even where the hashes were made anew."""
+"""Detection of edited records: each edit is named by file and field, even with recomputed hashes."""
 
 import json
 import shutil

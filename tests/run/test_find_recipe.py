@@ -65,9 +65,7 @@ def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
         return taken_name(found.recipe.name, found.recipe.track, sha, tmp_path)
 
     assert note(find("stdlib", ["STEPS=3"])) is None and note(find(edited(tmp_path))) is None
-    assert "called 'stdlib', as one of another source is" in note(
-        find(edited(tmp_path, ("STEPS = 250", "STEPS = 251")))
-    )
+    assert "a different source is named 'stdlib' too" in note(find(edited(tmp_path, ("STEPS = 250", "STEPS = 251"))))
     assert note(find(edited(tmp_path, ('name="stdlib"', 'name="mine"')))) is None
 
 

@@ -1,4 +1,4 @@
-"""Plans: what they mean, that runs keep to them, series that go on, races; with a quick stand-in for the trainer."""
+"""Preregistered runs: parsing, enforcement, continuation and races, with a fake trainer."""
 
 import dataclasses
 import json
@@ -62,7 +62,7 @@ def calls(trainer: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "seeds"), [("n=3", [1, 2, 3]), ("seeds=4..6", [4, 5, 6]), ("n=2,seeds=7..8", [7, 8]), ("seeds=5..5", [5])]
 )
-def test_what_a_plan_means(text, seeds):
+def test_seeds_of_a_plan_flag(text, seeds):
     assert preregistration.parse_seeds(text) == seeds
 
 
@@ -72,12 +72,12 @@ def test_what_a_plan_means(text, seeds):
     + ["n=1000000000,seeds=1..1000000000", "seeds=1..1000000000000", "n=1001", "n=" + "9" * 5000]
     + ["seeds=4294967295..4294967296"],
 )
-def test_what_cannot_be_meant(text):
+def test_a_malformed_plan_flag_is_refused(text):
     with pytest.raises(BadInput, match=f"--plan {text}"):
         preregistration.parse_seeds(text)
 
 
-def test_a_series_makes_what_it_announced_and_goes_on(trainer, capfd):
+def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
     options = Options("stdlib", run_dir=trainer / "s", sets=("MUON_LR=0.03",), data=Path("here"), progress=False)
     assert preregistered.run_series(options, "n=3") == 0
     assert [line.split()[0] for line in calls(trainer)] == ["stdlib"] * 3

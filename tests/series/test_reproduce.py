@@ -1,4 +1,4 @@
-"""Running a record again: from its commit, in a tree of its own, with a quick stand-in for the trainer."""
+"""Reproducing a record at its commit in a git worktree, with a fake trainer."""
 
 import subprocess
 import textwrap
@@ -109,7 +109,7 @@ def test_a_commit_that_is_not_there(tmp_path, repository):
         reproduce.reproduce(repository, entry, "", None, 0, tmp_path / "again", [])
 
 
-def test_an_extension_of_other_sources_that_cannot_be_built_is_a_sentence(tmp_path, repository):
+def test_an_extension_of_other_sources_that_cannot_be_built_gives_an_error_message(tmp_path, repository):
     entry = entry_of(tmp_path, repository)
     (repository / "Cargo.toml").write_text("[another]")
     git(repository, "commit", "-qam", "other sources")

@@ -1,4 +1,4 @@
-"""``jspeed bench``: measure what jspeed promises; the benches are in the repository, beside ``scripts/``."""
+"""``jspeed bench``: run the benchmarks in scripts/benches, which are in the repository only."""
 
 import sys
 from importlib import import_module
@@ -13,7 +13,7 @@ BENCHES = {
     "cpu": ("cpu", "Recipes to their end in turn, A B A B: their timed seconds"),
     "gpu": ("gpu", "A training step of recipes: milliseconds, MFU, memory, kernels; or a race against another program"),
     "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),
-    "quality": ("quality", "Recipes at width 128 on the same tokens: which loss after how many"),
+    "quality": ("quality", "Recipes at width 128 on the same tokens: loss against tokens"),
     "generate": ("text", "Tokens a second of generation, with the key-value cache and without"),
     "tokenise": ("text", "Tokens a second of tokenising, and of a plain loop over tiktoken"),
 }
@@ -30,7 +30,7 @@ def load(name: str) -> Command:
     sys.path.insert(0, str(found / "scripts"))
     with importing():
         module = import_module(f"benches.{BENCHES[name][0]}")
-    return Command(getattr(module, name), getattr(module, "EXAMPLES", {}).get(name, ()))
+    return Command(getattr(module, name))
 
 
 COMMAND = Group(

@@ -1,5 +1,6 @@
-"""``jspeed doctor``: what this machine can do, on one screen."""
+"""``jspeed doctor``: devices, attention and FP8 kernels, caches, data, extras and launcher of this machine."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -40,18 +41,18 @@ LABEL = 12  # columns
 
 
 def doctor(json_: bool = False) -> None:
-    """Say what this machine can do: devices, kernels, caches, prepared data, extras, launcher.
+    """Report what this machine can do: devices, kernels, caches, prepared data, extras, launcher.
 
     Exit code: 0, whatever is found.
 
     Args:
         json_: Print it as JSON.
     """
-    found = look()
-    print(json.dumps(found, indent=2) if json_ else screen(found))
+    found = collect()
+    print(json.dumps(found, indent=2) if json_ else as_text(found))
 
 
-def look() -> dict[str, Any]:
+def collect() -> dict[str, Any]:
     """Return everything, as plain data; sizes are in bytes."""
     around = repository()
     found = accelerators()
@@ -92,7 +93,7 @@ def accelerators() -> dict[str, Any]:
     except (RuntimeError, BadInput) as error:
         return {"devices": None, "problem": str(error).splitlines()[0], "attention": None, "fp8": None}
     capability = getattr(first, "compute_capability", None) if device.platform == "gpu" else None
-    attention, fp8 = why(device, capability)
+    attention, fp8 = explain(device, capability)
     return {
         "devices": {
             "platform": device.platform,
@@ -107,7 +108,7 @@ def accelerators() -> dict[str, Any]:
     }
 
 
-def why(device: "Device", capability: str | None) -> tuple[str, str]:
+def explain(device: "Device", capability: str | None) -> tuple[str, str]:
     """Say why a device gets its attention backend and FP8 matmuls; ``capability`` is CUDA's, None off NVIDIA GPUs."""
     if device.note:
         return device.note, device.note
@@ -116,7 +117,7 @@ def why(device: "Device", capability: str | None) -> tuple[str, str]:
     elif device.attention == "xla":
         reason = f"fused kernels need compute capability 8.0, this is {capability}"
     elif device.attention == "triton":
-        reason = f"jspeed's own kernels (no GPU has run them): cuDNN packs documents on 9.0 to 11, this is {capability}"
+        reason = f"jspeed's Triton kernels (not yet run): cuDNN packs documents on 9.0 to 11, this is {capability}"
     elif device.attention == "fa4":
         reason = "fa4_jax is installed, and this is Hopper"
     else:
@@ -146,12 +147,11 @@ def data_sets(folder: Path) -> list[dict[str, Any]]:
             continue
         one: dict[str, Any] = {"name": place.name, "tokenizer": None, "tokens": None, "problem": None}
         try:
-            manifest: dict[str, Any] = complete_manifest(place) or {}
-            if manifest:
+            if manifest := complete_manifest(place):
                 tokens = {split: total["tokens"] for split, total in manifest["splits"].items()}
                 one |= {"tokenizer": manifest["tokenizer"], "tokens": tokens}
             else:
-                one["problem"] = "no whole manifest.json; jspeed prepare goes on with it"
+                one["problem"] = "no valid manifest.json or not all of its shards; run jspeed prepare again to resume"
         except BadInput as error:
             one["problem"] = str(error)
         found.append(one)
@@ -167,14 +167,14 @@ def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
     return {"processes": rank.count if rank else 1, "process_id": rank.index if rank else 0, "problem": None}
 
 
-def screen(found: Mapping[str, Any]) -> str:
+def as_text(found: Mapping[str, Any]) -> str:
     """Return what was found as lines for a terminal."""
     devices, sizes, machine = found["devices"], found["cache"], found["machine"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
     memory_of_one = f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
     rows = [
         ("jspeed", f"{found['jspeed']} in {found['package']}"),
-        ("repository", found["repository"] or "none around; benches, records and tests are in one"),
+        ("repository", found["repository"] or "none (benches, records and tests need a checkout)"),
         ("Python", f"{found['python']} ({found['executable']})"),
         ("packages", packages),
         ("machine", f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"),
@@ -195,7 +195,7 @@ def screen(found: Mapping[str, Any]) -> str:
         state = "installed" if extra["installed"] else f"pip install 'jspeed[{name}]'"
         rows.append(("" if number else "extras", f"{name}: {extra['gives']} - {state}"))
     launched = found["launcher"]
-    alone = "none; jspeed launch, torchrun, srun and mpirun start several processes"
+    alone = "none (single process)"
     several = f"process {launched.get('process_id')} of {launched['processes']}"
     rows.append(("launcher", launched["problem"] or (alone if launched["processes"] == 1 else several)))
     width = max(60, min(110, shutil.get_terminal_size().columns))
@@ -221,7 +221,11 @@ def memory() -> int:
 
 def folder_size(folder: Path) -> int:
     """Return the bytes of all files under a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # a run may replace a file of the cache meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 COMMAND = Command(doctor, ("  # one screen", "--json  # for a program, or a bug report"))

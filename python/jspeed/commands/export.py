@@ -22,15 +22,15 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
     """
     with importing():
         from jspeed.corpus.tokenizers import copy_tokenizer
-        from jspeed.data.folder import check_vacant, staged
         from jspeed.files import write_whole
         from jspeed.inference.trained import load_model
+        from jspeed.output_folder import atomic_folder, require_empty
         from jspeed.run.export import FILE, gpt2_config, is_gpt2, own_config, own_metadata, save, to_gpt2
 
     loaded = load_model(model)
     tensors, recipe = loaded.tensors(), loaded.recipe
-    check_vacant(out)
-    with staged(out) as folder:
+    require_empty(out)
+    with atomic_folder(out) as folder:
         copy_tokenizer(loaded.folder or model, folder, loaded.facts)
         if is_gpt2(recipe) and not own:
             save(folder / FILE, to_gpt2(tensors), {"format": "pt"})

@@ -19,16 +19,22 @@ PACKAGE = Path(jspeed.__file__).parent
 RECIPES = PACKAGE / "recipes"
 Runs = Annotated[tuple[Path, ...], Wants("RUN_DIR ...", positional=True)]
 Side = Annotated[str, Wants("RECIPE", positional=True)]
+RecordsFolder = Annotated[
+    Path | None,
+    Wants("DIR", help="The records folder; default: the repository's, or records/ in the current folder."),
+]
+RunFlags = Annotated[
+    str, Wants("FLAGS", help='More flags for each run, in one string: --flags="--data DIR --no-progress".')
+]
 
 
-def add_(run_dir: Runs, records: Folder | None = None) -> None:
+def add_(run_dir: Runs, records: RecordsFolder = None) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
-    The repository's own page and README block are made anew then.
+    The repository's own page and README block are generated again then.
 
     Args:
         run_dir: Directories of runs, or of a whole plan with its runs.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     folder, own = places(records)
     addition = store.check_runs(run_dir, folder)
@@ -46,7 +52,7 @@ def add_(run_dir: Runs, records: Folder | None = None) -> None:
 
 
 def verify_(
-    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None, records: Folder | None = None
+    record: Annotated[Path | None, Wants("RECORD", positional=True)] = None, records: RecordsFolder = None
 ) -> int:
     """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
 
@@ -54,7 +60,6 @@ def verify_(
 
     Args:
         record: Only what concerns this file, or the files under this folder (optional); without it everything.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     if record is not None and not record.exists():
         raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
@@ -76,12 +81,11 @@ def verify_(
     return 1 if problems else 0
 
 
-def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: Folder | None = None) -> None:
+def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsFolder = None) -> None:
     """Print the leaderboard.
 
     Args:
         track: Only this track, such as stdlib/cpu.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     with importing():
         from rich.console import Console
@@ -98,14 +102,13 @@ def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: Folder |
     console.print(terminal.board(tracks if track is None else terminal.of_track(tracks, track)), soft_wrap=True)
 
 
-def compare_(a: Side, b: Side, diff: bool = True, records: Folder | None = None) -> None:
-    """Say whether A is faster than B, by how much and how surely, and what in their recipes differs.
+def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None) -> None:
+    """Say whether A is faster than B, by how much and how significantly, and what in their recipes differs.
 
     Args:
         a: A recipe by name, by NAME@HASH, or by the path of its file.
         b: What it is compared with, usually its parent.
         diff: Print the diff of the two files too.
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     with importing():
         from rich.console import Console
@@ -153,20 +156,19 @@ def race_(
     rounds: int = 2,
     run_dir: Folder | None = None,
     steps: int | None = None,
-    flags: Annotated[str, Wants("FLAGS")] = "",
+    flags: RunFlags = "",
 ) -> int:
     """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
 
-    What drifts evenly through a round falls out of the ratio, so that B's time anywhere can be stated as A's official
-    time x the ratio. Add the folder to the records to do so.
+    Linear drift of the machine cancels in the ratio, so B's time anywhere can be estimated as A's official time x the
+    ratio. Add the folder to the records to do so.
 
     Args:
         a: The recipe to compare with, by name or path
         b: The recipe in question
         rounds: Rounds of four runs; two or more give an interval.
-        run_dir: Folder to write; the same command goes on with it.
+        run_dir: Folder to write; the same command continues it.
         steps: Stop every run after this many steps.
-        flags: More flags for each run, in one string: --flags="--data DIR --no-progress"
     """
     with importing():
         from jspeed.series.preregistered import race
@@ -178,8 +180,8 @@ def reproduce_(
     recipe: Side,
     n: int = 1,
     run_dir: Folder | None = None,
-    flags: Annotated[str, Wants("FLAGS")] = "",
-    records: Folder | None = None,
+    flags: RunFlags = "",
+    records: RecordsFolder = None,
 ) -> int:
     """Run a record again: a clean worktree at its commit, the recipe's stored source, its seeds; 0 if they agree.
 
@@ -187,8 +189,6 @@ def reproduce_(
         recipe: A recipe with runs among the records, by name or NAME@HASH.
         n: How many of its seeds, and new ones after them.
         run_dir: Folder to write.
-        flags: More flags for each run, in one string: --flags="--data DIR --no-progress".
-        records: The records folder; default: the repository's, or records/ in the current folder.
     """
     with importing():
         from jspeed.leaderboard import compare, judge
@@ -214,7 +214,7 @@ def split_words(flag: str, text: str) -> list[str]:
 
 
 def places(records: Path | None) -> tuple[Path, Path | None]:
-    """Return the records folder that is meant, and the repository whose own it is, or None."""
+    """Return the records folder, and the repository that it belongs to, or None."""
     around = repository()
     folder = records or (around / "records" if around else Path("records"))
     return folder, around if around and folder.resolve() == (around / "records").resolve() else None
@@ -246,7 +246,9 @@ COMMAND = group_of(
         "add": Command(add_, ("runs/stdlib-...-plan  # all runs of a plan, whatever came out",)),
         "verify": Command(verify_, ("  # every number, and the page made of them",)),
         "show": Command(show_, ("--track stdlib/cpu  # one track",)),
-        "compare": Command(compare_, ("stdlib stdlib-adamw  # faster? by how much? how sure? what was changed?",)),
+        "compare": Command(
+            compare_, ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",)
+        ),
         "page": Command(page_, ("--out page  # open page/index.html",)),
         "race": Command(race_, ("stdlib-adamw mine.py --rounds 3  # in turn on this machine: their ratio",)),
         "reproduce": Command(reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)),

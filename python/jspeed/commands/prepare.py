@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,14 +11,15 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from rich.progress import TransferSpeedColumn as Speed
 
 from jspeed.commands.flags import Command, File, Folder, Wants, group_of
+from jspeed.corpus import Progress as Count
 from jspeed.corpus import fineweb, named_data_sets, split, tokenise
+from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenizers import TOKENIZERS
-from jspeed.data.manifest import complete_manifest
+from jspeed.data.manifest import Manifest, complete_manifest
 from jspeed.files import cache_folder
 
 Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
 Files = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...")]
-Mark = Literal["before", "after", "none"]
 
 
 def _default(name: str) -> Path:
@@ -26,36 +27,34 @@ def _default(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
-def _prepare(work: Callable[..., Path], unit: str, recipe: str | None = None) -> None:
-    """Call ``work(progress)`` under a progress bar, then say what the folder holds, how fast it was made, and how to
-    train ``recipe`` on it."""
+def _prepare(
+    folder: Path, work: Callable[[Path, Count], object], unit: str = "bytes", recipe: str | None = None
+) -> None:
+    """Call ``work(folder, progress)`` under a progress bar, then print what the folder holds, how fast it was made, and
+    how to train ``recipe`` on it."""
+    before = complete_manifest(folder)
     counts = (DownloadColumn(), Speed()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
-    started = False
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task(unit, total=None)
 
-        def progress(done: int, total: int | None) -> None:
-            nonlocal started
-            started = True
-            bar.update(task, completed=done, total=total)
-
         try:
-            folder = work(progress)
+            work(folder, lambda count, total: bar.update(task, advance=count, total=total))
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
-            print("interrupted; the same command goes on with what is done", file=sys.stderr)
+            print("interrupted; run the same command to resume", file=sys.stderr)
             raise
         seconds = bar.tasks[task].elapsed
-    _report(folder, seconds if started else None)
+    manifest = complete_manifest(folder)
+    assert manifest
+    _report(folder, manifest, seconds if manifest != before else None)
     if recipe:
         data = "" if folder in map(_default, TOKENIZERS) else f" --data {folder}"
-        print(f"train on it: jspeed run {recipe}{data}{_sets(folder, recipe)}")
+        print(f"train on it: jspeed run {recipe}{data}{_sets(manifest, recipe)}")
 
 
-def _sets(folder: Path, recipe: str) -> str:
-    """The fields of ``recipe`` that are other ids than those of the symbols of a text."""
-    manifest: dict[str, Any] = complete_manifest(folder) or {}
+def _sets(manifest: Mapping[str, Any], recipe: str) -> str:
+    """Return the ``--set`` of the fields of ``recipe`` that differ from the ids of a text's symbols."""
     if "symbols" not in manifest:
         return ""
     from jspeed.run.find_recipe import find  # imports jax, which takes a second
@@ -70,8 +69,7 @@ def _sets(folder: Path, recipe: str) -> str:
     return f" --set {' '.join(sets)}" if sets else ""
 
 
-def _report(folder: Path, seconds: float | None) -> None:
-    manifest: dict[str, Any] = complete_manifest(folder) or {}
+def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
     print(f"{folder} {'is ready' if seconds else 'is already there'} (tokenizer {manifest['tokenizer']})")
     splits, source = manifest["splits"], manifest["source"]
     for name, total in splits.items():
@@ -80,7 +78,7 @@ def _report(folder: Path, seconds: float | None) -> None:
     chosen = source.get("kind") == "text" and source.get("val_fraction", 0) is None and "val" not in source
     if chosen and documents > 2:
         share = splits["val"]["documents"] / documents
-        print(f"{share:.1%} of the documents validate: {split.DEFAULT}; --val-fraction takes another part")
+        print(f"{share:.1%} of the documents are for validation: {split.DEFAULT}; --val-fraction takes another part")
     if manifest.get("truncated"):
         print(f"{manifest['truncated']:,} names are longer than a row and were cut")
     if seconds:
@@ -94,7 +92,7 @@ def stdlib(out: Folder | None = None) -> None:
     Args:
         out: Folder to make; without it, one in the cache that is found again by itself.
     """
-    _prepare(lambda progress: tokenise.prepare_stdlib(out, progress), "source files")
+    _prepare(out or tokenise.stdlib_folder(), tokenise.prepare_stdlib, "source files")
 
 
 def text(
@@ -104,36 +102,45 @@ def text(
     val_fraction: float | None = None,
     seed: int = 0,
     val_input: Files = (),
-    end_of_text: Mark = "before",
+    end_of_text: Separator = "before",
     processes: int | None = None,
 ) -> None:
     """Tokenise text files: .txt (one document), .jsonl or .parquet (field "text"), .txt and .jsonl also as .xz.
 
-    Run again after an interruption, it goes on where it was.
+    Run again after an interruption, it resumes.
 
     Args:
         inputs: Files, and folders whose text files are taken in order of their paths.
         out: Folder to make; it must be absent or empty.
         tokenizer: gpt2 (GPT-2's byte pairs), bytes, another encoding of tiktoken (o200k_base), or a tokenizer.json of
             Hugging Face's (it needs the extra tokenizers), of which a copy comes with the shards.
-        val_fraction: Part of the documents that validates; without it 1 %, but not fewer than 32 documents, or a tenth
-            where that is less. Of a single document its last part validates, without this a tenth.
-        seed: Another one takes other documents to validate.
-        val_input: Files and folders whose documents validate; then all others train.
+        val_fraction: Part of the documents that is for validation; default: 1 %, at least 32 documents but at most a
+            tenth. Of a single document it is the last part, by default a tenth.
+        seed: Another one chooses other documents for validation.
+        val_input: Files and folders whose documents are for validation, instead of a part of the others.
         end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.
         processes: Processes that tokenise; default: one for each core, or one for little text. The result is the same.
     """
-    options: dict[str, Any] = {"seed": seed, "val_inputs": val_input, "mark": end_of_text, "processes": processes}
     _prepare(
-        lambda progress: tokenise.prepare_text(inputs, out, tokenizer, val_fraction, progress=progress, **options),
-        "bytes",
+        out,
+        lambda folder, progress: tokenise.prepare_text(
+            inputs,
+            folder,
+            tokenizer,
+            val_fraction,
+            seed,
+            val_inputs=val_input,
+            separator=end_of_text,
+            processes=processes,
+            progress=progress,
+        ),
     )
 
 
 def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None) -> None:
     """Download FineWeb's shards of GPT-2 tokens (200 MB each) from Hugging Face, several at a time.
 
-    Run again after an interruption, it goes on where it was; with more --shards it adds those. HF_ENDPOINT (a
+    Run again after an interruption, it resumes; with more --shards it adds those. HF_ENDPOINT (a
     mirror), HF_HUB_OFFLINE and HF_TOKEN have their usual meaning.
 
     Args:
@@ -142,7 +149,7 @@ def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B",
         out: Folder to make or to add to; default: one in the cache, where jspeed run finds the 10B version.
     """
     folder = out or _default("fineweb" if version == "10B" else "fineweb100B")
-    _prepare(lambda progress: fineweb.prepare_fineweb(folder, version, shards, progress), "bytes")
+    _prepare(folder, lambda folder, progress: fineweb.prepare_fineweb(folder, version, shards, progress))
 
 
 def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: Folder | None = None) -> None:
@@ -153,38 +160,44 @@ def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: 
         row: Tokens in a row; longer names are cut.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
-    folder = out or _default("names")
-    _prepare(lambda progress: named_data_sets.prepare_names(folder, input, row, progress), "bytes", "microgpt-names")
+    _prepare(
+        out or _default("names"),
+        lambda folder, progress: named_data_sets.prepare_names(folder, input, row, progress),
+        recipe="microgpt-names",
+    )
 
 
 def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
-    """Prepare a text as its characters, the last tenth to validate, for the recipe shakespeare-char.
+    """Prepare a text as its characters, the last tenth for validation, for the recipe shakespeare-char.
 
     Args:
         input: Text file; default: 1.1 MB of Shakespeare, downloaded.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
-    folder = out or _default("shakespeare-char")
     _prepare(
-        lambda progress: named_data_sets.prepare_shakespeare(folder, True, input, progress), "bytes", "shakespeare-char"
+        out or _default("shakespeare-char"),
+        lambda folder, progress: named_data_sets.prepare_shakespeare(folder, True, input, progress),
+        recipe="shakespeare-char",
     )
 
 
 def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
-    """Prepare a text as GPT-2's tokens, the last tenth of its characters to validate.
+    """Prepare a text as GPT-2's tokens, the last tenth of its characters for validation.
 
     Args:
         input: Text file; default: 1.1 MB of Shakespeare, downloaded.
         out: Folder to make; default: one in the cache.
     """
-    folder = out or _default("shakespeare")
-    _prepare(lambda progress: named_data_sets.prepare_shakespeare(folder, False, input, progress), "bytes")
+    _prepare(
+        out or _default("shakespeare"),
+        lambda folder, progress: named_data_sets.prepare_shakespeare(folder, False, input, progress),
+    )
 
 
 def tinystories(
     input: Files = (),
     val_input: Files = (),
-    end_of_text: Mark = "after",
+    end_of_text: Separator = "after",
     processes: int | None = None,
     out: Folder | None = None,
 ) -> None:
@@ -192,25 +205,25 @@ def tinystories(
 
     Args:
         input: Its files (.txt, .jsonl, .parquet); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
-        val_input: Its validation files; without any, a part of the stories validates.
+        val_input: Its validation files; default: a part of the stories of --input.
         end_of_text: Where <|endoftext|> goes: before each story, after it, or nowhere.
         processes: Processes that tokenise; default: one for each core, or one for little text.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
-    folder = out or _default("tinystories")
-    options = {"mark": end_of_text, "processes": processes}
     _prepare(
-        lambda progress: named_data_sets.prepare_tinystories(folder, input, val_input, progress, **options),
-        "bytes",
-        "tinystories",
+        out or _default("tinystories"),
+        lambda folder, progress: named_data_sets.prepare_tinystories(
+            folder, input, val_input, progress, end_of_text, processes
+        ),
+        recipe="tinystories",
     )
 
 
 def openwebtext(
     input: Files = (),
-    end_of_text: Mark = "after",
-    val_fraction: float = 0.0005,
-    seed: int = 2357,
+    end_of_text: Separator = "after",
+    val_fraction: float = named_data_sets.OPENWEBTEXT_VAL_FRACTION,
+    seed: int = named_data_sets.OPENWEBTEXT_SEED,
     processes: int | None = None,
     out: Folder | None = None,
 ) -> None:
@@ -219,14 +232,17 @@ def openwebtext(
     Args:
         input: Its files (.txt, .jsonl, .parquet); default: all of it, downloaded (some 25 GB).
         end_of_text: Where <|endoftext|> goes: before each document, after it, or nowhere.
-        val_fraction: Part of the documents that validates.
-        seed: Seed of the permutation whose first documents validate.
+        val_fraction: Part of the documents that is for validation.
+        seed: Seed of the permutation whose first documents are for validation.
         processes: Processes that tokenise; default: one for each core, or one for little text.
         out: Folder to make; default: one in the cache.
     """
-    folder = out or _default("openwebtext")
-    options = {"mark": end_of_text, "val_fraction": val_fraction, "seed": seed, "processes": processes}
-    _prepare(lambda progress: named_data_sets.prepare_openwebtext(folder, input, progress, **options), "bytes")
+    _prepare(
+        out or _default("openwebtext"),
+        lambda folder, progress: named_data_sets.prepare_openwebtext(
+            folder, input, progress, end_of_text, val_fraction, seed, processes
+        ),
+    )
 
 
 COMMAND = group_of(

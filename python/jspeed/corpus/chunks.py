@@ -1,6 +1,6 @@
-"""Inputs cut into pieces of about 4 MB, each of which a process of its own can turn into documents.
+"""Split input files into pieces of about 4 MB at document borders, for parallel tokenisation.
 
-A document is UTF-8 text as ``bytes``; empty ones are skipped. How inputs are cut depends on them alone.
+A document is UTF-8 text as ``bytes``; empty ones are skipped. The split is deterministic.
 """
 
 import json
@@ -38,7 +38,7 @@ Piece = list[Segment]
 def pieces(paths: Iterable[Path], read: Callable[[int], None] = lambda count: None) -> Iterator[Piece]:
     """Yield the pieces of the files in order. ``read`` is told the bytes of input (compressed) just used up.
 
-    Raises BadInput for a file that cannot be read; what is in it, :func:`documents` checks.
+    Raises BadInput for a file that cannot be read; its content is checked by :func:`documents`.
     """
     piece: Piece = []
     size = 0
@@ -78,8 +78,8 @@ def documents(segment: Segment) -> Iterator[bytes]:
 
     ``.jsonl``: the string field ``text`` of each line; blank lines are skipped. ``.parquet``: the string column
     ``text``. ``.txt``: the whole file is one document, to the byte; but if it holds ``<|endoftext|>``, the documents
-    are what lies between these, without surrounding white space. The first two may be compressed (``.xz``). Raises
-    BadInput with the line, the row or the byte offset (in the decompressed text) of what cannot be read.
+    are what lies between these, without surrounding white space. ``.jsonl`` and ``.txt`` may be compressed (``.xz``).
+    Raises BadInput with the line, the row or the byte offset (in the decompressed text) of what cannot be read.
     """
     if isinstance(segment.content, int):
         found = _rows(segment.path, segment.content)
@@ -102,23 +102,23 @@ def _cut_lines(path: Path, file: IO[bytes]) -> Iterator[Segment]:
 
 def _cut_texts(path: Path, file: IO[bytes]) -> Iterator[Segment]:
     """Cut after separators; what was searched for one is not searched again."""
-    held = bytearray()
+    buffer = bytearray()
     offset = searched = 0
     separated = False
     while block := file.read(BLOCK_BYTES):
-        held += block
-        last = held.rfind(SEPARATOR, searched)
-        searched = max(0, len(held) - len(SEPARATOR) + 1)
+        buffer += block
+        last = buffer.rfind(SEPARATOR, searched)
+        searched = max(0, len(buffer) - len(SEPARATOR) + 1)
         if last >= 0:
             separated = True
             end = last + len(SEPARATOR)
             if end >= PIECE_BYTES:
-                yield Segment(path, bytes(held[:end]), offset=offset)
-                del held[:end]
+                yield Segment(path, bytes(buffer[:end]), offset=offset)
+                del buffer[:end]
                 offset += end
                 searched = 0
-    if held:
-        yield Segment(path, bytes(held), offset=offset, whole=not separated)
+    if buffer:
+        yield Segment(path, bytes(buffer), offset=offset, whole=not separated)
 
 
 def _lines(path: Path, content: bytes, first: int, offset: int) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Files from the network, whole and with the right hash: one from a URL, or many from Hugging Face at once."""
+"""Verified downloads: single files by URL, many from the Hugging Face Hub."""
 
 import http.client
 import logging
@@ -12,19 +12,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from jspeed.data.folder import lock_folder
-from jspeed.errors import BadInput, writable_folder
+from jspeed.corpus import Progress, no_progress
+from jspeed.errors import BadInput, NoRoom, writable_folder
 from jspeed.files import sha256_of
+from jspeed.output_folder import locked
 
-CHUNK = 1 << 20
-ATTEMPTS = 4  # in a row that bring nothing new
-PATIENCE = 30  # seconds without a byte
+CHUNK = 1 << 20  # bytes read at once
+ATTEMPTS = 4  # for one file
+TIMEOUT = 30  # seconds without a byte
 WORKERS = 8  # files at once
-
-Progress = Callable[[int], None]
-"""Is called, from any thread, with the bytes that have just arrived."""
+REVISIONS = ("main", "refs/convert/parquet")  # the second is the hub's own conversion
+ADVICE = "completed files are kept: run the command again when online (HF_ENDPOINT names a mirror)"
 
 
 class Remote(NamedTuple):
@@ -39,7 +40,7 @@ def fetch(
     url: str,
     path: Path,
     expected: str,
-    progress: Progress = lambda count: None,
+    progress: Progress = no_progress,
     digest: Callable[[Path], str] = sha256_of,
     instead: str = "fetch it yourself and give the file",
 ) -> Path:
@@ -48,61 +49,47 @@ def fetch(
     Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or twice is not what was expected.
     """
     writable_folder(path.parent, "the folder for downloads")
-    part = path.with_name(f"{path.name}.part")
     if path.is_file() and digest(path) == expected:
         return path
-    found = ""
-    for _ in range(2):
-        try:
-            _resume(url, part, progress)
-            found = digest(part)
-            if found == expected:
+    wrong = failures = 0
+    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        while True:
+            try:
+                _get(url, part, progress)
+            except (OSError, http.client.HTTPException) as error:
+                failures += 1
+                if failures == ATTEMPTS or _permanent(error):
+                    raise BadInput(f"{url} cannot be fetched ({_reason(error)}); {instead}") from None
+                progress(-part.stat().st_size if part.exists() else 0, None)
+                threading.Event().wait(0.25 * failures)
+                continue
+            if (found := digest(part)) == expected:
                 os.replace(part, path)
                 return path
-            part.unlink()
-        except OSError as error:
-            raise BadInput(f"{url} cannot be fetched ({reason(error)}); {instead}") from None
-    raise BadInput(
-        f"{url} should have hash {expected} but has {found}; it has changed, or something on the way changes it: "
-        f"{instead}"
-    )
+            wrong += 1
+            if wrong == 2:
+                raise BadInput(
+                    f"{url} should have hash {expected} but has {found}; it changed, or a proxy alters it: {instead}"
+                )
 
 
-def _resume(url: str, part: Path, progress: Progress) -> None:
-    """Fetch what ``part`` lacks, going on after every cut that brought something; raises the last OSError."""
-    failures = 0
-    while True:
-        before = part.stat().st_size if part.exists() else 0
-        try:
-            return _append(url, part, progress)
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code == 416 and before:
-                part.unlink()  # longer than the file: of another version
-            elif error.code < 500 and error.code not in (408, 429):
-                raise
-            trouble: OSError = error
-        except (OSError, http.client.HTTPException) as error:
-            trouble = error if isinstance(error, OSError) else OSError(str(error) or "the connection was cut")
-        failures = 0 if part.exists() and part.stat().st_size > before else failures + 1
-        if failures == ATTEMPTS:
-            raise trouble
-        threading.Event().wait(0.25 * failures)
+def _get(url: str, path: Path, progress: Progress) -> None:
+    path.unlink(missing_ok=True)
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(path, "wb") as file:
+        while chunk := answer.read(CHUNK):
+            file.write(chunk)
+            progress(len(chunk), None)
+        if answer.length:  # what is left of Content-Length
+            raise OSError("the connection was cut")
 
 
-def _append(url: str, part: Path, progress: Progress) -> None:
-    have = part.stat().st_size if part.exists() else 0
-    request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
-        goes_on = answer.status == 206
-        expected = int(answer.headers.get("Content-Length", -1))
-        with open(part, "ab" if goes_on else "wb") as file:
-            while chunk := answer.read(CHUNK):
-                file.write(chunk)
-                progress(len(chunk))
-                expected -= len(chunk)
-    if expected > 0:
-        raise OSError("the connection was cut")
+def _permanent(error: Exception) -> bool:
+    """Whether another attempt would be answered alike."""
+    if not isinstance(error, urllib.error.HTTPError):
+        return False
+    error.close()
+    return error.code < 500 and error.code not in (408, 429)
 
 
 def describe_hub(repository: str, names: Sequence[str], revision: str = "main") -> tuple[str, list[Remote]]:
@@ -113,13 +100,13 @@ def describe_hub(repository: str, names: Sequence[str], revision: str = "main") 
     """
     from huggingface_hub import HfApi, RepoFile
 
-    _quieten()
+    _silence_logs()
     try:
         api = HfApi()
         commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
         known = api.get_paths_info(repository, list(names), repo_type="dataset", revision=commit)
     except Exception as error:
-        raise BadInput(f"{where(repository)} cannot be asked for its files ({reason(error)}); {ADVICE}") from None
+        raise BadInput(f"{_where(repository)} cannot be asked for its files ({_reason(error)}); {ADVICE}") from None
     remote = {
         file.path: Remote(file.path, file.size, file.lfs.sha256 if file.lfs else None)
         for file in known
@@ -127,59 +114,53 @@ def describe_hub(repository: str, names: Sequence[str], revision: str = "main") 
     }
     for name in names:
         if name not in remote:
-            raise BadInput(f"{where(repository)} has no file {name}; ask for fewer shards")
+            raise BadInput(f"{_where(repository)} has no file {name}; ask for fewer shards")
     return commit, [remote[name] for name in names]
 
 
-def list_hub(
-    repository: str, ending: str, revisions: Sequence[str] = ("main", "refs/convert/parquet")
-) -> tuple[str, list[str]]:
-    """Return the first revision of a data set with files whose names end in ``ending``, and these, sorted.
+def list_hub(repository: str, ending: str) -> tuple[str, list[str]]:
+    """Return (revision, sorted file names) of the first of ``REVISIONS`` that has ``ending`` files.
 
-    The second one is the hub's own conversion, taken only when it is not of a part. Raises BadInput for none.
+    The hub's conversion is used only if complete. Raises BadInput where none has any, or the hub cannot be asked.
     """
     from huggingface_hub import HfApi
 
-    _quieten()
-    for revision in revisions:
+    _silence_logs()
+    for revision in REVISIONS:
         try:
             names = HfApi().list_repo_files(repository, repo_type="dataset", revision=revision)
         except Exception as error:
-            raise BadInput(f"{where(repository)} cannot be asked for its files ({reason(error)}); {ADVICE}") from None
+            raise BadInput(f"{_where(repository)} cannot be asked for its files ({_reason(error)}); {ADVICE}") from None
         found = sorted(name for name in names if name.endswith(ending))
         if found and not any("partial" in name for name in found):
             return revision, found
-    raise BadInput(f"{where(repository)} holds no complete set of {ending} files")
+    raise BadInput(f"{_where(repository)} holds no complete set of {ending} files")
 
 
 def fetch_set(
     repository: str, names: Sequence[str], folder: Path, progress: Progress, revision: str = "main"
 ) -> list[Path]:
-    """Fetch files of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
+    """Fetch the files ``names`` of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
     commit, files = describe_hub(repository, names, revision)
     writable_folder(folder, "the folder for downloads")
-    lock = lock_folder(folder, wait=True)
-    try:
+    with locked(folder, wait=True):
         fetch_hub(repository, commit, files, folder, progress)
-    finally:
-        if lock is not None:
-            os.close(lock)
     return [folder / name for name in names]
 
 
 def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> None:
     """Fetch ``files`` of a data set at ``commit`` into ``folder``, several at a time; those already there stay.
 
-    A cut is gone on with; of a killed process, files that had come whole stay, which is as much as huggingface_hub
-    takes up again. Only one process at a time may fetch to ``folder``. Raises BadInput when a file cannot be
-    fetched, or twice has another size or hash than the hub says, or there is no room.
+    Interrupted downloads resume. After a kill, only completed files are kept, because huggingface_hub does not resume
+    partial ones across processes. Only one process at a time may fetch to ``folder``. Raises BadInput when a file
+    cannot be fetched, or twice has another size or hash than the hub says, and NoRoom on a full disk.
     """
-    missing = [file for file in files if not is_right(folder / file.name, file)]
+    missing = [file for file in files if not is_intact(folder / file.name, file)]
     for part in (folder / ".cache").rglob("*.incomplete"):
         part.unlink(missing_ok=True)
     need, free = sum(file.size for file in missing), shutil.disk_usage(folder).free
     if need > free:
-        raise BadInput(f"{folder} has room for {free / 1e9:.1f} GB but {need / 1e9:.1f} GB are to come; make room")
+        raise NoRoom(f"{folder} has room for {free / 1e9:.1f} GB but needs {need / 1e9:.1f} GB; free disk space")
     stop = threading.Event()
     waiting = deque(missing)
     ended: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -187,7 +168,7 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
     def arrived(count: int) -> None:
         if stop.is_set():
             raise SystemExit  # of this thread, whatever is caught on the way
-        progress(count)
+        progress(count, need)
 
     def work() -> None:
         while waiting and not stop.is_set():
@@ -199,7 +180,7 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
                 except BaseException as error:
                     ended.put(error)
 
-    # Daemons: who is interrupted does not wait for a network that says nothing.
+    # Daemons: an interrupted process does not wait for a silent network.
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(WORKERS, len(missing)))]
     for thread in threads:
         thread.start()
@@ -216,14 +197,14 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
         stop.set()
 
 
-def is_right(path: Path, file: Remote) -> bool:
-    """Whether ``path`` is there, of the size and with the hash that the hub says."""
+def is_intact(path: Path, file: Remote) -> bool:
+    """Whether ``path`` is there, with the size and the hash that the hub gives."""
     if not path.is_file() or path.stat().st_size != file.size:
         return False
     return file.sha256 is None or sha256_of(path) == file.sha256
 
 
-def _fetch_checked(repository: str, commit: str, file: Remote, folder: Path, progress: Progress) -> None:
+def _fetch_checked(repository: str, commit: str, file: Remote, folder: Path, count: Callable[[int], None]) -> None:
     from huggingface_hub import hf_hub_download
 
     path = folder / file.name
@@ -232,41 +213,30 @@ def _fetch_checked(repository: str, commit: str, file: Remote, folder: Path, pro
     failures, wrong = 0, ""
     while True:
         try:
-            hf_hub_download(repository, file.name, **facts, tqdm_class=_counter(progress))
+            hf_hub_download(repository, file.name, **facts, tqdm_class=_counter(count))
         except Exception as error:
             failures += 1
             if failures == ATTEMPTS:
                 raise BadInput(
-                    f"{file.name} of {where(repository)} cannot be fetched ({reason(error)}); {ADVICE}"
+                    f"{file.name} of {_where(repository)} cannot be fetched ({_reason(error)}); {ADVICE}"
                 ) from None
             threading.Event().wait(0.25 * failures)
             continue
-        if is_right(path, file):
+        if is_intact(path, file):
             return
         size, digest = path.stat().st_size, sha256_of(path)
         path.unlink()
         if wrong:
             raise BadInput(
-                f"{file.name} of {where(repository)} twice came with {wrong}; run again, or with another HF_ENDPOINT"
+                f"{file.name} of {_where(repository)} was downloaded twice with {wrong}; run again, or with another "
+                "HF_ENDPOINT"
             )
-        wrong = f"{size} bytes, not {file.size}" if size != file.size else f"SHA-256 {digest}, not {file.sha256}"
+        wrong = (
+            f"{size} bytes, expected {file.size}" if size != file.size else f"SHA-256 {digest}, expected {file.sha256}"
+        )
 
 
-def summed(progress: Callable[[int, int | None], None] | None, total: int | None = None) -> Progress:
-    """Return what adds up the bytes of all threads and tells ``progress`` the sum and ``total``."""
-    lock, arrived = threading.Lock(), 0
-
-    def count(more: int) -> None:
-        nonlocal arrived
-        with lock:
-            arrived += more
-            if progress:
-                progress(arrived, total)
-
-    return count
-
-
-def _counter(progress: Progress) -> Any:
+def _counter(count: Callable[[int], None]) -> Any:
     from tqdm import tqdm
 
     class Counter(tqdm):
@@ -274,32 +244,27 @@ def _counter(progress: Progress) -> Any:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs | {"disable": True})
-            progress(kwargs.get("initial") or 0)
+            count(kwargs.get("initial") or 0)
 
         def update(self, n: float | None = 1) -> None:
-            progress(int(n or 0))
+            count(int(n or 0))
 
     return Counter
 
 
-ADVICE = (
-    "files that have come whole are kept: run the command again when the network is there (HF_ENDPOINT names a mirror)"
-)
-
-
-def _quieten() -> None:
-    """Keep huggingface_hub from telling of every attempt; the last one's failure is said."""
+def _silence_logs() -> None:
+    """Keep huggingface_hub from logging every attempt; the last one's failure is raised."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
-def where(repository: str) -> str:
-    """Name a data set and the server it is asked of."""
+def _where(repository: str) -> str:
+    """Name a data set and its server."""
     from huggingface_hub import constants
 
     return f"{repository} at {constants.ENDPOINT}"
 
 
-def reason(error: BaseException) -> str:
-    """Say an error in a few words on one line."""
+def _reason(error: BaseException) -> str:
+    """Return an error's type and text in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -1,32 +1,37 @@
-"""Tokenising in several processes, in the order of the input, kept on disk so that it can be taken up again.
+"""Resumable tokenisation in several processes: results on disk in input order, with a journal.
 
 The work folder holds ``tokens`` (uint16, or uint32 of a large vocabulary), ``documents`` (two uint64 for each: tokens,
-hash of the contents) and ``journal``: a JSON line for each piece done, with the documents and tokens so far. What is
-behind its last whole line does not count.
+hash of the contents) and ``journal``: a JSON line for each piece done, with the documents and tokens so far. Data after
+its last complete line are discarded.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jspeed.corpus.chunks import Piece, documents
-from jspeed.corpus.process_pool import NoRoom, in_order
+from jspeed.corpus.process_pool import in_order
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenizers import named_tokenizer
-from jspeed.data.folder import Batch, lock_folder, remove_leftovers
-from jspeed.errors import BadInput, writable_folder
-from jspeed.files import write_whole
+from jspeed.data.folder import EncodedDocuments
+from jspeed.data.manifest import Split
+from jspeed.errors import BadInput, NoRoom
+from jspeed.files import NO_ROOM, Lines
+from jspeed.output_folder import locked, remove_leftovers, writing_to
 
 RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
+SPLITS: tuple[tuple[Split, bool], ...] = (("train", False), ("val", True))
+
+Separator = Literal["before", "after", "none"]
+"""Where the token that separates documents stands: before or after each of them, or nowhere."""
 
 tokenizer_of_process = cache(named_tokenizer)
 
@@ -38,83 +43,93 @@ class Encoded(NamedTuple):
     records: NDArray[Any]
 
 
-def encode(tokenizer: str, mark: str, piece: Piece) -> Encoded:
-    """Tokenise one piece, the tokenizer's mark ``before`` or ``after`` each document, or ``none``."""
+class Done(NamedTuple):
+    """A line of the journal: documents and tokens that are done, all pieces so far together."""
+
+    documents: int = 0
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        return json.dumps(self._asdict())
+
+
+def encode(tokenizer: str, separator: Separator, piece: Piece) -> Encoded:
+    """Tokenise one piece, with the tokenizer's ``bos_id`` before or after each document.
+
+    Raises BadInput for a document that cannot be read or encoded.
+    """
     chosen = tokenizer_of_process(tokenizer)
-    bos = np.array([chosen.bos_id] if mark != "none" else [], chosen.dtype)
+    bos = np.array([chosen.bos_id] if separator != "none" else [], chosen.dtype)
     parts: list[NDArray[np.unsignedinteger]] = []
     records = []
     for segment in piece:
         for document in documents(segment):
             ids = chosen.encode(document)
-            parts += (ids, bos) if mark == "after" else (bos, ids)
+            parts += (ids, bos) if separator == "after" else (bos, ids)
             records.append((ids.size + bos.size, hash_of(document)))
     return Encoded(np.concatenate(parts) if parts else bos[:0], np.array(records, RECORD))
 
 
-def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, mark: str, processes: int) -> int:
-    """Tokenise ``pieces`` into ``folder``, going on after those that are done; returns how many were.
+def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, separator: Separator, processes: int) -> int:
+    """Tokenise ``pieces`` into ``folder`` after those already done; returns how many pieces those were.
 
-    Raises BadInput for the first of them that cannot be read, and when there is no room, which loses nothing.
+    Raises BadInput for the first piece that cannot be read, and NoRoom on a full disk, which loses nothing.
     """
     itemsize = tokenizer_of_process(tokenizer).dtype.itemsize
     done = journal(folder, itemsize)
-    write_whole(folder / "journal", "".join(json.dumps(line) + "\n" for line in done))  # without what does not count
-    with open(folder / "tokens", "ab") as tokens, open(folder / "documents", "ab") as records:
-        with open(folder / "journal", "a") as lines:
-            total = dict(done[-1]) if done else {"documents": 0, "tokens": 0}
-            tokens.truncate(itemsize * total["tokens"])
-            records.truncate(RECORD.itemsize * total["documents"])
-            work = in_order(partial(encode, tokenizer, mark), islice(pieces, len(done), None), processes)
-            with closing(work):
-                for encoded in work:
-                    try:
-                        for file, array in ((tokens, encoded.tokens), (records, encoded.records)):
-                            file.write(array.tobytes())
-                            file.flush()
-                            os.fsync(file.fileno())
-                        total["documents"] += len(encoded.records)
-                        total["tokens"] += len(encoded.tokens)
-                        lines.write(json.dumps(total) + "\n")
-                        lines.flush()
-                    except OSError as error:
-                        raise NoRoom(
-                            f"{folder} cannot be written ({error.strerror}); make room and run the same command again, "
-                            f"which goes on after the {total['documents']:,} documents done"
-                        ) from None
+    total = done[-1] if done else Done()
+    with Lines(folder / "tokens") as tokens, Lines(folder / "documents") as records, Lines(folder / "journal") as lines:
+        tokens.file.truncate(itemsize * total.tokens)
+        records.file.truncate(RECORD.itemsize * total.documents)
+        lines.file.truncate(sum(len(f"{line}\n") for line in done))
+        with closing(
+            in_order(partial(encode, tokenizer, separator), islice(pieces, len(done), None), processes)
+        ) as work:
+            for encoded in work:
+                try:
+                    tokens.append(encoded.tokens.tobytes(), sync=True)
+                    records.append(encoded.records.tobytes(), sync=True)
+                    after = Done(total.documents + len(encoded.records), total.tokens + len(encoded.tokens))
+                    lines.write(str(after))
+                except NoRoom as error:
+                    raise NoRoom(f"{error}; the same command resumes after {total.documents:,} documents") from None
+                total = after
     return len(done)
 
 
-def journal(folder: Path, itemsize: int) -> list[dict[str, int]]:
-    """Return the lines of the journal that what is on disk bears out, tokens of ``itemsize`` bytes."""
-    done: list[dict[str, int]] = []
-    with suppress(OSError, ValueError, TypeError, KeyError):
+def journal(folder: Path, itemsize: int) -> list[Done]:
+    """Return the journal entries whose tokens, of ``itemsize`` bytes, and documents are completely on disk."""
+    done: list[Done] = []
+    with suppress(OSError, ValueError, TypeError):
         sizes = {name: (folder / name).stat().st_size for name in ("tokens", "documents")}
-        for text in (folder / "journal").read_text().splitlines():
-            line = json.loads(text)
-            if itemsize * line["tokens"] > sizes["tokens"] or RECORD.itemsize * line["documents"] > sizes["documents"]:
+        for text in (folder / "journal").read_text().splitlines(keepends=True):
+            line = Done(**json.loads(text))
+            complete = text == f"{line}\n"  # else cut, or by another hand
+            if not complete or itemsize * line.tokens > sizes["tokens"]:
+                break
+            if RECORD.itemsize * line.documents > sizes["documents"]:
                 break
             done.append(line)
     return done
 
 
 def records(folder: Path) -> NDArray[Any]:
-    """Return tokens and hash of every document, in order."""
+    """Return tokens and hash of every document, in order: ``[documents]`` of ``RECORD``."""
     return np.fromfile(folder / "documents", RECORD)
 
 
-def batches(folder: Path, validates: NDArray[np.bool_], dtype: np.dtype[Any]) -> Iterator[Batch]:
-    """Yield the documents of a finished work folder in order, a piece at a time, each in its split; tokens are
-    ``dtype``."""
+def batches(folder: Path, is_val: NDArray[np.bool_], dtype: np.dtype[Any]) -> Iterator[EncodedDocuments]:
+    """Yield the documents of a finished work folder in order, a piece at a time, each in its split."""
     lengths = records(folder)["tokens"].astype(np.int64)
-    first = {"documents": 0, "tokens": 0}
+    first = Done()
     for line in journal(folder, dtype.itemsize):
-        if count := line["tokens"] - first["tokens"]:
-            tokens = np.fromfile(folder / "tokens", dtype, count, offset=dtype.itemsize * first["tokens"])
-            part = slice(first["documents"], line["documents"])
-            for split, chosen in (("train", ~validates[part]), ("val", validates[part])):
+        if count := line.tokens - first.tokens:
+            tokens = np.fromfile(folder / "tokens", dtype, count, offset=dtype.itemsize * first.tokens)
+            part = slice(first.documents, line.documents)
+            for split, val in SPLITS:
+                chosen = is_val[part] == val
                 if chosen.any():
-                    yield Batch(split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen])
+                    yield EncodedDocuments(split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen])
         first = line
 
 
@@ -122,36 +137,22 @@ def batches(folder: Path, validates: NDArray[np.bool_], dtype: np.dtype[Any]) ->
 def work_folder(out: Path, key: str) -> Iterator[Path]:
     """Yield a hidden folder beside ``out`` for the work with this ``key``, the one left by an interrupted process.
 
-    It goes when the work is done or its input is bad; it stays when the process is interrupted or there is no room.
-    Folders of other keys for the same ``out`` go. Raises BadInput while another process works in it.
+    It is removed when the work is done or fails; it stays when the process is interrupted or the disk is full. Folders
+    of other keys for the same ``out`` are removed. Raises BadInput while another process works in it.
     """
-    out = Path(os.path.realpath(out))
-    made = [folder for folder in out.parents if not folder.exists()]
-    writable_folder(out.parent, "the output folder's parent")
-    folder = out.parent / f".{out.name}.{key}.work"
-    try:
+    with writing_to(out) as out:
+        folder = out.parent / f".{out.name}.{key}.work"
         remove_leftovers(out, ".work", keep=folder.name)
         folder.mkdir(exist_ok=True)
-        lock = lock_folder(folder)
-    except OSError as error:
-        raise BadInput(f"output folder {out} cannot be written ({error.strerror}); choose another") from None
-    if lock is None:
-        raise BadInput(f"another process is preparing {out}; wait for it, or choose another --out")
-    try:
-        yield folder
-    except (NoRoom, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException:
-        _remove(folder, made)
-        raise
-    else:
-        _remove(folder, [])
-    finally:
-        os.close(lock)
-
-
-def _remove(folder: Path, parents: list[Path]) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        for parent in parents:
-            parent.rmdir()
+        with locked(folder) as ours:
+            if ours is False:
+                raise BadInput(f"another process is preparing {out}; wait for it, or choose another --out")
+            try:
+                yield folder
+            except (NoRoom, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:
+                if not (isinstance(error, OSError) and error.errno in NO_ROOM):
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+            shutil.rmtree(folder, ignore_errors=True)

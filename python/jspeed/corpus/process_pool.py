@@ -1,4 +1,4 @@
-"""A function called in several processes, in order; none of them outlives the process that started it.
+"""An ordered process pool whose workers never outlive their parent.
 
 A worker is a plain child process with a pipe in each direction. Ctrl-C does not reach it (a session of its own), it
 ends when its input pipe closes, whatever it is doing, and the threads that talk to workers are daemons: so this process
@@ -18,10 +18,10 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, NoRoom
 
-WAITING = 2  # items that wait for each worker
-MOST = 1024  # workers
+QUEUED_PER_WORKER = 2  # items, so that none waits for this process
+MAX_WORKERS = 1024
 SERVE = "from jspeed.corpus.process_pool import serve; serve()"
 
 Item = TypeVar("Item")
@@ -30,14 +30,10 @@ Worker = subprocess.Popen[bytes]
 Task = tuple[Any, "Future[Any]"]
 
 
-class NoRoom(BadInput):
-    """There is too little disk or memory; what was done before is kept."""
-
-
 def in_order(
     function: Callable[[Item], Result], items: Iterable[Item], processes: int
 ) -> Generator[Result, None, None]:
-    """Yield ``function(item)`` of each item in order; what raises first in that order is raised, on any number.
+    """Yield ``function(item)`` of each item in order; the first exception in input order is raised.
 
     ``function``, items and results cross pipes as pickles; a worker is started when there is an item for it.
     """
@@ -52,7 +48,7 @@ def in_order(
     iterator = iter(items)
     try:
         while trouble is None or waiting:
-            while trouble is None and len(waiting) < (1 + WAITING) * processes:
+            while trouble is None and len(waiting) < (1 + QUEUED_PER_WORKER) * processes:
                 try:
                     item = next(iterator)
                 except (StopIteration, BadInput) as error:
@@ -117,12 +113,11 @@ def _feed(worker: Worker, function: Callable[[Any], Any], tasks: "SimpleQueue[Ta
 
 
 def _gone(worker: Worker) -> NoRoom:
-    """Say how a worker ended that gives no answer any more."""
+    """Return the error for a worker that died."""
     if (code := worker.wait()) > 0:
-        return NoRoom(f"a tokenising process ended with exit code {code}, for the reason above; nothing done is lost")
+        return NoRoom(f"a tokenising process ended with exit code {code} (see above); finished work is kept")
     return NoRoom(
-        "a tokenising process was killed, most likely for want of memory; run the same command again with fewer "
-        "--processes, which goes on where this ended"
+        "a tokenising process was killed, probably out of memory; run the same command with fewer --processes to resume"
     )
 
 
@@ -145,7 +140,7 @@ def serve() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when nobody can write to its standard input any more."""
+    """End this process when its standard input is closed."""
     hung_up = select.poll()
     hung_up.register(0, 0)
     hung_up.poll()

@@ -1,4 +1,4 @@
-"""Where documents come from: the standard library's own sources, or text files on disk, in a fixed order."""
+"""Find source documents, in a fixed order: the standard library's own files, or text files on disk."""
 
 import hashlib
 import json
@@ -9,24 +9,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 
 # Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter, turtledemo,
 # ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils) and test suites.
-LEFT_OUT_FOLDERS = frozenset(
+EXCLUDED_FOLDERS = frozenset(
     "site-packages dist-packages __pycache__ test tests idle_test idlelib tkinter turtledemo ensurepip"
     " macholib lib2to3 distutils".split()
 )
 # Single files that are split off with tkinter (turtle), or made by one machine's build or its distribution.
-LEFT_OUT_FILES = frozenset(["turtle.py", "sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"])
-LEFT_OUT_PREFIXES = ("config-", "_sysconfigdata")
+EXCLUDED_FILES = frozenset(["turtle.py", "sitecustomize.py", "usercustomize.py", "_distutils_system_mod.py"])
+EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 
-# About 1 file in 32 validates: 353,796 of 9.8 million tokens with CPython 3.11.7, more with 3.12 and 3.13.
+# About 1 file in 32 is for validation: 353,796 of 9.8 million tokens with CPython 3.11.7, more with 3.12 and 3.13.
 STDLIB_VALIDATION_ONE_IN = 32
 
-TEXT_ENDINGS = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz", ".parquet")
-NAMES_KEPT = 20
+TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz", ".parquet")
+NAMES_IN_MANIFEST = 20
 
 
 def stdlib_root() -> Path:
@@ -38,17 +39,17 @@ def stdlib_files() -> list[tuple[str, int]]:
     """Return (relative POSIX path, bytes) of the standard library's ``.py`` files, sorted by path.
 
     Empty files are skipped. So that the data of two distributions resemble each other, three things are left
-    out: test suites, folders that distributions split off, drop or move (``LEFT_OUT_FOLDERS``), and files
-    made for one machine or distribution (``LEFT_OUT_FILES`` and names that begin with ``LEFT_OUT_PREFIXES``).
+    out: test suites, folders that distributions split off, drop or move (``EXCLUDED_FOLDERS``), and files
+    made for one machine or distribution (``EXCLUDED_FILES`` and names that begin with ``EXCLUDED_PREFIXES``).
     Raises BadInput when nothing is left, as for an interpreter that keeps its library in a zip file.
     """
     root = stdlib_root()
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in LEFT_OUT_FOLDERS and not f.startswith(LEFT_OUT_PREFIXES)]
+        folders[:] = [f for f in folders if f not in EXCLUDED_FOLDERS and not f.startswith(EXCLUDED_PREFIXES)]
         for name in names:
             path = Path(folder, name)
-            if not name.endswith(".py") or name in LEFT_OUT_FILES or name.startswith(LEFT_OUT_PREFIXES):
+            if not name.endswith(".py") or name in EXCLUDED_FILES or name.startswith(EXCLUDED_PREFIXES):
                 continue
             if path.is_file() and (size := path.stat().st_size):
                 found.append((path.relative_to(root).as_posix(), size))
@@ -63,13 +64,13 @@ def stdlib_key(files: Sequence[tuple[str, int]]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
-def stdlib_split(path: str) -> str:
-    """Return ``"val"`` or ``"train"`` for a relative POSIX path; nothing but the path decides."""
+def stdlib_split(path: str) -> Split:
+    """Return ``"val"`` or ``"train"`` for a relative POSIX path; depends on the path only."""
     return "val" if hash_of(path.encode()) % STDLIB_VALIDATION_ONE_IN == 0 else "train"
 
 
-def stdlib_documents(files: Iterable[tuple[str, int]]) -> Iterator[tuple[str, bytes]]:
-    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order."""
+def stdlib_documents(files: Iterable[tuple[str, int]]) -> Iterator[tuple[Split, bytes]]:
+    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order. Raises BadInput."""
     for name, _ in files:
         path = stdlib_root() / name
         try:
@@ -86,7 +87,7 @@ def hash_of(content: bytes) -> int:
 def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Return (name, path) of each text file among ``inputs``, in their order, none twice.
 
-    A folder stands for the files below it that end in one of ``TEXT_ENDINGS``, sorted by relative POSIX path;
+    A folder stands for the files below it that end in one of ``TEXT_SUFFIXES``, sorted by relative POSIX path;
     hidden ones and other endings are passed over. The name is relative to the folder, or the file's own.
     Raises BadInput for a missing input, an unknown ending and a folder without text files.
     """
@@ -105,7 +106,7 @@ def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
 
 
 def _endings() -> str:
-    return f"{', '.join(TEXT_ENDINGS[:-1])} or {TEXT_ENDINGS[-1]}"
+    return f"{', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]}"
 
 
 def _names(given: Path) -> list[str]:
@@ -119,7 +120,7 @@ def _names(given: Path) -> list[str]:
         raise BadInput(f"input {given} does not exist; give a {_endings()} file or a folder of them")
     if not given.is_file():
         raise BadInput(f"input {given} is neither a file nor a folder; save it to a file first")
-    if not given.name.endswith(TEXT_ENDINGS):
+    if not given.name.endswith(TEXT_SUFFIXES):
         raise BadInput(f"input {given} has an unknown ending; expected {_endings()}")
     return [""]
 
@@ -131,12 +132,15 @@ def _below(root: Path) -> Iterator[str]:
     for folder, folders, names in os.walk(root, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
-            if name.endswith(TEXT_ENDINGS) and not name.startswith("."):
+            if name.endswith(TEXT_SUFFIXES) and not name.startswith("."):
                 yield Path(folder, name).relative_to(root).as_posix()
 
 
 def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
-    """Return the number of ``files``, their bytes, one SHA-256 of names and contents, and the first names."""
+    """Return the number of ``files``, their bytes, one SHA-256 of names and contents, and the first names.
+
+    Raises BadInput for a file that cannot be read.
+    """
     digest, size = hashlib.sha256(), 0
     for name, path in files:
         try:
@@ -144,12 +148,15 @@ def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
             size += path.stat().st_size
         except OSError as error:
             raise BadInput(f"{path} cannot be read ({error.strerror})") from None
-    names = [name for name, _ in files[:NAMES_KEPT]]
+    names = [name for name, _ in files[:NAMES_IN_MANIFEST]]
     return {"files": len(files), "bytes": size, "sha256": digest.hexdigest(), "names": names}
 
 
 def text_stamps(files: Sequence[tuple[str, Path]]) -> list[tuple[int, int]]:
-    """Return size and time of the last change of each file, to tell whether one changed while it was read."""
+    """Return size (bytes) and time of last change (ns) of each file, to tell whether one changed while it was read.
+
+    Raises BadInput for a file that cannot be read.
+    """
     try:
         found = [os.stat(path) for _, path in files]
     except OSError as error:

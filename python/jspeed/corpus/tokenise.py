@@ -4,8 +4,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,31 +12,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.corpus import parallel_tokenise, sources, split
+from jspeed.corpus import Progress, no_progress, parallel_tokenise, sources, split
 from jspeed.corpus.chunks import PIECE_BYTES, pieces
-from jspeed.corpus.process_pool import MOST as MOST_PROCESSES
+from jspeed.corpus.parallel_tokenise import Separator
+from jspeed.corpus.process_pool import MAX_WORKERS
 from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, named_tokenizer
-from jspeed.data.folder import SHARD_TOKENS, Batch, check_vacant, write_folder
-from jspeed.data.manifest import FORMAT_VERSION, holds
+from jspeed.data.folder import SHARD_TOKENS, EncodedDocuments, write_folder
+from jspeed.data.manifest import FORMAT_VERSION, Description, Split, matches
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
+from jspeed.output_folder import require_empty
 
-MARKS = ("before", "after", "none")
 WORTH_PROCESSES = 32 << 20  # bytes of input; a process takes half a second to start
-ONE_DOCUMENT_TOKENS = 20  # of a single document of fewer, a tenth is not an input and its target
+ONE_DOCUMENT_TOKENS = 20  # below this, a tenth of a document is too short for one input and target
 ONE_DOCUMENT_VAL = 0.1  # of a single document's tokens, as in nanoGPT's Shakespeare
-
-Progress = Callable[[int, int | None], None]
-"""Is called with what is done (files or bytes) and, where known, what there is in all."""
 
 
 def stdlib_folder() -> Path:
     """Return where this Python's standard library is kept as tokens, prepared or not."""
-    # 2: manifests that say where documents are marked; folders of earlier versions are left where they are.
+    # 2: manifests that say where documents are separated; folders of earlier versions are left where they are.
     return cache_folder() / "data" / f"stdlib-2-{sources.stdlib_key(sources.stdlib_files())}"
 
 
-def prepare_stdlib(out: Path | None = None, progress: Progress | None = None) -> Path:
+def prepare_stdlib(out: Path | None = None, progress: Progress = no_progress) -> Path:
     """Return a folder with this Python's standard library as byte tokens, preparing it if it is not there.
 
     ``out`` is :func:`stdlib_folder` unless given. Raises BadInput when ``out`` holds anything else.
@@ -50,13 +47,13 @@ def prepare_stdlib(out: Path | None = None, progress: Progress | None = None) ->
     }
     folder = stdlib_folder() if out is None else out
     tokenizer = bytes_tokenizer()
-    head = facts(tokenizer, "before", source)
-    if not holds(folder, head):
-        documents = counted(sources.stdlib_documents(files), len(files), progress)
+    description = describe(tokenizer, "before", source)
+    if not matches(folder, description):
+        documents = with_progress(sources.stdlib_documents(files), len(files), progress)
         try:
-            write_folder(folder, encoded(documents, tokenizer), head, "stdlib")
+            write_folder(folder, encoded(documents, tokenizer), description, "stdlib")
         except BadInput:
-            if not holds(folder, head):  # else another process finished it just now
+            if not matches(folder, description):  # else another process finished it just now
                 raise
     return folder
 
@@ -68,113 +65,125 @@ def prepare_text(
     val_fraction: float | None = None,
     seed: int = 0,
     val_inputs: Sequence[Path] = (),
-    mark: str = "before",
+    separator: Separator = "before",
     processes: int | None = None,
     rows: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     shard_tokens: int = SHARD_TOKENS,
 ) -> Path:
     """Tokenise text files (:func:`jspeed.corpus.chunks.documents`) into ``out`` and return it.
 
-    The documents of ``val_inputs`` validate. Without any, those that :func:`jspeed.corpus.split.by_contents` picks do,
-    or with ``rows`` those of :func:`jspeed.corpus.split.by_rows`; of a single document, its last tenth, or
-    ``val_fraction``. ``processes`` (default: one for each core, or one for little text) change the time alone. What
-    an interrupted process has done is taken up by the next for the same inputs and ``out``. Raises BadInput for
-    whatever cannot work, and then leaves nothing behind, except when there is no room.
+    An interrupted preparation resumes with the same inputs and ``out``.
+
+    Args:
+        inputs: Files and folders.
+        out: Folder to make.
+        tokenizer: Name or file (:func:`jspeed.corpus.tokenizers.named_tokenizer`).
+        val_fraction: Part of the documents in the validation split; of a single document, its last part (None: 0.1).
+        seed: Another one chooses other documents for it.
+        val_inputs: Files and folders whose documents form the validation split; without them it is chosen by
+            :func:`jspeed.corpus.split.by_content_hash`.
+        separator: Where the token that separates documents stands.
+        processes: Default: one for each core, or one for little text. The result does not depend on it.
+        rows: Choose by :func:`jspeed.corpus.split.by_rows` instead.
+        progress: Is told the bytes of input.
+        shard_tokens: Tokens of a shard.
+
+    Raises:
+        NoRoom: The disk is full, or a process was killed; finished work is kept.
+        BadInput: For bad input or output; its files are removed.
     """
     split.check_choice(val_fraction, seed)
-    if processes is not None and not 1 <= processes <= MOST_PROCESSES:
-        raise BadInput(f"--processes {processes}: must be from 1 to {MOST_PROCESSES:,}")
+    if val_inputs and (val_fraction is not None or seed):
+        raise BadInput("--val-input names the documents to validate on; leave out --val-fraction and --seed")
+    if processes is not None and not 1 <= processes <= MAX_WORKERS:
+        raise BadInput(f"--processes {processes}: must be from 1 to {MAX_WORKERS:,}")
     files = [sources.text_files(inputs), sources.text_files(val_inputs) if val_inputs else []]
+    parallel_tokenise.tokenizer_of_process.cache_clear()  # a tokenizer.json may have changed
     chosen = named_tokenizer(tokenizer)
-    if mark != "none" and chosen.bos_id is None:
-        raise BadInput(f"tokenizer {tokenizer} has no token that marks documents; give --end-of-text none")
+    if separator != "none" and chosen.bos_id is None:
+        raise BadInput(f"tokenizer {tokenizer} has no token that separates documents; give --end-of-text none")
     stamps = [sources.text_stamps(its) for its in files]
-    prints = [sources.text_fingerprint(its) for its in files]
-    source = {"kind": "text", "val_fraction": val_fraction, "seed": seed} | prints[0]
-    source |= {"val": prints[1]} if val_inputs else {}
-    head = facts(chosen, mark, source)
-    if holds(out, head):
+    fingerprints = [sources.text_fingerprint(its) for its in files]
+    source = {"kind": "text", "val_fraction": val_fraction, "seed": seed} | fingerprints[0]
+    source |= ({"val": fingerprints[1]} if val_inputs else {}) | ({"split": "rows"} if rows else {})
+    description = describe(chosen, separator, source)
+    if matches(out, description):
         return out
-    check_vacant(out)
-    identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, chosen.name, mark, prints])
-    total = sum(print["bytes"] for print in prints)
+    require_empty(out)
+    identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, chosen.name, separator, fingerprints])
+    total = sum(fingerprint["bytes"] for fingerprint in fingerprints)
     processes = processes or (os.cpu_count() or 1 if total >= WORTH_PROCESSES else 1)
-    read = 0
-
-    def used(count: int) -> None:
-        nonlocal read
-        read += count
-        if progress:
-            progress(read, total)
-
     with parallel_tokenise.work_folder(out, hashlib.sha256(identity.encode()).hexdigest()[:12]) as folder:
-        paths = [[path for _, path in its] for its in files]
         parts = []
-        for name, its in zip(("main", "val"), paths, strict=True):
+        for name, its in zip(("main", "val"), files, strict=True):
             (part := folder / name).mkdir(exist_ok=True)
-            parallel_tokenise.tokenise(part, pieces(its, used), tokenizer, mark, processes)
+            cut = pieces([path for _, path in its], lambda count: progress(count, total))
+            parallel_tokenise.tokenise(part, cut, tokenizer, separator, processes)
             parts.append(part)
         if [sources.text_stamps(its) for its in files] != stamps:
-            raise BadInput(f"an input of {out} changed while it was read; try again when it is whole")
-        hashes, tokens_of = (
-            parallel_tokenise.records(parts[0])["hash"],
-            partial(parallel_tokenise.batches, dtype=chosen.dtype),
-        )
+            raise BadInput(f"an input of {out} changed while it was read; try again when it is complete")
+        batches: Iterator[EncodedDocuments]
         if val_inputs:
-            none, all = np.zeros(hashes.size, np.bool_), np.ones(parallel_tokenise.records(parts[1]).size, np.bool_)
-            batches: Iterator[Batch] = chain(tokens_of(parts[0], none), tokens_of(parts[1], all))
-        elif rows:
-            validates = split.by_rows(hashes.size, val_fraction or split.VAL_FRACTION, seed)
-            batches = tokens_of(parts[0], validates)
-        elif hashes.size == 1 and parallel_tokenise.records(parts[0])["tokens"][0] >= ONE_DOCUMENT_TOKENS:
-            ((_, only, _),) = tokens_of(parts[0], np.zeros(1, np.bool_))
-            batches = _cut(only, val_fraction or ONE_DOCUMENT_VAL, [chosen.bos_id] if mark == "before" else [])
+            batches = chain(*(_all_of(part, chosen, is_val) for part, is_val in zip(parts, (False, True), strict=True)))
         else:
-            batches = tokens_of(parts[0], split.by_contents(hashes, val_fraction, seed))
-        beside = {TOKENIZER_FILE: chosen.content} if chosen.content else {}
-        write_folder(out, batches, head, out.name, shard_tokens, beside)
+            batches = _split(parts[0], chosen, separator, val_fraction, seed, rows)
+        extra_files = {TOKENIZER_FILE: chosen.content} if chosen.content else {}
+        write_folder(out, batches, description, out.name, shard_tokens, extra_files)
     return out
 
 
-def _cut(tokens: NDArray[np.unsignedinteger], fraction: float, mark: Sequence[int | None]) -> Iterator[Batch]:
-    """Cut the only document in two; ``mark`` also leads the second part."""
+def _all_of(part: Path, tokenizer: Tokenizer, is_val: bool) -> Iterator[EncodedDocuments]:
+    """Yield all documents of one work folder, in one split."""
+    chosen = np.full(parallel_tokenise.records(part).size, is_val)
+    return parallel_tokenise.batches(part, chosen, tokenizer.dtype)
+
+
+def _split(
+    part: Path, tokenizer: Tokenizer, separator: Separator, fraction: float | None, seed: int, rows: bool
+) -> Iterator[EncodedDocuments]:
+    """Yield the documents of one work folder, divided into two splits."""
+    records = parallel_tokenise.records(part)
+    if not rows and records.size == 1 and records["tokens"][0] >= ONE_DOCUMENT_TOKENS:
+        ((_, only, _),) = _all_of(part, tokenizer, False)
+        return _cut(only, fraction or ONE_DOCUMENT_VAL, [tokenizer.bos_id] if separator == "before" else [])
+    if rows:
+        is_val = split.by_rows(records.size, fraction or split.VAL_FRACTION, seed)
+    else:
+        is_val = split.by_content_hash(records["hash"], fraction, seed)
+    return parallel_tokenise.batches(part, is_val, tokenizer.dtype)
+
+
+def _cut(
+    tokens: NDArray[np.unsignedinteger], fraction: float, before: Sequence[int | None]
+) -> Iterator[EncodedDocuments]:
+    """Cut the only document in two; ``before`` also leads the second part."""
     cut = round((1 - fraction) * tokens.size)
-    for name, piece in (("train", tokens[:cut]), ("val", tokens[cut:])):
-        if piece.size:
-            whole = piece if name == "train" else np.concatenate([np.array(mark, tokens.dtype), piece])
-            yield Batch(name, whole, np.array([whole.size]))
+    if cut:
+        yield EncodedDocuments("train", tokens[:cut], np.array([cut]))
+    if cut < tokens.size:
+        val = np.concatenate([np.array(before, tokens.dtype), tokens[cut:]])
+        yield EncodedDocuments("val", val, np.array([val.size]))
 
 
-def facts(tokenizer: Tokenizer, mark: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Return what a manifest says of the whole folder: ``bos_id`` is None where nothing marks documents."""
-    unmarked = {"bos_id": None} if mark == "none" else {}
-    return tokenizer.described() | unmarked | {"mark": mark, "source": source}
+def describe(tokenizer: Tokenizer, mark: Any, source: dict[str, Any]) -> Description:
+    """Return what a manifest says of the whole folder: ``bos_id`` is None where no token separates documents.
+
+    ``mark`` is the manifest's word for where that token stands: before, after, both or none.
+    """
+    facts = tokenizer.described()
+    return {**facts, "bos_id": None if mark == "none" else facts["bos_id"], "mark": mark, "source": source}
 
 
-def encoded(documents: Iterable[tuple[str, bytes]], tokenizer: Tokenizer) -> Iterator[Batch]:
-    """Tokenise (split, document) pairs, a few MB at a time, the tokenizer's mark before each."""
-    held: dict[str, list[Any]] = {"train": [], "val": []}
-    size = 0
-
-    def batches() -> Iterator[Batch]:
-        for name, parts in held.items():
-            if parts:
-                yield Batch(name, np.concatenate(parts), np.array([part.size for part in parts]))
-                parts.clear()
-
+def encoded(documents: Iterable[tuple[Split, bytes]], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
+    """Tokenise (split, document) pairs, the tokenizer's ``bos_id`` before each."""
     for name, document in documents:
-        held[name].append(np.concatenate([np.array([tokenizer.bos_id], tokenizer.dtype), tokenizer.encode(document)]))
-        size += len(document)
-        if size >= PIECE_BYTES:
-            yield from batches()
-            size = 0
-    yield from batches()
+        tokens = np.concatenate([np.array([tokenizer.bos_id], tokenizer.dtype), tokenizer.encode(document)])
+        yield EncodedDocuments(name, tokens, np.array([tokens.size]))
 
 
-def counted(documents: Iterable[Any], total: int, progress: Progress | None) -> Iterator[Any]:
-    """Pass documents on, and say how many there were."""
-    for done, document in enumerate(documents, start=1):
-        yield document
-        if progress:
-            progress(done, total)
+def with_progress(items: Iterable[Any], total: int, progress: Progress) -> Iterator[Any]:
+    """Pass on ``items``, of which there are ``total``, and tell ``progress`` of each."""
+    for item in items:
+        yield item
+        progress(1, total)

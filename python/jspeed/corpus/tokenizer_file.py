@@ -1,4 +1,4 @@
-"""Tokenizers that are one file, ``tokenizer.json``, as Hugging Face's library ``tokenizers`` writes and reads them."""
+"""Load a tokenizer from ``tokenizer.json``, the file of Hugging Face's library ``tokenizers``."""
 
 import hashlib
 import json
@@ -15,15 +15,15 @@ from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, check_size, id_d
 from jspeed.errors import BadInput
 from jspeed.files import read_regular
 
-# Special tokens that mark where a document begins, or ends; of several the first (llm.c takes Llama 3's begin).
-MARKS = ("<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>", "[CLS]", "<|end_of_text|>", "<eos>", "</s>")
+# Special tokens that separate documents; the first one present is used, as llm.c does for Llama 3.
+SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>", "[CLS]", "<|end_of_text|>", "<eos>", "</s>")
 
 
 def file_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a ``tokenizer.json``; its name says the file's hash, and ``content`` is the file.
+    """Return the tokenizer of a ``tokenizer.json``; its name contains the file's hash, and ``content`` is the file.
 
-    A special token never comes of text; one of ``MARKS`` marks documents. Raises BadInput for a file that is no
-    tokenizer, and where the library is missing.
+    Special tokens are never produced from text; one of ``SEPARATORS`` separates documents. Raises BadInput for a file
+    that is no tokenizer, and where the library is missing.
     """
     try:
         import tokenizers
@@ -45,7 +45,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
     made.encode_special_tokens = True  # as text, whatever a document holds
     added = {token["content"]: token for token in described.get("added_tokens") or ()}
     special = {token["id"]: text for text, token in added.items() if token.get("special")}
-    bos_id = next((added[mark]["id"] for mark in MARKS if mark in special.values()), None)
+    bos_id = next((added[text]["id"] for text in SEPARATORS if text in special.values()), None)
     vocab_size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     name = f"{TOKENIZER_FILE}@{hashlib.sha256(content).hexdigest()[:16]}"
     check_size(str(path), vocab_size)
@@ -55,7 +55,9 @@ def file_tokenizer(path: Path) -> Tokenizer:
         try:
             return np.array(made.encode(text.decode(), add_special_tokens=False).ids, dtype)
         except Exception as error:
-            raise BadInput(f"{path} has no tokens for a text ({error}); take one that knows all characters") from None
+            raise BadInput(
+                f"{path} cannot encode a document ({error}); use a tokenizer that covers all characters"
+            ) from None
 
     def decode(ids: Iterable[int]) -> bytes:
         return b"".join(piece(token) for token in ids if token not in special)

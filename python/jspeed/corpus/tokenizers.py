@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
 from jspeed.files import write_whole
 
-MOST_SHORT_IDS = 65_535  # that shards hold as uint16, and 65,535 is kept free as in llm.c; more are uint32
-MOST_IDS = 2**31 - 1  # ids are int32 on devices
+MAX_UINT16_VOCAB = 65_535  # of ids stored as uint16, 65,535 kept free as in llm.c; larger ones use uint32
+MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
 TOKENIZER_FILE = "tokenizer.json"  # beside the shards, and in the run directory, of a tokenizer that is a file
 
 SYMBOLS = "symbols"  # the name of every tokenizer that is a list of characters
-TOKENIZERS = {  # of the data that ``jspeed prepare`` calls so; ``text`` has the one it is told
+TOKENIZERS = {  # of each named data set of ``jspeed prepare``
     "fineweb": "gpt2",
     "shakespeare": "gpt2",
     "tinystories": "gpt2",
@@ -27,12 +28,15 @@ TOKENIZERS = {  # of the data that ``jspeed prepare`` calls so; ``text`` has the
     "stdlib": "bytes",
 }
 
+GPT2_BOS = 50_256  # <|endoftext|>
+GPT2: TokenizerFacts = {"tokenizer": "gpt2", "vocab_size": GPT2_BOS + 1, "bos_id": GPT2_BOS}
+
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """``encode`` maps UTF-8 to ids (``dtype``), no marks; ``decode`` maps ids back, marks and padding to nothing.
+    """``encode`` maps UTF-8 to ids (``dtype``); ``decode`` maps ids to UTF-8 and drops special tokens and padding.
 
-    ``bos_id`` marks where documents meet; None: nothing does. ``symbols`` are the texts of the ids from 0 on, for a
+    ``bos_id`` is the id that separates documents, or None. ``symbols`` are the texts of the ids from 0 on, for a
     tokenizer that is a list of symbols, else empty; ``content`` is that of a tokenizer.json, else empty.
     """
 
@@ -49,10 +53,12 @@ class Tokenizer:
         """How shards hold its ids: little-endian uint16 or uint32."""
         return id_dtype(self.vocab_size)
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> TokenizerFacts:
         """Return what :func:`tokenizer_of` makes this tokenizer from, ready for JSON."""
-        facts = {"tokenizer": self.name, "vocab_size": self.vocab_size, "bos_id": self.bos_id}
-        return facts | ({"symbols": list(self.symbols)} if self.symbols else {})
+        facts: TokenizerFacts = {"tokenizer": self.name, "vocab_size": self.vocab_size, "bos_id": self.bos_id}
+        if self.symbols:
+            facts["symbols"] = list(self.symbols)
+        return facts
 
     def byte_lengths(self) -> NDArray[np.int64]:
         """Return the bytes of text that each id stands for: int64 ``[vocab_size]``."""
@@ -61,7 +67,7 @@ class Tokenizer:
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return how shards hold ids below ``vocab_size``: little-endian uint16 or uint32."""
-    return np.dtype("<u2" if vocab_size <= MOST_SHORT_IDS else "<u4")
+    return np.dtype("<u2" if vocab_size <= MAX_UINT16_VOCAB else "<u4")
 
 
 def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokenizer:
@@ -88,7 +94,7 @@ def copy_tokenizer(folder: Path, to: Path, facts: Mapping[str, Any] | None) -> N
 
 
 def unit_of(facts: Mapping[str, Any]) -> str:
-    """Return what a token of a manifest stands for: ``byte``, ``character`` or, for pieces of words, ``token``."""
+    """Return the unit of a loss per token: ``byte``, ``character`` or, for pieces of words, ``token``."""
     return "byte" if facts.get("tokenizer") == "bytes" else "character" if facts.get("symbols") else "token"
 
 
@@ -114,7 +120,7 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """Return an encoding of tiktoken, marked by its ``<|endoftext|>`` (gpt2: 50256); text never encodes to a mark."""
+    """Return an encoding of tiktoken; its ``<|endoftext|>`` (gpt2: 50256), which no text gives, separates documents."""
     import tiktoken
 
     known = tiktoken.list_encoding_names()
@@ -179,5 +185,5 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
 
 def check_size(name: str, vocab_size: int) -> None:
     """Raise BadInput for a vocabulary that is empty or that int32 cannot hold."""
-    if not 0 < vocab_size <= MOST_IDS:
-        raise BadInput(f"tokenizer '{name}' has {vocab_size:,} ids; expected 1 to {MOST_IDS:,}; choose another")
+    if not 0 < vocab_size <= MAX_VOCAB:
+        raise BadInput(f"tokenizer '{name}' has {vocab_size:,} ids; expected 1 to {MAX_VOCAB:,}; choose another")

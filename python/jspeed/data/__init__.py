@@ -1,4 +1,4 @@
-"""Token shards and the batches made of them. Needs NumPy; never imports jax."""
+"""Token shards and the batches made of them. Only ``batches`` imports jax."""
 
 from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader
 from jspeed.data.document_sharding import shard

@@ -1,4 +1,4 @@
-"""Say what a folder of token shards holds."""
+"""``python -m jspeed.data``: describe a folder of token shards, and verify it against its manifest."""
 
 from jspeed.standard_streams import exit_on_ctrl_c
 
@@ -6,28 +6,26 @@ exit_on_ctrl_c(__name__)
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from jspeed.corpus.tokenizers import tokenizer_of
+from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
 from jspeed.data.find_shards import find_split, map_tokens
-from jspeed.data.manifest import read_manifest
+from jspeed.data.manifest import SPLITS, Manifest, read_manifest
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput, run_script
 
-SPLITS: tuple[Literal["train", "val"], ...] = ("train", "val")
 SHOWN = 24  # tokens of the first document
-BOS = 50256  # where no manifest says otherwise, shards are FineWeb's
 
 
-def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
-    """Return the start of the first whole document of a shard as text, or why that cannot be had, in brackets."""
+def first_words(path: Path, dtype: np.dtype, manifest: Manifest | None) -> str:
+    """Return the start of the first whole document of a shard as text, or in brackets why it cannot be shown."""
     tokens = map_tokens(path, dtype)
-    facts = manifest or {"tokenizer": "gpt2", "bos_id": BOS}
+    facts = manifest or GPT2  # as FineWeb's shards, which have no manifest
     bos_id, first = facts["bos_id"], 0
     if bos_id is not None:
         starts = np.flatnonzero(tokens[: 1 << 20] == bos_id)
@@ -41,10 +39,10 @@ def first_words(path: Path, dtype: Any, manifest: dict[str, Any] | None) -> str:
     try:
         return tokenizer_of(facts, path.parent).decode(ids).decode(errors="replace")
     except BadInput:
-        return f"[the vocabulary of {facts['tokenizer']} cannot be had; tokens {ids}]"
+        return f"[the vocabulary of {facts['tokenizer']} is not available; tokens {ids}]"
 
 
-def count_documents(paths: list[Path], dtype: Any, bos_id: int) -> int:
+def count_documents(paths: list[Path], dtype: np.dtype, bos_id: int) -> int:
     """Count document starts, reading every token."""
     counts = [np.count_nonzero(map_tokens(path, dtype) == bos_id) for path in paths]
     return int(sum(counts))
@@ -60,7 +58,7 @@ def describe(folder: Path) -> None:
         if manifest:
             documents = sum(file["documents"] for file in manifest["files"] if file["split"] == split)
         else:
-            documents = count_documents(shards.paths, shards.dtype, BOS)
+            documents = count_documents(shards.paths, shards.dtype, GPT2_BOS)
         words = first_words(shards.paths[0], shards.dtype, manifest)
         facts = {
             "shards": f"{len(shards):,} ({shards.paths[0].name} .. {shards.paths[-1].name}), {shards.dtype}",
@@ -72,14 +70,16 @@ def describe(folder: Path) -> None:
         console.print(split)
         for name, value in facts.items():
             console.print(f"  {name:<12}{value}", soft_wrap=True)
-    named = manifest["tokenizer"] if manifest else f"not known without manifest.json; documents counted as after {BOS}"
+    named = (
+        manifest["tokenizer"] if manifest else f"not known without manifest.json; documents counted by id {GPT2_BOS}"
+    )
     console.print(f"tokenizer: {named}", soft_wrap=True)
 
 
 def show(folder: tyro.conf.Positional[Path], *, check: Annotated[bool, tyro.conf.arg(name="verify")] = False) -> None:
-    """Say what a folder of token shards holds.
+    """Describe a folder of token shards.
 
-    Exit code: 0, or 2 with a sentence when something is wrong.
+    Exit code: 0, or 2 with an error message when something is wrong.
 
     Args:
         folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files.

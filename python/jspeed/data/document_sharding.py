@@ -1,4 +1,4 @@
-"""Give each process every n-th document of those in memory; of token shards the loader deals out lanes."""
+"""Divide in-memory documents among processes. (For token shards, the loader assigns lanes: rows of a batch.)"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,14 +30,14 @@ def shard(
     if n < 1 or not 0 <= rank < n:
         raise BadInput(f"rank {rank} of {n} processes: give a rank from 0 to n - 1")
     if not data:
-        raise BadInput("there is nothing to share; give one or more sequences")
+        raise BadInput("no sequence was given; give one or more")
     for one in data:
         if not isinstance(one, (list, tuple, np.ndarray)) or isinstance(one, np.ndarray) and not one.ndim:
-            raise BadInput(f"a {type(one).__name__} cannot be shared; give a list, a tuple or a NumPy array")
+            raise BadInput(f"cannot shard a {type(one).__name__}; give a list, a tuple or a NumPy array")
     lengths = [len(one) for one in data]
     if len(set(lengths)) > 1:
         raise BadInput(
-            f"sequences of {', '.join(map(str, lengths))} elements do not belong together; give equally many"
+            f"sequences of {', '.join(map(str, lengths))} elements have different lengths; give sequences of one length"
         )
     count = lengths[0] - lengths[0] % n if drop_last else lengths[0]
     order = np.random.default_rng(seed).permutation(lengths[0]) if shuffle else np.arange(lengths[0])

@@ -1,4 +1,4 @@
-"""What can be wrong with shards, their tokens, their documents and a saved state: each a sentence."""
+"""Exceptions of the loader and of data folders; each text is a complete error message."""
 
 from jspeed.errors import BadInput
 

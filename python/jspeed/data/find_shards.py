@@ -1,4 +1,4 @@
-"""Finding shards: a pattern, a list of files, or the split of a data folder."""
+"""Find and open shards: by a pattern, a list of files, or the split of a data folder."""
 
 import glob
 import os
@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
-from jspeed._dataloader import HEADER_BYTES, Shards, header
+from jspeed._dataloader import HEADER_BYTES, Shards
 from jspeed.data.errors import ShardError
 from jspeed.errors import BadInput
 
-__all__ = ["HEADER_BYTES", "find_split", "header", "map_tokens", "open_shards"]
-
-_MAKE = "make some with `jspeed prepare text FILES --out DIR`"
+_REMEDY = "make some with `jspeed prepare text FILES --out DIR`"
 _NAMES = {"train": "training", "val": "validation"}
 
 
@@ -41,7 +39,7 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
         return Shards([pattern])
     paths = glob.glob(pattern)
     if not paths:
-        raise ShardError(f"no shard matches the pattern {pattern}, at least one was expected; {_MAKE}")
+        raise ShardError(f"no shard matches the pattern {pattern}, at least one was expected; {_REMEDY}")
     return Shards(paths)
 
 
@@ -50,26 +48,33 @@ def find_split(folder: str | os.PathLike[str], split: Literal["train", "val"]) -
 
     Raises:
         BadInput: The folder is missing, or has no shard at all, or none of this split.
-        ShardError: As :func:`open_shards`.
+        ShardError: As :func:`open_shards`; and for a folder that cannot be read.
     """
     folder = Path(folder)
     if split not in _NAMES:
         raise BadInput(f'split should be "train" or "val" but is "{split}"; choose one of the two')
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
-        raise BadInput(f"the data folder {folder} {found}, a folder of .bin shards was expected; {_MAKE}")
-    names = sorted(path for path in folder.iterdir() if path.suffix == ".bin")
+        raise BadInput(f"the data folder {folder} {found}, a folder of .bin shards was expected; {_REMEDY}")
+    try:
+        names = sorted(path for path in folder.iterdir() if path.suffix == ".bin")
+    except OSError as error:
+        raise ShardError(f"the data folder {folder} cannot be read ({error.strerror}); {_REMEDY}") from None
     if not names:
-        raise BadInput(f"the data folder {folder} has no .bin shard in it; {_MAKE}")
+        raise BadInput(f"the data folder {folder} has no .bin shard in it; {_REMEDY}")
     paths = [path for path in names if path.match(f"*_{split}_*.bin")]
     if not paths:
         raise BadInput(
             f"the data folder {folder} has {len(names)} .bin file(s) but no {_NAMES[split]} shards, which "
-            f"are named NAME_{split}_000000.bin; {_MAKE}"
+            f"are named NAME_{split}_000000.bin; {_REMEDY}"
         )
     return open_shards(paths)
 
 
-def map_tokens(path: str | os.PathLike[str], dtype: Any = "<u2") -> NDArray[Any]:
-    """Return the tokens of a shard, mapped read-only. Open it with :func:`open_shards` first, which checks it."""
+def map_tokens(path: str | os.PathLike[str], dtype: DTypeLike = "<u2") -> NDArray[Any]:
+    """Return the tokens of a shard, ``[tokens]``, mapped read-only; ``dtype`` is FineWeb's little-endian uint16.
+
+    Open it with :func:`open_shards` first, which checks it. Unlike the loader, this has no guard against a file that is
+    truncated later: touching what is gone ends the process by SIGBUS.
+    """
     return np.memmap(path, dtype, "r", HEADER_BYTES)

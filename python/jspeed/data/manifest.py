@@ -1,121 +1,142 @@
-"""``manifest.json`` of a folder of shards: how its tokens were made, and each file's size and hash. The only reader."""
+"""Read, check and summarise ``manifest.json`` of a data folder: how its tokens were made, each file's size and hash."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
-from jspeed.data.find_shards import HEADER_BYTES
+from jspeed._dataloader import HEADER_BYTES
 from jspeed.errors import BadInput
-from jspeed.files import read_regular
+from jspeed.fields import Rule, check_json, found
+from jspeed.files import read_json
 
 FORMAT_VERSION = 1
-SPLITS = ("train", "val")
-SUMMED = ("bytes", "tokens", "documents")  # what the manifest adds up for each split
-MAKE = "make the folder again with `jspeed prepare`, or remove manifest.json: shards need none"
-
-Rule = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and what was expected where it is not."""
-
-
-def _whole(least: int) -> Rule:
-    return lambda value: type(value) is int and least <= value < 2**63, f"a whole number of {least} or more"
-
-
-def _optional(rule: Rule) -> Rule:
-    return lambda value: value is None or rule[0](value), f"{rule[1]}, or null"
-
-
-def _text(pattern: str, expected: str) -> Rule:
-    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None, expected
+Split = Literal["train", "val"]
+SPLITS: tuple[Split, ...] = ("train", "val")
+TOTALS: tuple[Literal["bytes", "tokens", "documents"], ...] = ("bytes", "tokens", "documents")
+REMEDY = "make the folder again with `jspeed prepare`, or remove manifest.json: shards need none"
 
 
 def characters(value: Any) -> bool:
     """Whether ``value`` is a list of different characters, as the symbols of a tokenizer are."""
-    if not isinstance(value, list) or not all(isinstance(each, str) and len(each) == 1 for each in value):
-        return False
-    return 0 < len(value) == len(set(value))
+    return 0 < len(value) == len(set(value)) and all(len(each) == 1 for each in value)
 
 
-OBJECT: Rule = (lambda value: isinstance(value, dict), "an object")
-LIST: Rule = (lambda value: isinstance(value, list) and len(value) > 0, "a list of one or more")
-FIELDS: dict[str, Rule] = {
-    "format_version": (lambda value: type(value) is int and value == FORMAT_VERSION, str(FORMAT_VERSION)),
-    "tokenizer": _text(r".+", "a name"),
-    "vocab_size": _whole(1),
-    "bos_id": _optional(_whole(0)),
-    "source": OBJECT,
-    "files": LIST,
-}
-MORE_FIELDS: dict[str, Rule] = {  # that not every manifest has
-    "pad_id": _optional(_whole(0)),
-    "symbols": (characters, "a list of different characters"),
-    "mark": _text("before|after|both|none", "before, after, both or none"),
-    "truncated": _whole(0),
-}
-FILE_FIELDS: dict[str, Rule] = {
-    "name": _text(r"[^/\0]+\.bin", "the name of a .bin file in the same folder"),
-    "split": _text("|".join(SPLITS), " or ".join(SPLITS)),
-    "bytes": _whole(HEADER_BYTES + 2),
-    "sha256": _text("[0-9a-f]{64}", "64 hexadecimal digits"),
-    "tokens": _whole(1),
-    "documents": _whole(0),
-}
+def _text(pattern: str, expected: str) -> Rule:
+    return Rule(expected, lambda value: re.fullmatch(pattern, value))
 
 
-def manifest_of(files: list[dict[str, Any]], facts: dict[str, Any]) -> dict[str, Any]:
-    """Return a manifest: ``facts`` (tokenizer, bos_id, source, ...), the sums of each split, and ``files``."""
-    return {"format_version": FORMAT_VERSION} | facts | {"splits": sums(files), "files": files}
+def _from(least: int) -> Rule:
+    return Rule(f"a whole number of {least} or more", lambda value: least <= value < 2**63)
 
 
-def sums(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
+CountOrZero = Annotated[int, _from(0)]
+Count = Annotated[int, _from(1)]
+
+
+class TokenizerFacts(TypedDict):
+    """What a tokenizer is made from again; ``bos_id`` separates documents, None: nothing does."""
+
+    tokenizer: Annotated[str, _text(".+", "a name")]
+    vocab_size: Count
+    bos_id: CountOrZero | None
+    symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
+
+
+class Description(TokenizerFacts):
+    """What a manifest says of a folder as a whole, besides its files."""
+
+    source: dict[str, Any]
+    mark: NotRequired[Literal["before", "after", "both", "none"]]  # where the separator of documents stands
+    pad_id: NotRequired[CountOrZero | None]
+    truncated: NotRequired[CountOrZero]
+
+
+class Totals(TypedDict):
+    """What all shards of a split have together."""
+
+    files: int
+    bytes: int
+    tokens: int
+    documents: int
+
+
+class Shard(TypedDict):
+    """One file."""
+
+    name: Annotated[str, _text(r"[^/\0]+\.bin", "the name of a .bin file in the same folder")]
+    split: Split
+    bytes: Annotated[int, _from(HEADER_BYTES + 2)]
+    sha256: Annotated[str, _text("[0-9a-f]{64}", "64 hexadecimal digits")]
+    tokens: Count
+    documents: CountOrZero
+
+
+class Manifest(Description):
+    """``manifest.json`` of a folder of shards."""
+
+    format_version: Annotated[int, Rule(str(FORMAT_VERSION), lambda value: value == FORMAT_VERSION)]
+    files: list[Shard]
+    splits: NotRequired[dict[Split, Totals]]  # may lack in a file, but not in what read_manifest returns
+
+
+def manifest_of(files: list[Shard], description: Description) -> Manifest:
+    """Return a manifest: ``description``, the totals of each split, and ``files``."""
+    made = {"format_version": FORMAT_VERSION} | description | {"splits": split_totals(files), "files": files}
+    return cast(Manifest, made)
+
+
+def split_totals(files: list[Shard]) -> dict[Split, Totals]:
     """Return how many files, bytes, tokens and documents each split has."""
     return {
-        split: {"files": len(its)} | {what: sum(file[what] for file in its) for what in SUMMED}
+        split: cast(Totals, {"files": len(its)} | {what: sum(file[what] for file in its) for what in TOTALS})
         for split in SPLITS
         if (its := [file for file in files if file["split"] == split])
     }
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
+def read_manifest(folder: Path) -> Manifest | None:
     """Return ``manifest.json`` of ``folder``, or None if it has none. The files it lists are not looked at.
 
     Raises BadInput for one that is not a manifest of this format: every type and range is checked here.
     """
     path = folder / "manifest.json"
     try:
-        manifest = json.loads(read_regular(path))
+        manifest = read_json(path)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); {MAKE}") from None
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path} should be the manifest of a data folder but is not JSON ({error}); {MAKE}") from None
-    if not OBJECT[0](manifest):
-        raise _wrong(path, "it", OBJECT[1], manifest)
-    _check_fields(path, "", manifest, FIELDS)
-    _check_fields(path, "", manifest, {name: rule for name, rule in MORE_FIELDS.items() if name in manifest})
+        raise BadInput(f"{path} cannot be read ({error.strerror}); {REMEDY}") from None
+    except ValueError as error:
+        raise BadInput(f"{path} should be the manifest of a data folder but is not JSON ({error}); {REMEDY}") from None
+    try:
+        check_json(manifest, Manifest)
+        for field, expected, value in _contradictions(manifest):
+            raise BadInput(f"field '{field}': expected {expected}, found {found(value)}")
+    except BadInput as error:
+        raise BadInput(f"{path} is not a valid manifest: {error}; {REMEDY}") from None
+    return cast(Manifest, manifest | {"splits": split_totals(manifest["files"])})
+
+
+def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str, Any]]:
+    """Yield (field, what was expected, what was found) where fields of right types do not fit each other."""
     files, vocab_size = manifest["files"], manifest["vocab_size"]
-    for number, file in enumerate(files):
-        where = f"files[{number}]"
-        if not OBJECT[0](file):
-            raise _wrong(path, where, OBJECT[1], file)
-        _check_fields(path, f"{where}.", file, FILE_FIELDS)
-    for name in ("bos_id", "pad_id"):
-        if (manifest.get(name) or 0) >= vocab_size:
-            raise _wrong(path, name, f"below vocab_size, {vocab_size}", manifest[name])
+    if not files:
+        yield "files", "a list of one or more", files
+    for name, value in (("bos_id", manifest["bos_id"]), ("pad_id", manifest.get("pad_id"))):
+        if (value or 0) >= vocab_size:
+            yield name, f"a number below vocab_size, {vocab_size}", value
     if (count := len(manifest.get("symbols", ()))) > vocab_size:
-        raise _wrong(path, "the length of symbols", f"at most vocab_size, {vocab_size}", count)
-    if len({file["name"] for file in files}) < len(files):
-        raise _wrong(path, "files", "files of different names", [file["name"] for file in files])
-    if "splits" in manifest and manifest["splits"] != (right := sums(files)):
-        raise _wrong(path, "splits", f"the sums of files, {json.dumps(right)},", manifest.get("splits"))
-    return dict(manifest)
+        yield "symbols", f"at most vocab_size, {vocab_size}, characters", count
+    if len(names := {file["name"] for file in files}) < len(files):
+        yield "files", "files of different names", sorted(names)
+    if manifest.get("splits", totals := split_totals(files)) != totals:
+        yield "splits", f"the totals of files, {json.dumps(totals)}", manifest["splits"]
 
 
-def complete_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of ``folder`` if it is one and every shard it lists is there with its size, else None."""
+def complete_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of ``folder`` if it is valid and every shard it lists is there with its size, else None."""
     try:
         manifest = read_manifest(folder)
         if manifest and all((folder / file["name"]).stat().st_size == file["bytes"] for file in manifest["files"]):
@@ -125,21 +146,7 @@ def complete_manifest(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def holds(folder: Path, facts: dict[str, Any]) -> bool:
-    """Whether ``folder`` is whole and its manifest says all of ``facts``."""
+def matches(folder: Path, description: Description) -> bool:
+    """Whether ``folder`` is complete and its manifest has all fields of ``description``."""
     manifest = complete_manifest(folder)
-    return manifest is not None and manifest | json.loads(json.dumps(facts)) == manifest
-
-
-def _check_fields(path: Path, where: str, found: dict[str, Any], rules: dict[str, Rule]) -> None:
-    for name, (right, expected) in rules.items():
-        if name not in found:
-            raise BadInput(f"{path} is no manifest: {where}{name} is missing, {expected} was expected; {MAKE}")
-        if not right(found[name]):
-            raise _wrong(path, where + name, expected, found[name])
-
-
-def _wrong(path: Path, where: str, expected: str, found: Any) -> BadInput:
-    shown = json.dumps(found)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return BadInput(f"{path} is no manifest: {where} should be {expected} but is {shown}; {MAKE}")
+    return manifest is not None and {**manifest, **json.loads(json.dumps(description))} == manifest

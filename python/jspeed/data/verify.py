@@ -1,14 +1,13 @@
-"""Checking a data folder against its manifest: every shard there, of its size, every byte as it was written."""
+"""Verify a data folder against its manifest: presence, size and SHA-256 of every shard, and no other shards."""
 
 import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from jspeed.data.errors import ShardFormatError
-from jspeed.data.manifest import MAKE, read_manifest
+from jspeed.data.manifest import REMEDY, Shard, read_manifest
 from jspeed.errors import BadInput
 from jspeed.files import open_regular
 
@@ -22,15 +21,20 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
 
     Raises:
         BadInput: There is no manifest to compare with.
-        ShardFormatError: Shards are missing or differ; the text names the first of them.
+        ShardFormatError: Shards are missing, differ or are not in the manifest; the text names the first of them.
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        raise BadInput(f"{folder} has no manifest.json with the hashes to verify against, one was expected; {MAKE}")
+        raise BadInput(f"{folder} has no manifest.json with the hashes to verify against, one was expected; {REMEDY}")
     files = manifest["files"]
     total = sum(file["bytes"] for file in files)
+    if others := {path.name for path in folder.glob("*.bin")} - {file["name"] for file in files}:
+        raise ShardFormatError(
+            f"shard {folder / min(others)} is not listed in manifest.json, but training would read it; remove it, or "
+            f"{REMEDY}"
+        )
 
-    def fault(file: dict[str, Any]) -> str | None:
+    def fault(file: Shard) -> str | None:
         path = folder / file["name"]
         sha = hashlib.sha256()
         try:
@@ -50,6 +54,6 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         faults = [found for found in pool.map(fault, files) if found]
     if faults:
-        others = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""
-        raise ShardFormatError(f"{faults[0]}{others}; copy it again or {MAKE}")
+        more = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""
+        raise ShardFormatError(f"{faults[0]}{more}; copy it again or {REMEDY}")
     return total

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's tokens are not the
     model's.
     """
-    manifest = read_manifest(folder) or {}
+    manifest: Mapping[str, Any] = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
     ours = {name: model.facts[name] for name in ("tokenizer", "symbols") if name in model.facts}
     if theirs and theirs != ours:
@@ -148,7 +148,7 @@ def read_hellaswag(path: Path) -> list[Item]:
 def fetch_hellaswag() -> Path:
     """Fetch HellaSwag's validation items to the cache folder and return the file."""
     path = cache_folder() / "downloads" / "hellaswag_val.jsonl"
-    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, lambda count: None, git_blob)
+    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, digest=git_blob)
 
 
 def git_blob(path: Path) -> str:

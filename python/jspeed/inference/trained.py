@@ -8,10 +8,10 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import jax
 from jax.sharding import Mesh
 
-from jspeed.corpus.tokenizers import Tokenizer, tokenizer_of
-from jspeed.data.manifest import characters
+from jspeed.corpus.tokenizers import GPT2, Tokenizer, tokenizer_of
+from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, Rule, check_json, integer
+from jspeed.fields import Count, check_json, integer
 from jspeed.files import read_json
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh, put
@@ -23,24 +23,12 @@ from jspeed.run.export import FILE, Tensors, gathered, read_parameters
 from jspeed.run.find_recipe import LoadedRecipe, find
 
 
-class Facts(TypedDict):
-    """What config.json says of the tokenizer, as a manifest does."""
-
-    tokenizer: str
-    vocab_size: Count
-    bos_id: CountOrZero | None
-    symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
-
-
-GPT2_FACTS: Facts = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": 50_256}
-
-
 class OwnConfig(TypedDict):
     """What is read of the config.json of a run or an export."""
 
     recipe: str
     overrides: NotRequired[dict[str, Any]]
-    tokenizer: NotRequired[Facts | None]
+    tokenizer: NotRequired[TokenizerFacts | None]
 
 
 class GPT2Config(TypedDict):
@@ -52,7 +40,7 @@ class GPT2Config(TypedDict):
     vocab_size: Count
     n_positions: NotRequired[Count | None]
     n_ctx: NotRequired[Count | None]
-    tokenizer: NotRequired[Facts | None]
+    tokenizer: NotRequired[TokenizerFacts | None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +53,7 @@ class Model:
     found: LoadedRecipe
     params: Any
     mesh: Mesh
-    facts: Facts
+    facts: TokenizerFacts
     folder: Path | None = None
 
     @property
@@ -105,7 +93,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
     if config.get("model_type") == "gpt2":
-        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or GPT2_FACTS
+        found, facts = gpt2_recipe(path, config), config.get("tokenizer") or GPT2
     else:
         found, facts = recipe_of_run(run_dir, config)
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
@@ -137,7 +125,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def recipe_of_run(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, Facts]:
+def recipe_of_run(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, TokenizerFacts]:
     """Return the recipe of a run directory or exported folder, from its own copy, and its tokenizer's facts."""
     source = folder / "recipe.py"
     if not source.is_file():
@@ -149,11 +137,11 @@ def recipe_of_run(folder: Path, config: dict[str, Any]) -> tuple[LoadedRecipe, F
     facts = config.get("tokenizer")
     if facts is None:
         data = found.recipe.data
-        if data.bos_id != GPT2_FACTS["bos_id"]:
+        if data.bos_id != GPT2["bos_id"]:
             raise BadInput(
                 f"{folder}/config.json does not say how text becomes tokens; train on a folder with a manifest"
             )
-        facts = GPT2_FACTS
+        facts = GPT2
     return found, facts
 
 

@@ -1,4 +1,4 @@
-"""Two recipes side by side: which is faster, by how much, how surely, and what in their files makes the difference."""
+"""Compare two recipes: ratio of times with its interval, losses, and the differences between their sources."""
 
 import ast
 import difflib
@@ -33,33 +33,32 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     ``sources`` are those of the records by SHA-256; a recipe without runs is taken from the folder ``recipes``.
     Raises BadInput when nothing is called so.
     """
-    if text.endswith(".py"):
-        path = Path(text)
-        if not os.path.isfile(path):
-            raise BadInput(f"recipe file {path} does not exist; give a recipe file or the name of a recipe")
-        try:
-            source = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"recipe file {path} cannot be read as text: {error}") from None
-        shas = {sha for sha, stored in sources.items() if stored == source}
-        found = [(t, e) for t in tracks for e in t["entries"] if e["recipe_sha256"] in shas]
-        track, entry = found[0] if found else (None, None)
-        return Side(path.stem, track, entry, source)
     name, _, digest = text.partition("@")
-    found = [
-        (track, entry)
-        for track in tracks
-        for entry in track["entries"]
-        if entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
-    ]
-    found.sort(key=lambda pair: (pair[1]["recipe_sha256"] in sources, pair[1]["valid"], pair[1]["date"]), reverse=True)
-    file = recipes / f"{name.replace('-', '_')}.py"
+    is_path = text.endswith(".py")
+    file = Path(text) if is_path else recipes / f"{name.replace('-', '_')}.py"
+    source = None
+    if os.path.isfile(file):  # Path.is_file raises for a name that is too long
+        try:
+            source = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"recipe file {file} cannot be read as text: {error}") from None
+    elif is_path:
+        raise BadInput(f"recipe file {file} does not exist; give a recipe file or the name of a recipe")
+
+    def matches(entry: Entry) -> bool:
+        if is_path:
+            return sources.get(entry["recipe_sha256"] or "") == source
+        return entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
+
+    found = [(track, entry) for track in tracks for entry in track["entries"] if matches(entry)]
     if found:
-        track, entry = found[0]
-        source = sources.get(entry["recipe_sha256"] or "", "")
-        return Side(text, track, entry, source or (file.read_text(encoding="utf-8") if file.is_file() else ""))
-    if not digest and os.path.isfile(file):
-        return Side(text, None, None, file.read_text(encoding="utf-8"))
+        track, entry = max(
+            found, key=lambda each: (each[1]["recipe_sha256"] in sources, each[1]["valid"], each[1]["date"])
+        )
+        stored = sources.get(entry["recipe_sha256"] or "", source)
+        return Side(file.stem if is_path else text, track, entry, stored or "")
+    if source is not None and (is_path or not digest):
+        return Side(file.stem if is_path else text, None, None, source)
     known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
     raise BadInput(
         f"no recipe '{text}' is on the board or in {recipes}{nearest(name, known)}; known: {', '.join(known)}"
@@ -67,7 +66,7 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
 
 
 def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
-    """Return in sentences whether A is faster than B, by how much and how surely; and the same of its loss."""
+    """Return lines that say whether A is faster than B, by how much, with what interval; and the same of its loss."""
     if a.entry is None or b.entry is None:
         without = [side.name for side in (a, b) if side.entry is None]
         return [f"Not comparable: {' and '.join(without)} has no runs among the records."]
@@ -85,12 +84,12 @@ def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
     if not rounds and not same:
         return [
             f"Not comparable: they ran on different devices, {formatting.devices(a.entry['devices'])} and "
-            f"{formatting.devices(b.entry['devices'])}, and never in turn. Let them: "
+            f"{formatting.devices(b.entry['devices'])}, and never interleaved. Race them: "
             f"jspeed leaderboard race {b.name} {a.name}"
         ]
     ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
     mean = [formatting.seconds(mean_of(side.entry["seconds"])) for side in (a, b) if side.entry]
-    how = f"in {ratio.n} rounds in turn" if rounds else "in runs that were not made in turn"
+    how = f"in {ratio.n} interleaved rounds" if rounds else "in separate runs"
     lines = [f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(*ratio[:3])} of {b.name}'s time, {how}."]
     steps = f"{a.entry['steps']:,} and {b.entry['steps']:,}"
     lines.append(f"Mean times on the board: {mean[0]} and {mean[1]}; steps: {steps}.")
@@ -98,7 +97,7 @@ def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
 
 
 def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
-    """Return whether A is faster, as one sentence."""
+    """Return one line that says whether A is faster."""
     percent = f"{abs(1 - ratio.ratio):.1%}"
     word = "faster" if ratio.ratio < 1 else "slower"
     if ratio.low is None or ratio.high is None:
@@ -111,7 +110,7 @@ def verdict(a: str, b: str, ratio: stats.Ratio) -> str:
 
 
 def loss(a: Side, b: Side) -> list[str]:
-    """Return the comparison of final losses, in sentences."""
+    """Return the comparison of final losses as lines."""
     assert a.entry and b.entry and a.track and a.entry["loss"] and b.entry["loss"]
     one, two = a.entry["loss"], b.entry["loss"]
     means = [f"{formatting.loss(each['mean'])} (n = {each['n']})" for each in (one, two)]
@@ -147,12 +146,12 @@ def changes(a: str, b: str) -> dict[str, Any]:
             elif have[name] != had[name]:
                 found["changed"][kind].append(f"{name} from {had[name]} to {have[name]}" if kind == "fields" else name)
     diff = list(difflib.unified_diff(b.splitlines(), a.splitlines(), "before", "after", lineterm="", n=2))
-    count = {sign: sum(line.startswith(sign) and line[:3] != sign * 3 for line in diff) for sign in "+-"}
+    count = {sign: sum(line.startswith(sign) for line in diff[2:]) for sign in "+-"}  # after the two lines of names
     return found | {"added": count["+"], "removed": count["-"], "diff": diff}
 
 
 def change_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return :func:`changes` in sentences, without the diff."""
+    """Return :func:`changes` as lines, without the diff."""
     lines = [f"{found['added']} lines added, {found['removed']} removed."]
     for state in STATES:
         for kind, names in found[state].items():
@@ -171,8 +170,9 @@ def _parts(source: str) -> dict[str, dict[str, str]]:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             parts["functions"][node.name] = ast.unparse(node)
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name, value = node.targets[0].id, ast.unparse(node.value)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            value = ast.unparse(node.value)
             try:
                 ast.literal_eval(node.value)
                 parts["fields" if name.isupper() else "names"][name] = value

@@ -1,9 +1,8 @@
-"""Numbers and devices of the board as text."""
+"""Format the board's numbers, devices and comparisons as text."""
 
 from jspeed.leaderboard.board import Better
+from jspeed.numbers import NONE, si
 from jspeed.record.schema import Devices, Git
-
-NONE = "-"
 
 
 def seconds(value: float | None) -> str:
@@ -21,12 +20,8 @@ def loss(value: float | None) -> str:
 
 
 def short(count: float) -> str:
-    """Return ``count`` with three digits and a prefix: 13.1M."""
-    for size, unit in ((10**15, "P"), (10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k")):
-        if count >= size:
-            value = count / size
-            return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}{unit}"
-    return f"{count:g}"
+    """Return ``count`` with three figures and an SI prefix: 13.1M."""
+    return si(count, 3, zeros=True)
 
 
 def devices(found: Devices) -> str:
@@ -55,5 +50,5 @@ def ratio(ratio: float, low: float | None, high: float | None) -> str:
 def against(better: Better) -> str:
     """Return the comparison with the parent as a phrase."""
     rounds = f"{better['n']} round{'s' if better['n'] > 1 else ''}"
-    how = f"run in turn on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "not run in turn"
+    how = f"interleaved on one machine, {rounds} of A B B A" if better["how"] == "in turn" else "separate runs"
     return f"{ratio(better['ratio'], better['low'], better['high'])} x the time of {better['parent']} ({how})"

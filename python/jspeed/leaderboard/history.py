@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.files import read_regular
+from jspeed.files import read_input
 from jspeed.leaderboard.board import HistoryRow
 
 NAMES = {"modded-nanogpt": "PyTorch, the NanoGPT speedrun"}
@@ -20,9 +20,7 @@ def read_history(records: Path, name: str) -> list[HistoryRow]:
     mean loss, number of runs, what changed; None for what was not published. Raises BadInput for a wrong table."""
     path = records / "history" / f"{name}.csv"
     try:
-        text = read_regular(path).decode()
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); restore it") from None
+        text = read_input(path, "restore it").decode()
     except UnicodeDecodeError:
         raise BadInput(f"{path} is not UTF-8 text; restore it") from None
     reader = csv.DictReader(io.StringIO(text, newline=""))

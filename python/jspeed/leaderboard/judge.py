@@ -1,8 +1,8 @@
 """Compute the board from the records: group runs into entries and judge each by its track's rules.
 
-An entry is one recipe by hash, on the same data and one kind of devices. It is *valid* when its track's rules hold,
-and apart from that it is *better* than its parent or not: a recipe can be a good result and not yet a record.
-Everything here is plain data, which leaderboard.json is and from which table, page and README are made.
+An entry is the runs of one recipe hash on the same data and devices. It is *valid* when its track's rules hold, and,
+independently, *better* when it is faster than its parent. The result is plain data, the content of leaderboard.json,
+from which table, page and README's block are made.
 """
 
 import math
@@ -23,8 +23,8 @@ from jspeed.record.store import Records, Row
 from jspeed.record.track import Track, track_without_rules
 
 
-class Rows(NamedTuple):
-    """The runs of a track, what each trained and validated on, by path, and what the track asks for."""
+class TrackRuns(NamedTuple):
+    """The runs of a track, their data by path, and the track's data."""
 
     rows: list[Row]
     sets: Mapping[Path, DataSet]
@@ -44,21 +44,22 @@ def board(records: Records) -> list[BoardTrack]:
     return sorted(judged, key=lambda track: (not track["entries"], track.get("order", math.inf), track["track"]))
 
 
-def tracks_of(records: Records) -> dict[str, tuple[Track, Rows]]:
+def tracks_of(records: Records) -> dict[str, tuple[Track, TrackRuns]]:
     """Return every track by name with its runs and their data."""
     by_track: dict[str, list[Row]] = defaultdict(list)
     for row in records.rows:
         by_track[row.track].append(row)
-    found = {}
+    tracks = {}
     for name in sorted(records.tracks.keys() | by_track.keys()):
-        track, rows = records.tracks.get(name) or track_without_rules(name, by_track[name][0].run), by_track[name]
+        rows = by_track[name]
+        track = records.tracks.get(name) or track_without_rules(name, rows[0].run)
         sets = data_sets(rows)
-        found[name] = track, Rows(rows, sets, data_of_track(track, rows, sets, records))
-    return found
+        tracks[name] = track, TrackRuns(rows, sets, data_of_track(track, rows, sets, records))
+    return tracks
 
 
-def counted_rounds(records: Records, tracks: Mapping[str, tuple[Track, Rows]]) -> Rounds:
-    """Return the rounds of races on the tracks' data and from clean commits, wherever they ran."""
+def counted_rounds(records: Records, tracks: Mapping[str, tuple[Track, TrackRuns]]) -> Rounds:
+    """Return the rounds of races on the tracks' data and from clean commits, on any hardware."""
 
     def counted(row: Row) -> bool:
         known = row.planned_and_clean and not of_unknown_data(row.run)
@@ -72,7 +73,7 @@ def raced(records: Records) -> Rounds:
     return counted_rounds(records, tracks_of(records))
 
 
-def judged_track(records: Records, track: Track, found: Rows, raced: Rounds) -> BoardTrack:
+def judged_track(records: Records, track: Track, found: TrackRuns, raced: Rounds) -> BoardTrack:
     """Return one track with its judged entries."""
     groups: dict[EntryKey, list[Row]] = defaultdict(list)
     for row in found.rows:
@@ -122,8 +123,8 @@ class EntryKey(NamedTuple):
 def entry_key(row: Row, data: DataSet, track: Track) -> EntryKey:
     """Return what the runs of one entry have in common.
 
-    Runs that no rule would count beside others (on other or unknown data, cut short, not planned, not of a clean
-    commit) are an entry of their own, so that they change no other. Devices divide entries where seconds count.
+    Runs that cannot count (other or unknown data, cut short, unplanned, dirty tree) form separate entries and do not
+    affect valid ones. Where seconds are ranked, so do runs on other devices.
     """
     run, device = row.run, row.run["devices"]
     timed = None if track.rules["rank"] == "steps" else (device["kind"], device["count"], device["processes"])
@@ -140,7 +141,7 @@ def asked_for_less(run: Run) -> int | None:
     return None if asked is None or asked >= run["planned_steps"] else asked
 
 
-def data_of(found: Rows, row: Row) -> EntryData:
+def data_of(found: TrackRuns, row: Row) -> EntryData:
     """Return an entry's ``data``: hashes that name them, their number on the track, and whether they are its data."""
     mine = found.sets[row.path]
     order = list({id(each): None for each in found.sets.values()})
@@ -153,7 +154,7 @@ def data_of(found: Rows, row: Row) -> EntryData:
 
 
 def converged(run: Run) -> bool:
-    """Whether a run came to an end of which there is a loss."""
+    """Whether a run ended with a finite loss."""
     return run["val_loss"] is not None
 
 
@@ -162,7 +163,7 @@ def of_unknown_data(run: Run) -> bool:
     return converged(run) and run["schema"] >= 2 and shards_of(run) is None
 
 
-def entry_of(records: Records, found: Rows, rows: Sequence[Row]) -> Entry:
+def entry_of(records: Records, found: TrackRuns, rows: Sequence[Row]) -> Entry:
     """Return the entry of ``rows`` with what their files say; from ``planned`` on it is not judged yet."""
     rows = sorted(rows, key=lambda row: row.run["started"])
     run = rows[-1].run
@@ -234,8 +235,8 @@ def add_plans(entry: Entry, rows: Sequence[Row], records: Records) -> None:
 def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | None) -> None:
     """Add to ``entry``: ``loss``, ``why_not`` apart from the mean loss, ``cut_short``, and ``counted``.
 
-    A counted entry may tell how far losses vary and what a step is worth: every rule holds but that its mean loss is
-    surely below the target, and it either ran its whole schedule or reached the target.
+    A counted entry contributes to sigma and to the price of a step: all rules hold except, possibly, significance, and
+    it either ran its whole schedule or reached the target.
     """
     entry["loss"] = spread(losses(entry))
     entry["why_not"] = list(reasons(entry, [row.run for row in rows], track, other_data))
@@ -267,7 +268,7 @@ def judge(entry: Entry, track: Track, sigma: float | None) -> None:
 def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | None) -> Iterable[str]:
     """Yield why ``runs`` do not count on ``track``, apart from their mean loss; ``other_data`` is one, if any."""
     if any(run["schema"] < 2 for run in runs):
-        yield "from before the evidence of schema 2"
+        yield "schema 1: no data hashes or environment"
     elif any(run["plan"] is None for run in runs):
         yield "not all runs were planned"
     if entry["missing"] or entry["extra"]:
@@ -282,11 +283,11 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
     if tokens and any(run["data"]["val_tokens"] != tokens for run in runs):
         yield f"not validated on {tokens:,} tokens"
     if entry["target_loss"] != track.rules["target_loss"]:
-        yield f"ran for another target, {entry['target_loss']:g}"
+        yield f"had a different target loss, {entry['target_loss']:g}"
     if step and any(run["tokens"] != run["steps"] * step for run in runs):
         yield f"a step is not {step:,} tokens"
     if not track.rules.get("timing.resumed") and any(run.get("resumed") for run in runs):
-        yield "a run was resumed, and its time is not known"
+        yield "a run was resumed; its time is incomplete"
     if any(run["git"]["dirty"] is not False for run in runs):
         yield "the code was not a clean commit"
     failed = sum(not converged(run) for run in runs)

@@ -112,7 +112,9 @@ def by_seed(entry: Entry) -> dict[int, RunLine]:
 def verdict(
     entry: Entry, track: Track, ratio: stats.Ratio, pairwise: stats.Test | None
 ) -> Literal["yes", "no", "not shown"]:
-    """Return ``yes``, ``no`` or ``not shown``: what the track ranks is better than the parent's, and surely so."""
+    """Return ``yes``, ``no`` or ``not shown``: whether what the track ranks is better than the parent's.
+
+    Steps are judged by the track's p, seconds by the 95 % interval of their ratio."""
     if entry["loss"] and entry["loss"]["mean"] > track.rules["target_loss"]:
         return "no"
     if track.rules["rank"] == "steps":

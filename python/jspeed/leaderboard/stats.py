@@ -6,23 +6,25 @@ the standard deviation of one run's loss over seeds.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 from typing import NamedTuple
 
 from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
-MOST_RUNS = 1000  # more would not be made; a mean that needs them is as good as above the target
+from jspeed.record.preregistration import MOST_RUNS
+
+CONFIDENCE = 0.95  # of every interval
 
 
 class Test(NamedTuple):
-    """A statistic and the chance of one this good by luck."""
+    """A test's statistic and its one-sided p-value."""
 
     statistic: float
     p: float
 
 
 class Ratio(NamedTuple):
-    """A ratio of times and its interval; the interval is absent where there is one observation."""
+    """A ratio of times and its 95 % interval, None where there is one observation; ``n`` observations."""
 
     ratio: float
     low: float | None
@@ -37,9 +39,7 @@ def t_below(mean: float, sd: float, n: int, target: float) -> Test:
     """
     if n < 2:
         raise ValueError("a t-test needs two runs")
-    if sd == 0:
-        return Test(math.copysign(math.inf, mean - target) if mean != target else 0.0, _certain(target - mean))
-    t = (mean - target) / (sd / math.sqrt(n))
+    t = _statistic(mean - target, sd / math.sqrt(n))
     return Test(t, float(stdtr(n - 1, t)))
 
 
@@ -48,14 +48,15 @@ def z_below(mean: float, n: int, target: float, sigma: float) -> Test:
 
     Track 3 of the NanoGPT speedrun takes sigma = 0.0013 and asks for (target - mean) sqrt(n) >= 0.004.
     """
-    if sigma == 0:
-        return Test(math.copysign(math.inf, mean - target) if mean != target else 0.0, _certain(target - mean))
-    z = (mean - target) / (sigma / math.sqrt(n))
+    z = _statistic(mean - target, sigma / math.sqrt(n))
     return Test(z, float(ndtr(z)))
 
 
-def _certain(gain: float) -> float:
-    return 0.0 if gain > 0 else 0.5 if gain == 0 else 1.0
+def _statistic(difference: float, error: float) -> float:
+    """Return ``difference`` in standard errors; infinite where there is no error."""
+    if error:
+        return difference / error
+    return math.copysign(math.inf, difference) if difference else 0.0
 
 
 def pooled_sigma(groups: Iterable[Sequence[float]]) -> float | None:
@@ -68,14 +69,14 @@ def pooled_sigma(groups: Iterable[Sequence[float]]) -> float | None:
 
 
 def required_margin(n: int, p: float, sd: float, known: bool) -> float:
-    """Return how far below the target the mean of ``n`` runs must be for p; ``known`` means sd is sigma."""
+    """Return the nats below the target that ``n`` runs' mean needs for a one-sided ``p``; ``known``: sd is sigma."""
     if known:
         return float(-ndtri(p)) * sd / math.sqrt(n)
     return math.inf if n < 2 else float(-stdtrit(n - 1, p)) * sd / math.sqrt(n)
 
 
 def more_runs(mean: float, sd: float, n: int, target: float, p: float, known: bool) -> int | None:
-    """Return how many more runs with this mean and sd would reach p; None where no number of runs is likely to."""
+    """Return how many more runs with this mean and sd would reach a one-sided ``p``; None above MOST_RUNS."""
     if mean >= target:
         return None
     for total in range(max(n, 1), MOST_RUNS + 1):
@@ -94,50 +95,48 @@ def better_than(
     positive for a better child.
     """
     gain = fmean(parent) - fmean(child) + price * steps_saved
-    error = sigma * math.sqrt(1 / len(child) + 1 / len(parent))
-    if error == 0:
-        return Test(math.copysign(math.inf, gain) if gain else 0.0, _certain(gain))
-    return Test(gain / error, float(ndtr(-gain / error)))
+    z = _statistic(gain, sigma * math.sqrt(1 / len(child) + 1 / len(parent)))
+    return Test(z, float(ndtr(-z)))
 
 
 def price_per_step(lengths: Mapping[int, Sequence[float]]) -> float | None:
     """Return the loss that one more step is worth, from final losses by number of steps; None for fewer than two.
 
-    The runs must differ in the length of their schedule only: how a loss falls within one run says nothing of this,
-    because its learning rate is falling too. Least squares over all runs.
+    The runs must differ in the length of their schedule only. A single run's curve cannot give this: its learning rate
+    decays along it. Least squares over all runs.
     """
-    points = [(float(steps), loss) for steps, losses in lengths.items() for loss in losses]
-    if len({steps for steps, _ in points}) < 2:
+    steps = [length for length, losses in lengths.items() for _ in losses]
+    if len(set(steps)) < 2:
         return None
-    middle, level = fmean(steps for steps, _ in points), fmean(loss for _, loss in points)
-    spread = sum((steps - middle) ** 2 for steps, _ in points)
-    return -sum((steps - middle) * (loss - level) for steps, loss in points) / spread
+    return -linear_regression(steps, [loss for losses in lengths.values() for loss in losses]).slope
 
 
-def paired_ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]], confidence: float = 0.95) -> Ratio:
-    """Return how long B takes over A from rounds of (times of A, times of B), each made in turn on one machine.
+def paired_ratio(rounds: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Ratio:
+    """Return B's time over A's from one or more rounds of (times of A, times of B), each interleaved on one machine.
 
-    A round is one observation, the difference of mean logarithms: what drifts evenly through A B B A falls out. The
-    interval is Student's over rounds.
+    A round is one observation, the difference of mean logarithms: linear drift through A B B A cancels. The interval is
+    Student's over rounds.
     """
     logs = [fmean(map(math.log, b)) - fmean(map(math.log, a)) for a, b in rounds]
-    if len(logs) < 2:
-        return Ratio(math.exp(logs[0]), None, None, 1)
-    middle, n = fmean(logs), len(logs)
-    half = float(stdtrit(n - 1, (1 + confidence) / 2)) * stdev(logs) / math.sqrt(n)
-    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half), n)
+    n = len(logs)
+    return _ratio(fmean(logs), stdev(logs) / math.sqrt(n) if n > 1 else None, n - 1, n)
 
 
-def unpaired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Ratio:
-    """Return how long B takes over A from times that were not made in turn: Welch's interval of the mean logarithms."""
+def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """Return B's time over A's from separate runs, with Welch's interval of the mean logarithms."""
     logs = [[math.log(seconds) for seconds in times] for times in (a, b)]
     middle = fmean(logs[1]) - fmean(logs[0])
     n = min(len(a), len(b))
     if n < 2:
-        return Ratio(math.exp(middle), None, None, n)
+        return _ratio(middle, None, 0, n)
     parts = [stdev(group) ** 2 / len(group) for group in logs]
-    if not sum(parts):
-        return Ratio(math.exp(middle), math.exp(middle), math.exp(middle), n)
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(g) - 1) for part, g in zip(parts, logs, strict=True))
-    half = float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(sum(parts))
-    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half), n)
+    squares = sum(part**2 / (len(group) - 1) for part, group in zip(parts, logs, strict=True))
+    return _ratio(middle, math.sqrt(sum(parts)), sum(parts) ** 2 / squares if squares else 1.0, n)
+
+
+def _ratio(log: float, error: float | None, freedom: float, n: int) -> Ratio:
+    """Return the ratio and its interval from its logarithm, that one's standard error and degrees of freedom."""
+    if error is None:
+        return Ratio(math.exp(log), None, None, n)
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * error
+    return Ratio(math.exp(log), math.exp(log - half), math.exp(log + half), n)

@@ -1,4 +1,7 @@
-"""Causal attention over packed lanes: masks, a reference that runs anywhere, and the choice of backend."""
+"""Causal attention over packed sequences: masks, a reference implementation, and backend dispatch.
+
+A lane is one row of a batch; it holds several documents, one after the other.
+"""
 
 import math
 from functools import partial
@@ -10,41 +13,41 @@ from jax.sharding import PartitionSpec
 
 from jspeed.errors import BadInput, nearest
 from jspeed.model.kernels import attention_backends
-from jspeed.model.kv_cache import Open, opened, written
+from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
 
 BACKENDS = ("xla", "triton", "cudnn", "fa4", "splash")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
-"""Lanes of more query blocks than this are looped over instead of written out."""
+"""Lanes of more query blocks than this run as a loop instead of unrolled."""
 
 
 class Documents(NamedTuple):
-    """Which document every token of a batch lies in. Made once by :func:`find_documents`, read by every layer."""
+    """Document index of every token. Made once by :func:`find_documents`, read by every layer."""
 
     ids: jax.Array
-    """int32 ``[B, T]``: 0 for the first piece of the lane, one more at every document start after it."""
+    """int32 ``[B, T]``: 0 for the first document of the lane, one more at every document start after it."""
     offsets: jax.Array | None = None
-    """int32 ``[B, max_docs + 1]``: where each piece starts, then T; None without ``max_docs``."""
+    """int32 ``[B, max_docs + 1]``: where each document starts, then T; None without ``max_docs``."""
 
 
 def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = None) -> Documents:
-    """Number the documents of each lane, and with ``max_docs`` say where they start, as the loader's own table does.
+    """Number the documents of each lane, and with ``max_docs`` return where they start, as the loader's own table does.
 
-    A document starts at every ``bos_id``. A lane need not begin with one: its first piece starts at 0 either way,
-    so that a lane of n pieces always fills n slots. When a lane has more than ``max_docs`` pieces, its last offset
-    is less than T, which is how the backends that read offsets know. The loader refuses such lanes in training
+    A document starts at every BOS token ``bos_id``. A lane need not begin with one: its first document starts at 0
+    either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents,
+    its last offset is less than T, by which backends detect the overflow. The loader refuses such lanes in training
     (DocOverflowError).
     """
     ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
-    if cache := opened():
-        return Documents(_numbered_on(cache, ids_BT))
+    if cache := active_cache():
+        return Documents(_continue_document_ids(cache, ids_BT))
     ids_BT -= ids_BT[:, :1]
     if max_docs is None:
         return Documents(ids_BT)
     if max_docs < 1:
         raise BadInput(f"max_docs={max_docs}, but a lane holds at least one document; give 1 or more")
-    # A binary search in the sorted ids, because what scatters (nonzero, bincount) is a loop of contended atomics on
-    # the GPU with jaxlib 0.10.2; unrolled, because a loop of log2(T) tiny steps costs more to launch than to run.
+    # A binary search in the sorted ids, because scatters (nonzero, bincount) are a loop of contended atomics on the GPU
+    # with jaxlib 0.10.2; unrolled, because a loop of log2(T) tiny steps costs more to launch than to run.
     search = partial(jnp.searchsorted, v=jnp.arange(max_docs + 1, dtype=jnp.int32), method="scan_unrolled")
     return Documents(ids_BT, jax.vmap(search)(ids_BT).astype(jnp.int32))
 
@@ -69,10 +72,10 @@ def attention(
     ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
     :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
     ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
-    than ``max_docs`` documents gives NaN, never a silently wrong mask. ``marked`` says that its queries are NaN already
-    (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them. Where a mesh has an axis
-    that XLA divides the work over, heads are spread over it. Raises BadInput for what a backend cannot do, and for
-    heads that do not divide.
+    than ``max_docs`` documents gives NaN, never a silently wrong mask. ``marked``: the caller has already made the
+    queries of such lanes NaN (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them.
+    Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
+    for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -80,7 +83,7 @@ def attention(
         )
     if window is not None and window < 1:
         raise BadInput(f"attention window={window}, but it counts the query itself; give 1 or more, or None")
-    if cache := opened():
+    if cache := active_cache():
         return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
         window = None
@@ -98,16 +101,21 @@ def attention(
             "or choose backend 'xla'"
         )
     offsets_BO = None if documents is None else documents.offsets
-    path = getattr(attention_backends, backend)
-    run = partial(path, scale=scale, offsets_BO=offsets_BO, window=window, marked=marked)
-    return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
+
+    def with_offsets(q_BTHK, k_BTHK, v_BTHK):
+        if offsets_BO is not None and not marked:
+            q_BTHK = attention_backends.nan_where_overflown(q_BTHK, offsets_BO)
+        path = getattr(attention_backends, backend)
+        return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window)
+
+    return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK)
 
 
 def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
     """Run ``path(q, k, v)`` with heads sharded over the mesh axes that XLA partitions."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
-    if not axes or mesh.are_all_axes_auto:  # outside of shard_map XLA may do as it likes
+    if not axes or mesh.are_all_axes_auto:  # outside of shard_map XLA partitions freely
         return path(q_BTHK, k_BTHK, v_BTHK)
     devices, heads = math.prod(mesh.shape[axis] for axis in axes), q_BTHK.shape[2]
     if heads % devices:
@@ -120,23 +128,23 @@ def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
     )
 
 
-def _numbered_on(cache: Open, ids_BT: jax.Array) -> jax.Array:
-    """Count document starts on from the last token of each row that ``cache`` holds, and remember the numbers."""
+def _continue_document_ids(cache: CacheStep, ids_BT: jax.Array) -> jax.Array:
+    """Continue numbering documents after the last token of each row in ``cache``, and append the numbers to it."""
     before_B = jnp.take_along_axis(cache.cache.documents_BS, jnp.maximum(cache.start_B - 1, 0)[:, None], axis=1)[:, 0]
     ids_BT += jnp.where(cache.start_B > 0, before_B, 0)[:, None]
-    cache.cache = cache.cache._replace(documents_BS=written(cache.cache.documents_BS, ids_BT, cache.start_B))
+    cache.cache = cache.cache._replace(documents_BS=write_rows(cache.cache.documents_BS, ids_BT, cache.start_B))
     return ids_BT
 
 
-def _cached(cache: Open, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
-    """Attend from the next tokens of each row to them and to all that ``cache`` holds of it."""
-    k_BSHK, v_BSHK = cache.keep(k_BTHK), cache.keep(v_BTHK)
+def _cached(cache: CacheStep, q_BTHK, k_BTHK, v_BTHK, scale, documents, window):
+    """Attend from the next tokens of each row to themselves and to the row's cached tokens."""
+    k_BSHK, v_BSHK = cache.append(k_BTHK), cache.append(v_BTHK)
     seen_BTS = cached_mask(cache, q_BTHK.shape[1], k_BSHK.shape[1], documents, window)
     return _weighted(q_BTHK, k_BSHK, v_BSHK, seen_BTS[:, None], scale)
 
 
-def cached_mask(cache: Open, length: int, size: int, documents: Documents | None, window: int | None) -> jax.Array:
-    """Return which of ``size`` kept keys each of the next ``length`` queries sees: bool ``[B, T, S]``."""
+def cached_mask(cache: CacheStep, length: int, size: int, documents: Documents | None, window: int | None) -> jax.Array:
+    """Return which of ``size`` cached keys each of the next ``length`` queries sees: bool ``[B, T, S]``."""
     t_BT1 = cache.positions_BT(length)[..., None]
     s_11S = jnp.arange(size, dtype=jnp.int32)[None, None]
     seen_BTS = s_11S <= t_BT1
@@ -161,14 +169,14 @@ def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, wi
 
 
 def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale):
-    """Softmax over the keys that ``seen`` (bool, broadcast to ``[B, H, T, S]``) leaves, then the mean of values."""
+    """Softmax over the keys where ``seen`` (bool, broadcast to ``[B, H, T, S]``), then the weighted sum of values."""
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
     weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1)
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 
 def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
-    """Every block of queries written out, each with exactly the keys that one of them sees: fastest, long program."""
+    """Unrolled over blocks of queries, each with the keys in its range: fastest, but a large program."""
     length = q_BTHK.shape[1]
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
@@ -182,7 +190,7 @@ def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
 
 
 def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
-    """One block of queries as the body of two loops: the program does not grow with T.
+    """Two loops over blocks of queries: the program does not grow with T.
 
     The lane is cut into spans no shorter than the window, so that a query sees its own span and the one before. The
     outer loop carries spans, the inner one slices keys out of two of them: sliced out of the whole lane instead,
@@ -211,7 +219,7 @@ def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
             k, v, key_ids = (jax.lax.dynamic_slice_in_dim(x, first, keys, axis=1) for x in of_keys)
             t_T = begin + start + jnp.arange(QUERY_BLOCK)
             s_S = begin - before + first + jnp.arange(keys)
-            s_S = jnp.where(s_S < 0, length + span, s_S)  # nothing lies before the lane: out of sight, as the future
+            s_S = jnp.where(s_S < 0, length + span, s_S)  # positions before the lane are masked like future ones
             return _block(q_BTHK, k, v, t_T, s_S, query_ids_BT, key_ids, scale, window)
 
         starts = jnp.arange(0, span, QUERY_BLOCK)

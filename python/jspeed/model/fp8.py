@@ -1,4 +1,8 @@
-"""FP8 matmuls with one scale per operand, for Hopper's FP8 tensor cores."""
+"""FP8 matmuls with one scale per operand, for Hopper's FP8 tensor cores.
+
+Scales are constants (:func:`matmul`), current (measured before the cast) or delayed: taken from the amax, the largest
+absolute value, of the step before. Parameters called ``largest`` hold such an amax.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -10,8 +14,10 @@ from jax.lax import Precision
 from jax.typing import DTypeLike
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3_MAX, E5M2_MAX = 448.0, 57_344.0
 GRADIENT_MARGIN = 16.0
-"""Room that a gradient has to grow in a step before it is clipped: 4 of the 31 powers of two that e5m2 has."""
+"""Headroom: the factor by which a gradient's amax may grow in a step before values are clipped: 4 of e5m2's 31 powers
+of two."""
 
 
 class Scales(NamedTuple):
@@ -29,7 +35,7 @@ class Scales(NamedTuple):
 
 
 def quantise(a: jax.Array, scale: float | jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return ``a / scale`` in an 8-bit ``dtype``; what does not fit becomes its largest value, NaN stays NaN."""
+    """Return ``a / scale`` in an 8-bit ``dtype``; values outside its range are clipped, NaN stays NaN."""
     limit = float(jnp.finfo(dtype).max)
     # The cast itself turns an e4m3 overflow into NaN.
     return jnp.clip(a.astype(jnp.float32) * (1 / scale), -limit, limit).astype(dtype)
@@ -54,22 +60,26 @@ def head(w_VD: jax.Array, x: jax.Array, *, scales: Scales | None) -> jax.Array:
 
 
 def forward_matmul(x: jax.Array, w_VD: jax.Array, x_scale: jax.Array | None = None) -> jax.Array:
-    """Return ``x @ w_VD.T`` with e4m3 operands, whose gradients are those of the matmul in ``x.dtype``.
+    """Return ``x @ w_VD.T`` by an FP8 matmul (e4m3), whose gradients are matmuls in ``x``'s dtype.
 
-    ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales are measured, exactly what brings the largest entry to 448, but
-    for ``x_scale`` where it is given: a scalar, by which ``x`` is divided; what then does not fit is clipped.
+    ``[..., D]``, ``[V, D]`` -> ``[..., V]``. Scales bring the largest entry to 448, e4m3's largest. ``x_scale``, a
+    scalar, replaces that of ``x``; values that then do not fit are clipped.
     """
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
     return _forward_matmul(x.reshape(-1, x.shape[-1]), w_VD, *scales).reshape(*x.shape[:-1], w_VD.shape[0])
 
 
 def scale_of(a: jax.Array, dtype: DTypeLike, scale: jax.Array | None = None) -> jax.Array:
-    """Return ``scale``, or what brings the largest entry of ``a`` to 448: a scalar of ``dtype``, the compute dtype.
+    """Return ``scale``, or if it is None the one that brings the largest entry of ``a`` to e4m3's largest, 448.
 
-    Rounded, because the factor that undoes the division is.
+    As :func:`as_scale` returns it.
     """
-    scale = jnp.max(jnp.abs(a)).astype(jnp.float32) / 448 if scale is None else scale
-    return jnp.maximum(scale, 1e-12).astype(dtype)
+    return as_scale(jnp.max(jnp.abs(a)).astype(jnp.float32) / E4M3_MAX if scale is None else scale, dtype)
+
+
+def as_scale(scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return ``scale`` in ``dtype``, the compute dtype, and above 0. Rounded, because the factor that undoes it is."""
+    return jnp.maximum(scale, max(1e-12, float(jnp.finfo(dtype).tiny))).astype(dtype)
 
 
 @jax.custom_vjp
@@ -82,7 +92,7 @@ def _forward_only(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale:
 
 
 def _rounded_dot(x_ND: jax.Array, w_VD: jax.Array, x_scale: jax.Array, w_scale: jax.Array):
-    """``x @ w_VD.T`` of the operands in e4m3, and these."""
+    """Return ``x @ w_VD.T`` of the operands in e4m3, and both operands so."""
     q_ND, q_VD = (quantise(a, scale.astype(jnp.float32), E4M3) for a, scale in ((x_ND, x_scale), (w_VD, w_scale)))
     return dot(q_ND, q_VD, (1, 1), (x_scale, w_scale), x_ND.dtype, Precision.DEFAULT), q_ND, q_VD
 
@@ -106,86 +116,73 @@ def measured_matmul(
     *,
     own_kernels: bool = False,
 ) -> jax.Array:
-    """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2 times what is kept of
-    the forward pass, both operands in e4m3.
+    """:func:`forward_matmul` whose gradients are FP8 matmuls too: the incoming gradient in e5m2, times the operands
+    that the forward pass rounded to e4m3.
 
-    Before it is rounded the gradient is divided by GRADIENT_MARGIN x ``largest`` / 57,344. ``largest`` is a scalar
-    parameter, whose own gradient is ``share`` x the largest |gradient| of this step after rounding, as :func:`watch`
-    has it; while it is 0, nothing has been measured and nothing is divided.
+    The gradient has a delayed scale: it is divided by GRADIENT_MARGIN x ``largest`` / 57,344. ``largest`` is a scalar
+    parameter; its own gradient is ``share`` x the amax of this step's rounded gradient, as :func:`watch` has it. While
+    it is 0, before the first step, the scale is 1.
 
     With ``own_kernels`` the incoming gradient is rounded by :mod:`jspeed.model.kernels.fp8_cast`, on Hopper in bf16
-    where rows and V are multiples of 128: the same, but its largest entry needs no pass of its own. ``x`` is left to
-    XLA, which rounds it, by rows and by columns, where it is made: for a kernel it would be written in bf16 first.
+    where rows and V are multiples of 128: the same numbers, without a pass for the amax. ``x`` is left to XLA, which
+    rounds it where it is computed, row-major and transposed: a kernel would need it in bf16 in memory first.
     """
     x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
-    x_ND, run = x.reshape(-1, x.shape[-1]), _measured_matmul
+    x_ND = x.reshape(-1, x.shape[-1])
     if own_kernels:
         from jspeed.model.kernels import fp8_cast  # slow to import, and most runs do without
 
-        run = _measured_in_own_kernels if fp8_cast.fits(x_ND.shape[0], w_VD.shape[0]) else run
-    y_NV = run(x_ND, w_VD, largest, share, *scales)
+        own_kernels = fp8_cast.fits(x_ND.shape[0], w_VD.shape[0])
+    y_NV = _measured_matmul(x_ND, w_VD, largest, share, *scales, own_kernels)
     return y_NV.reshape(*x.shape[:-1], w_VD.shape[0])
 
 
-@jax.custom_vjp
-def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale):
-    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _measured_matmul(x_ND, w_VD, largest, share, x_scale, w_scale, own_kernels):
+    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, own_kernels)[0]
 
 
-def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale):
+def _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale, own_kernels):
     y_NV, q_ND, q_VD = _rounded_dot(x_ND, w_VD, x_scale, w_scale)
     return y_NV, (q_ND, q_VD, largest, share, x_scale, w_scale, w_VD[:0])
 
 
-def _measured_backward(saved, g_NV):
+def _measured_backward(own_kernels, saved, g_NV):
     q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
     scale = gradient_scale(largest, x_scale.dtype)
-    q_NV = quantise(g_NV, scale.astype(jnp.float32), E5M2)
+    if own_kernels:
+        from jspeed.model.kernels import fp8_cast
+
+        q_NV, by_v, amax = fp8_cast.cast(g_NV, scale.astype(jnp.float32), E5M2)
+        over = (1, 0)
+    else:
+        q_NV = by_v = quantise(g_NV, scale.astype(jnp.float32), E5M2)
+        over = (0, 0)
     dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
-    dw_VD = dot(q_NV, q_ND, (0, 0), (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
-    # Of the rounded gradient, which a margin of 16 can bear: so the gradient itself need not go through memory.
-    most = jnp.max(jnp.abs(q_NV.astype(jnp.float32))) * scale.astype(jnp.float32) * share
-    return dx_ND, dw_VD, most.astype(largest.dtype), None, None, None
+    dw_VD = dot(by_v, q_ND, over, (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
+    # Amax of the rounded gradient: a margin of 16 absorbs the rounding, and the unrounded one is never in memory.
+    amax = jnp.max(amax if own_kernels else jnp.abs(q_NV.astype(jnp.float32))) * scale.astype(jnp.float32) * share
+    return dx_ND, dw_VD, amax.astype(largest.dtype), None, None, None
 
 
 _measured_matmul.defvjp(_measured_forward, _measured_backward)
 
 
-@jax.custom_vjp
-def _measured_in_own_kernels(x_ND, w_VD, largest, share, x_scale, w_scale):
-    return _measured_forward(x_ND, w_VD, largest, share, x_scale, w_scale)[0]
-
-
-def _backward_in_own_kernels(saved, g_NV):
-    from jspeed.model.kernels import fp8_cast
-
-    q_ND, q_VD, largest, share, x_scale, w_scale, w_0D = saved
-    scale = gradient_scale(largest, x_scale.dtype)
-    q_NV, q_VN, most = fp8_cast.cast(g_NV, scale.astype(jnp.float32), E5M2)
-    dx_ND = dot(q_NV, q_VD, (1, 0), (scale, w_scale), x_scale.dtype, Precision.HIGHEST)
-    dw_VD = dot(q_VN, q_ND, (1, 0), (scale, x_scale), w_0D.dtype, Precision.HIGHEST)
-    most = jnp.max(most) * scale.astype(jnp.float32) * share
-    return dx_ND, dw_VD, most.astype(largest.dtype), None, None, None
-
-
-_measured_in_own_kernels.defvjp(_measured_forward, _backward_in_own_kernels)
-
-
 def gradient_scale(largest: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return what a gradient is divided by before it is rounded to e5m2, when in the step before ``largest`` was its
-    largest: a scalar of ``dtype``, 1 while ``largest`` is 0."""
-    limit = float(jnp.finfo(E5M2).max)
-    scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / limit, 1.0)
-    return scale_of(scale, dtype, scale)
+    """Return the delayed scale of a gradient in e5m2, from ``largest``, its amax (largest |gradient|) in the step
+    before: a scalar of ``dtype``, 1 while ``largest`` is 0."""
+    scale = jnp.where(largest > 0, GRADIENT_MARGIN * largest.astype(jnp.float32) / E5M2_MAX, 1.0)
+    return as_scale(scale, dtype)
 
 
 @jax.custom_vjp
 def watch(x: jax.Array, largest: jax.Array, share: float) -> jax.Array:
-    """Return ``x``; the gradient with respect to the scalar ``largest`` is ``share`` x the largest |``x``|.
+    """Return ``x``; the gradient with respect to the scalar ``largest`` is ``share`` x amax(``x``).
 
-    So a parameter that is set to its gradient (:func:`jspeed.optim.slow.measured`) keeps this step's maximum for
-    the next one; with shares that add up to 1, the mean over micro-batches and devices.
+    Implements delayed scaling: an optimizer that sets the parameter ``largest`` to its gradient
+    (:func:`jspeed.optim.slow.measured`) keeps this step's amax for the next one; with shares that add up to 1, the mean
+    over micro-batches and devices.
     """
     return x
 
@@ -208,7 +205,7 @@ def _forward(x_ND: jax.Array, w_VD: jax.Array, scales: Scales | None):
         factors = _as_multiplied(scales.x, x_ND.dtype), _as_multiplied(scales.w, x_ND.dtype)
         q_ND, q_VD = (quantise(a, scale, E4M3) for a, scale in zip((x_ND, w_VD), factors, strict=True))
     y_NV = dot(q_ND, q_VD, (1, 1), factors, x_ND.dtype, Precision.DEFAULT)
-    # The operands are kept as they were multiplied; the originals only lend their dtypes.
+    # The operands are kept as they were multiplied; the originals are saved for their dtypes only.
     return y_NV, (q_ND, q_VD, x_ND[:0], w_VD[:0])
 
 
@@ -228,7 +225,7 @@ _matmul.defvjp(_forward, _backward)
 
 
 def _as_multiplied(scale: float, dtype: DTypeLike) -> float:
-    """Return ``scale`` as the nearest number that ``dtype`` has, so that multiplying undoes the division exactly."""
+    """Return ``scale`` rounded to ``dtype``, so that multiplying undoes the division exactly."""
     return float(np.asarray(scale, jnp.dtype(dtype)))
 
 
@@ -240,7 +237,11 @@ def dot(
     dtype: DTypeLike,
     precision: Precision,
 ) -> jax.Array:
-    """Multiply matrices over axes ``contract``, one of each, times ``factors``, one for each: in ``dtype``."""
+    """Multiply matrices ``a`` and ``b`` (2-d), contracting axis ``contract[0]`` of ``a`` with ``contract[1]`` of ``b``.
+
+    Each is first multiplied by its factor; the result is of ``dtype``. For FP8 operands ``precision`` DEFAULT means
+    fast accumulation, HIGHEST fp32.
+    """
     over = (contract[:1], contract[1:]), ((), ())
     if factors:
         # At its operand, where XLA's rewriter makes it a scale of the cuBLASLt call: after the matmul it would be one

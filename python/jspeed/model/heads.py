@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, attention, cached_mask
-from jspeed.model.kv_cache import opened
+from jspeed.model.kv_cache import active_cache
 
 
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:
-    """Lay heads h and h + H/2 behind one another, token by token: ``[B, T, H, K]`` to ``[B, 2T, H/2, K]``.
+    """Interleave heads h and h + H/2 along the sequence: ``[B, T, H, K]`` to ``[B, 2T, H/2, K]``.
 
-    A query then sees the keys of both heads: all of its own position if its head comes second, only its own
-    head's there if it comes first (modded-nanogpt, record 58). Reshape the result back to take them apart.
+    A query then attends to the keys of both heads; at its own position the first head sees only its own key, the second
+    both (modded-nanogpt, record 58). Reshape the result back to separate them.
     """
     rows, length, heads, width = x_BTHK.shape
     return x_BTHK.reshape(rows, 2 * length, heads // 2, width)
@@ -29,18 +29,21 @@ def attention_in_pairs(
 
 
 def pair_positions(length: int) -> jax.Array:
-    """Positions by which the heads of a pair turn: fp32 ``[T, 2]``, 2t for even heads and 2t + 1 for odd ones."""
+    """Positions by which the heads of a pair rotate: fp32 ``[T, 2]``, 2t for even heads and 2t + 1 for odd ones."""
     return 2.0 * jnp.arange(length)[:, None] + jnp.arange(2)[None, :]
 
 
 def pair_documents(documents: Documents) -> Documents:
-    """Documents of twice as many tokens, as :func:`pair_heads` lays them."""
+    """Documents of the interleaved sequence of :func:`pair_heads`, of twice as many tokens."""
     offsets_BO = documents.offsets
     return Documents(jnp.repeat(documents.ids, 2, axis=1), None if offsets_BO is None else 2 * offsets_BO)
 
 
 def without_own_value(y_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax.Array:
-    """Take tanh(``alpha``) of what each head's output has of its own token's value out of it (XSA, record 82)."""
+    """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own value (XSA, record 82).
+
+    ``[B, T, H, K]`` in the dtype of the arguments, which are of one dtype.
+    """
     along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8)
     return y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
 
@@ -59,19 +62,19 @@ def composed(
 ) -> jax.Array:
     """Attend once more within ``window`` tokens, with probabilities that each token mixes over heads.
 
-    Every head's softmax over the last ``window`` tokens of the document is weighted by ``take_BTH``, scaled to a
-    root mean square of 1 over heads; the sum weighs the values of all heads, and each head gets ``give_BTH`` of its
-    own: ``[B, T, H, K]``, to be added to the output of attention (Xiao et al. 2024, DCMHA; record 85).
+    Every head's softmax over the last ``window`` tokens of the document is weighted by ``take_BTH``, scaled to a root
+    mean square of 1 over heads. The sum over heads weighs every head's values, and head h gets ``give_h`` times the
+    result: ``[B, T, H, K]``, to be added to the output of attention (Xiao et al. 2024, DCMHA; record 85).
 
-    With ``own_kernels`` scores stay on the chip (:mod:`jspeed.model.kernels.composed_heads`): the same to rounding, on
-    Hopper in bf16 alone, with windows of at most 129 tokens. An open key-value cache does without them.
+    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.composed_heads`): equal up to rounding,
+    on Hopper in bf16 only, with windows of at most 129 tokens. An active KV cache does without them.
     """
     rows, length, heads, width = q_BTHK.shape
     take_BTH = take_BTH.astype(jnp.float32)
     take_BTH *= jax.lax.rsqrt(jnp.mean(jnp.square(take_BTH), axis=-1, keepdims=True) + 1e-6)
     give_BTH1 = give_BTH[..., None].astype(v_BTHK.dtype)
-    if cache := opened():
-        k_BSHK, v_BSHK = cache.keep(k_BTHK), cache.keep(v_BTHK)
+    if cache := active_cache():
+        k_BSHK, v_BSHK = cache.append(k_BTHK), cache.append(v_BTHK)
         seen_BTS = cached_mask(cache, length, k_BSHK.shape[1], documents, window)
         q, k, v, take, seen = (x[:, None] for x in (q_BTHK, k_BSHK, v_BSHK, take_BTH, seen_BTS))  # one block
         return _mixed(q, k, v, take, seen, scale)[:, 0] * give_BTH1
@@ -111,8 +114,8 @@ def _mixed(q_BNIHK, k_BNJHK, v_BNJHK, take_BNIH, seen_BNIJ, scale: float) -> jax
 def _scores(q_BNIHK: jax.Array, k_BNJHK: jax.Array) -> jax.Array:
     """Dot products of queries and keys, fp32 ``[B, N, H, I, J]``.
 
-    Their gradient is multiplied in the dtype of the operands, as attention kernels do: JAX's own would be fp32, and
-    twice the bytes.
+    The matmuls of their gradient are in the dtype of the operands, as in attention kernels: JAX's own would be in fp32,
+    and twice the bytes.
     """
     return jnp.einsum("bnihk,bnjhk->bnhij", q_BNIHK, k_BNJHK, preferred_element_type=jnp.float32)
 

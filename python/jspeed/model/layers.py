@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn import initializers
 
-from jspeed.model.kv_cache import opened
+from jspeed.model.kv_cache import active_cache
 
 
 @jax.custom_vjp
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """Return the rows of ``table_VD`` that integer ``tokens_BT`` below V name: ``[B, T, D]`` in the table's dtype.
+    """Return rows ``tokens_BT`` (integers below V) of ``table_VD``: ``[B, T, D]`` in the table's dtype.
 
     The gradient is summed in fp32 and cast to the table's dtype once. JAX's own adds bf16 to bf16: the sum of a
     frequent token stops growing, and colliding bf16 additions are some 20 times slower on GPUs (openxla/xla issue
@@ -22,7 +22,7 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
 
 
 def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array):
-    # The table only lends its shape and dtype to the backward pass.
+    # The table is saved for its shape and dtype only.
     return table_VD[tokens_BT], (table_VD, tokens_BT)
 
 
@@ -49,8 +49,8 @@ def rms_norm(x: jax.Array) -> jax.Array:
 def scaled(weights: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Return ``weights`` x ``scale``, an fp32 scalar, in the dtype of ``weights``.
 
-    The same as scaling what they multiply, but neither that nor its gradient goes through memory once more, and the
-    gradient of ``scale`` is a sum over weights instead of activations.
+    The same as scaling activations, without another pass over them or their gradients, and the gradient of ``scale`` is
+    a sum over weights instead of activations.
     """
     return weights if scale is None else (weights.astype(jnp.float32) * scale).astype(weights.dtype)
 
@@ -73,7 +73,7 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
     Half-truncated as in modded-nanogpt: of K/2 frequencies the first K/4 fall from 1 to 1/``base``, the others
     are 0, so half of the channels carry no position. Same shape and dtype out.
     """
-    cache = opened()
+    cache = active_cache()
     _, length, _, width = x_BTHK.shape
     turning = width // 4
     frequency = (1.0 / base) ** jnp.linspace(0.0, 1.0, turning, dtype=jnp.float32)
@@ -90,29 +90,32 @@ def rotary(x_BTHK: jax.Array, base: float = 1024.0) -> jax.Array:
 
 
 def positions(table_PD: jax.Array, length: int) -> jax.Array:
-    """Return the rows of a table of positions for ``length`` tokens: ``[1, T, D]``, or with a cache ``[B, T, D]``."""
-    cache = opened()
+    """Return the rows of a table of positions for ``length`` tokens: ``[1, T, D]``; with a KV cache ``[B, T, D]``."""
+    cache = active_cache()
     return table_PD[None, :length] if cache is None else table_PD[cache.positions_BT(length)]
 
 
-def places(length: int) -> jax.Array:
-    """Return how many tokens lie before each of ``length`` tokens: int32 ``[1, T]``, or with a cache ``[B, T]``."""
-    cache = opened()
+def position_ids(length: int) -> jax.Array:
+    """Return the position of each of ``length`` tokens in its row: int32 ``[1, T]``, or with a KV cache ``[B, T]``."""
+    cache = active_cache()
     return jnp.arange(length, dtype=jnp.int32)[None] if cache is None else cache.positions_BT(length)
 
 
 def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
-    """Return the token ``back`` positions before each, ``fill`` where there is none: int32 ``[B, T]``."""
-    cache = opened()
+    """Return the token ``back`` positions before each, ``fill`` where there is none: ``[B, T]`` in the same dtype.
+
+    With a KV cache: in int32.
+    """
+    cache = active_cache()
     if cache is None:
         return jnp.pad(tokens_BT, ((0, 0), (back, 0)), constant_values=fill)[:, : tokens_BT.shape[1]]
-    place_BT = cache.positions_BT(tokens_BT.shape[1]) - back
-    found_BT = jnp.take_along_axis(cache.cache.tokens_BS, jnp.maximum(place_BT, 0), axis=1)
-    return jnp.where(place_BT < 0, fill, found_BT)
+    position_BT = cache.positions_BT(tokens_BT.shape[1]) - back
+    found_BT = jnp.take_along_axis(cache.cache.tokens_BS, jnp.maximum(position_BT, 0), axis=1)
+    return jnp.where(position_BT < 0, fill, found_BT)
 
 
 def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
-    """Return the sigmoid of what ``weights`` (``[n]`` or ``[n, H]``) make of the first n channels: ``[B, T]`` or
+    """Return the sigmoid of the first n channels @ ``weights`` (``[n]`` or ``[n, H]``): ``[B, T]`` or
     ``[B, T, H]`` (modded-nanogpt, record 28)."""
     return jax.nn.sigmoid(x_BTD[..., : weights.shape[0]] @ weights)
 
@@ -122,11 +125,11 @@ def relu_squared(x: jax.Array) -> jax.Array:
     return jnp.square(jnp.maximum(x, 0))
 
 
-def row_keys(seed: int, step: jax.Array, first_row: jax.Array, rows: int) -> jax.Array:
+def row_keys(seed: int, step: jax.Array | int, first_row: jax.Array | int, rows: int) -> jax.Array:
     """Return random keys for ``rows`` rows of a batch from ``first_row`` (int32 scalar) on: uint32 ``[B, 2]``.
 
-    A key depends on ``seed``, ``step`` and the row's number in the global batch alone, so it is the same on any mesh
-    and with any micro-batch (``Context.step``, ``Context.first_row``).
+    A key depends only on ``seed``, ``step`` and the row's index in the global batch, so it is the same on any mesh and
+    with any micro-batch (``Context.step``, ``Context.first_row``).
     """
     at_step = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     numbers_B = first_row + jnp.arange(rows, dtype=jnp.int32)
@@ -156,7 +159,7 @@ def mix(x: jax.Array, y: jax.Array | float, x_scale: jax.Array | float, y_scale:
 
 
 def uniform(scale: float) -> initializers.Initializer:
-    """Draw matrices ``[..., in, out]`` evenly around zero, with standard deviation ``scale`` / sqrt(in)."""
+    """Draw banks ``[n, in, out]`` uniformly around zero, with standard deviation ``scale`` / sqrt(in)."""
     return initializers.variance_scaling(scale**2, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=(0,))
 
 

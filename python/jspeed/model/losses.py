@@ -13,20 +13,20 @@ Head = Callable[[Any, jax.Array], jax.Array]
 
 @dataclass(frozen=True)
 class Softcap:
-    """A smooth elementwise function ``bend`` of fp32 logits whose values stay below ``bound``.
+    """A smooth elementwise ``function`` of fp32 logits whose values stay below ``bound``.
 
-    Because the bound is known, log-sum-exp needs no pass for the maximum. ``bend`` must stay above ``bound - 80``,
+    Because the bound is known, log-sum-exp needs no pass for the maximum. Values must stay above ``bound - 80``,
     or ``exp`` underflows in fp32.
     """
 
-    bend: Callable[[jax.Array], jax.Array]
+    function: Callable[[jax.Array], jax.Array]
     bound: float
 
 
 def sigmoid_cap(cap: float) -> Softcap:
     """``2 cap sigmoid(2 logits / cap)``, within (0, 2 ``cap``); ``cap`` at most 40.
 
-    It is ``cap tanh(logits / cap)`` (Gemma 2) moved up by ``cap``, which a softmax does not see: the form of
+    It is ``cap tanh(logits / cap)`` (Gemma 2) shifted by ``cap``, which leaves the softmax unchanged: the form of
     speedrun record 19.
     """
     return Softcap(lambda logits: 2 * cap * jax.nn.sigmoid(logits * (2 / cap)), 2 * cap)
@@ -43,9 +43,9 @@ def asymmetric_cap(bound: float, shift: float, width: float) -> Softcap:
 
 
 def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
-    """Return what the softmax sees of a head's ``logits``: fp32, bent by ``cap`` if there is one."""
+    """Return a head's ``logits`` in fp32, after the softcap if there is one."""
     logits32 = logits.astype(jnp.float32)
-    return cap.bend(logits32) if cap else logits32
+    return cap.function(logits32) if cap else logits32
 
 
 def cross_entropy(
@@ -68,7 +68,7 @@ def cross_entropy(
     that of the first.
 
     Under differentiation the gradients with respect to ``head_params`` and ``x_BTD`` are formed in the forward
-    pass, while a chunk's logits are at hand, and the backward pass only scales them: no matmul of the head is
+    pass, while a chunk's logits exist, and the backward pass only scales them: no matmul of the head is
     repeated. Over chunks the gradient of ``head_params`` accumulates in fp32.
 
     The gradient that reaches ``head`` is that of the unweighted loss: weights are first divided by the largest,
@@ -96,7 +96,7 @@ def with_prefix(
 ) -> tuple[jax.Array, jax.Array]:
     """Add a target: the prefix of the first one, if it has one, at ``share`` of its weight.
 
-    ``prefixes_V`` as :func:`jspeed.model.prefixes.longest_prefixes` gives it (modded-nanogpt, record 88).
+    ``prefixes_V`` as :func:`jspeed.model.prefixes.gpt2_prefixes` returns it (modded-nanogpt, record 88).
     """
     prefix_BT = prefixes_V[targets_NBT[0]]
     targets = jnp.maximum(prefix_BT, 0)[None]
@@ -121,7 +121,7 @@ def _forward(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
-        new, dx_BtD = pull(dlogits(read_again(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
+        new, dx_BtD = pull(dlogits(keep_low_precision(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
         return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (loss_BtN, dx_BtD)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
@@ -131,21 +131,21 @@ def _forward(head, cap, chunk, head_params, x_BTD, targets_BTN, weights_BTN):
 
 
 def _backward(head, cap, chunk, saved, cotangents):
-    return *scaled(saved, cotangents), None, None
+    return *rescale_gradients(saved, cotangents), None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
 
 
 def _loss(logits_BTV: jax.Array, targets_BTN: jax.Array, cap: Softcap | None):
-    """Return the loss of every target, and of its softmax the shift below which all exponents lie and the sum."""
+    """Return (loss of each target, shift, sum); log-sum-exp is shift + log(sum)."""
     shift_BT, sum_BT = partition_sum(cap, (logits_BTV, None))
     target_BTN = jnp.take_along_axis(logits_BTV, targets_BTN, axis=-1)
     return loss_of(target_BTN, shift_BT, sum_BT, cap), shift_BT, sum_BT
 
 
 def _hits(targets_BTN: jax.Array, share_BTN: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return where in [B, T, V] the targets are: each one's share, 0 elsewhere."""
+    """Return an array [B, T, V] with each target's share at its id, 0 elsewhere."""
     ids_BTV = jax.lax.broadcasted_iota(targets_BTN.dtype, shape, 2)
     hits_BTV = jnp.zeros(shape, jnp.float32)
     for n in range(targets_BTN.shape[-1]):
@@ -153,7 +153,7 @@ def _hits(targets_BTN: jax.Array, share_BTN: jax.Array, shape: tuple[int, ...]) 
     return hits_BTV
 
 
-# What a cross-entropy over the whole vocabulary and one over a sample of it (model/sampled.py) are made of.
+# Parts that the cross-entropy over the whole vocabulary and the one over a sample of it (model/sampled.py) share.
 
 
 def targets_last(targets_BT: jax.Array, weights_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -188,9 +188,11 @@ def loss_of(target_BTN: jax.Array, shift_BT: jax.Array, sum_BT: jax.Array, cap: 
     return (shift_BT + jnp.log(sum_BT))[..., None] - softcap(target_BTN, cap)
 
 
-def read_again(logits_BTV: jax.Array) -> jax.Array:
-    """Return ``logits_BTV`` for the gradient, after the loss has read them."""
-    # Else XLA keeps the fp32 logits of the loss for the gradient, twice the size of those it has.
+def keep_low_precision(logits_BTV: jax.Array) -> jax.Array:
+    """Return ``logits_BTV`` behind an optimization barrier.
+
+    Without it XLA keeps the loss's fp32 logits for the gradient, twice the bytes of the bf16 ones.
+    """
     return jax.lax.optimization_barrier(logits_BTV) if logits_BTV.dtype.itemsize < 4 else logits_BTV
 
 
@@ -209,14 +211,14 @@ def dlogits(
     """
     logits32_BTn = logits_BTn.astype(jnp.float32)
     slope_BTn = jnp.ones_like(logits32_BTn)
-    z_BTn, slope_BTn = jax.jvp(cap.bend, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
+    z_BTn, slope_BTn = jax.jvp(cap.function, (logits32_BTn,), (slope_BTn,)) if cap else (logits32_BTn, slope_BTn)
     p_BTn = jnp.exp(z_BTn - shift_BT[..., None]) * scale_BT[..., None]
     p_BTn = p_BTn if counts_BTn is None else counts_BTn * p_BTn
     return ((p_BTn if hits_BTn is None else p_BTn - hits_BTn) * slope_BTn).astype(logits_BTn.dtype)
 
 
-def scaled(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array, Any]) -> Any:
-    """Return gradients saved for shares of the largest weight as those for the weights, times the total's cotangent."""
+def rescale_gradients(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array, Any]) -> Any:
+    """Scale the saved gradients by the largest weight and the total's cotangent."""
     grads, largest = saved
     scale = largest * cotangents[0]
     return jax.tree.map(lambda g: (g.astype(jnp.float32) * scale).astype(g.dtype), grads)
@@ -224,7 +226,7 @@ def scaled(saved: tuple[Any, jax.Array], cotangents: tuple[jax.Array, Any]) -> A
 
 def total(loss_BTN: jax.Array, weights_BTN: jax.Array) -> jax.Array:
     """Return the weighted sum of all losses: fp32 scalar."""
-    # Row by row first: a flat fp32 sum over all tokens depends on how they are spread over devices.
+    # Row by row first: a flat fp32 sum over all tokens depends on how rows are sharded over devices.
     return jnp.sum(jnp.sum(loss_BTN * weights_BTN, axis=(1, 2)))
 
 
@@ -232,7 +234,7 @@ def over_chunks(of_chunk, carry, arrays_BT: tuple[jax.Array, ...], chunk: int | 
     """Fold ``of_chunk(carry, *slices) -> (carry, outputs)`` over slices of T; outputs are joined along T."""
     length = arrays_BT[0].shape[1]
     size = min(chunk or length, length)
-    # A loop, because chunks written out one by one depend on nothing of each other: the GPU scheduler then starts
+    # A loop, because unrolled chunks do not depend on each other: the GPU scheduler then starts
     # all their matmuls at once (26 GB instead of 2 for an evaluation row of 16 chunks).
     looped = length // size if length > size else 0
     parts = []

@@ -31,10 +31,10 @@ def padded(*rows: Sequence[float]) -> NDArray[np.float64]:
 def slots(
     kinds: Mapping[str, tuple[Sequence[int], int, float]], sets: Sequence[range]
 ) -> tuple[list[dict[tuple[str, int], int]], NDArray[np.float64]]:
-    """Lay out coefficients of several kinds: (size of each, by kind and layer, for every set; their first values).
+    """Assign coefficients to output slots: (``{(kind, layer): size}`` for each set, initial values ``[sets, slots]``).
 
-    ``kinds`` says which layers have each, how many numbers it is, and what they start at; ``sets`` which layers the
-    coefficients of one set are for.
+    ``kinds`` gives the layers, the size and the initial value of each kind of coefficient; ``sets`` the layers of each
+    set of coefficients.
     """
     sizes = [
         {(kind, layer): size for kind, (layers, size, _) in kinds.items() for layer in layers if layer in one}
@@ -44,7 +44,7 @@ def slots(
 
 
 def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
-    """Cut coefficients into ``[B, T, size]`` for each name in order; ``[B, T]`` where the size is 1."""
+    """Split coefficients by name, in order: each ``[B, T, size]``, or ``[B, T]`` where the size is 1."""
     parts = zip(sizes, jnp.split(c_BTN, list(accumulate(sizes.values())), axis=-1), strict=False)
     return {name: part if sizes[name] > 1 else part[..., 0] for name, part in parts}
 

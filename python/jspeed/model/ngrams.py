@@ -1,11 +1,11 @@
-"""Hashes of the last tokens into rows of n-gram tables, and their sign patterns."""
+"""Hash the last n tokens to rows of n-gram embedding tables, and to sign patterns."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.layers import places, token_before
+from jspeed.model.layers import position_ids, token_before
 
 SIGN_ROWS = 8192
 
@@ -13,8 +13,8 @@ SIGN_ROWS = 8192
 def ngram_rows(tokens_BT: jax.Array, order: int, rows: int) -> jax.Array:
     """Hash every token with the ``order`` - 1 before it into ``rows`` rows: int32 ``[B, T]``.
 
-    Multiplication by Knuth's 2654435769 (2^32 over the golden ratio) and a shift for each token, in uint32; orders do
-    not share a sequence of hashes, so one table may hold several. Before the first token of a row there is nothing.
+    Multiplication by Knuth's 2654435769 (2^32 over the golden ratio) and a shift for each token, in uint32; each
+    order has its own seed, so that one table can hold several. Missing tokens before the row hash as 0.
     """
     hashed_BT = jnp.full(tokens_BT.shape, order, jnp.uint32)
     for back in reversed(range(order)):
@@ -31,23 +31,23 @@ def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
     62). As there, the second token is hashed with ``rows`` - 1 in place of the first.
     """
     last = rows - 1
-    tokens_BT, place_BT = tokens_BT.astype(jnp.int32), places(tokens_BT.shape[1])
-    before_BT = jnp.where(place_BT == 1, last, token_before(tokens_BT, 1, last))
+    tokens_BT, position_BT = tokens_BT.astype(jnp.int32), position_ids(tokens_BT.shape[1])
+    before_BT = jnp.where(position_BT == 1, last, token_before(tokens_BT, 1, last))
     hashed_BT = jnp.bitwise_xor(36313 * tokens_BT, 27191 * before_BT) % last
-    return jnp.where(place_BT == 0, last, hashed_BT)
+    return jnp.where(position_BT == 0, last, hashed_BT)
 
 
 def sign_rows(tokens_BT: jax.Array) -> jax.Array:
     """Hash every token with the one before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0 at the first."""
     tokens_BT = tokens_BT.astype(jnp.int32)
     pairs_BT = jnp.bitwise_xor(token_before(tokens_BT, 1, 0), tokens_BT) % SIGN_ROWS
-    return jnp.where(places(tokens_BT.shape[1]) == 0, 0, pairs_BT)
+    return jnp.where(position_ids(tokens_BT.shape[1]) == 0, 0, pairs_BT)
 
 
 def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32) -> jax.Array:
     """Return +1 or -1 for ``width`` channels of every token, fixed for its pair of tokens: ``[B, T, width]``.
 
-    Bigrams that share a row of a table meet there with unlike signs and so disturb each other less (record 83).
+    Bigrams that collide in a table row get different sign patterns, which reduces interference (record 83).
     """
     table = jax.random.bits(jax.random.key(0), (SIGN_ROWS, -(-width // 32)), jnp.uint32)
     words_BTW = table[sign_rows(tokens_BT)]

@@ -1,4 +1,4 @@
-"""Rotary positions whose frequencies follow the attention window (YaRN), and shifts by one token."""
+"""Rotary position embedding (RoPE), YaRN for growing attention windows, and shifts by one token."""
 
 import math
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.model.kv_cache import opened
-from jspeed.model.layers import places, rms_norm
+from jspeed.model.kv_cache import active_cache
+from jspeed.model.layers import position_ids, rms_norm
 
 
 def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
@@ -20,10 +20,10 @@ def frequencies(count: int, base: float = 1024.0) -> NDArray[np.float64]:
 def yarn(
     angles: NDArray[np.float64], scale: float, windows: Sequence[int], fast: float = 32.0, slow: float = 1.0
 ) -> tuple[NDArray[np.float64], float]:
-    """Follow the longest attention window from ``windows[0]`` to ``windows[-1]`` tokens: new angles and softmax scale.
+    """Rescale rotary frequencies as the longest window grows from ``windows[0]`` to ``windows[-1]``: (angles, scale).
 
-    Frequencies that turn less than ``slow`` times in the old window are slowed down in proportion to the windows,
-    those of more than ``fast`` turns are kept, the rest lie between; the scale grows with the logarithm (Peng et
+    At each step frequencies with fewer than ``slow`` rotations per old window are scaled by old / new, those with more
+    than ``fast`` are kept, others interpolated; the softmax scale grows by the factor 1 + 0.2 log(new / old) (Peng et
     al. 2023, YaRN; modded-nanogpt, record 31).
     """
     for old, new in zip(windows, windows[1:], strict=False):
@@ -35,22 +35,22 @@ def yarn(
 
 
 def rotate(x_BTHK: jax.Array, angles: NDArray[np.float64], positions_TP: jax.Array) -> jax.Array:
-    """Turn the first ``2 len(angles)`` channels of each head by position x angle; same shape and dtype out.
+    """Rotate the first ``2 len(angles)`` channels of each head by position x angle; same shape and dtype out.
 
-    Channel c turns with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from record 58 on: the same
+    Channel c is rotated with channel c + ``len(angles)``. modded-nanogpt pairs neighbours from record 58 on: the same
     model with its columns in another order. ``positions_TP`` is ``[T, P]``, counted from the first of these tokens,
-    of P places a token: head h turns by column h modulo P.
+    with P positions for each: head h uses column h modulo P.
     """
     count, columns = len(angles), positions_TP.shape[1]
     positions_BTP = positions_TP[None]
-    if cache := opened():
+    if cache := active_cache():
         positions_BTP += columns * cache.start_B[:, None, None]
     angle_BTPF = positions_BTP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None, None]
     cos, sin = jnp.cos(angle_BTPF)[:, :, None], jnp.sin(angle_BTPF)[:, :, None]
     x = x_BTHK.reshape(*x_BTHK.shape[:2], -1, columns, x_BTHK.shape[3])
     first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
-    turned = [first * cos + second * sin, second * cos - first * sin]
-    parts = [*(part.astype(x.dtype) for part in turned), x[..., 2 * count :]]
+    rotated = [first * cos + second * sin, second * cos - first * sin]
+    parts = [*(part.astype(x.dtype) for part in rotated), x[..., 2 * count :]]
     return jnp.concatenate(parts, axis=-1).reshape(x_BTHK.shape)
 
 
@@ -65,14 +65,14 @@ def queries_and_keys(
 ) -> tuple[jax.Array, jax.Array]:
     """Split ``y_BTE`` into queries and keys of ``shape`` ``[B, T, H, K]``, normalise each head and :func:`rotate` it.
 
-    With ``look_back`` keys then are what :func:`offset_keys` makes of them.
+    With ``look_back`` keys then go through :func:`offset_keys`.
 
-    With ``own_kernels``, and no key-value cache open, that is one pass, and so is its gradient: the same to rounding
-    (:mod:`jspeed.model.kernels.qk_norm`). The pass also makes NaN of lanes with more documents than ``offsets_BO``
+    With ``own_kernels``, and no active KV cache, that is one kernel, and so is its gradient: equal up to rounding
+    (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have more documents than ``offsets_BO``
     (``Documents.offsets``) have slots: call :func:`jspeed.model.attention.attention` with ``marked``. Inside
-    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not take.
+    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not support.
     """
-    if not own_kernels or opened():
+    if not own_kernels or active_cache():
         q, k = jnp.split(y_BTE, 2, axis=-1)
         q_BTHK, k_BTHK = (rotate(rms_norm(x.reshape(shape)), angles, positions_TP) for x in (q, k))
         return q_BTHK, offset_keys(k_BTHK) if look_back else k_BTHK
@@ -82,7 +82,7 @@ def queries_and_keys(
     overflown_B = jnp.zeros(shape[0], bool) if offsets_BO is None else offsets_BO[:, -1] < shape[1]
     factor_B = jnp.where(overflown_B, jnp.nan, 1).astype(jnp.float32)
     tables = jnp.cos(angle_TPF), jnp.sin(angle_TPF)
-    return qk_norm.norm_and_turn(y_BTE, *tables, factor_B, shape[2], look_back)
+    return qk_norm.norm_and_rotate(y_BTE, *tables, factor_B, shape[2], look_back)
 
 
 def shift_right(x_BT: jax.Array) -> jax.Array:
@@ -90,10 +90,10 @@ def shift_right(x_BT: jax.Array) -> jax.Array:
 
     Across document borders too: the first token of a document gets the last of the one before.
     """
-    if cache := opened():
-        place_BT = cache.positions_BT(x_BT.shape[1]) - 1
-        before_BT = jax.vmap(lambda row, place: row[place])(cache.keep(x_BT), jnp.maximum(place_BT, 0))
-        return jnp.where(jnp.expand_dims(place_BT < 0, range(2, x_BT.ndim)), 0, before_BT)
+    if cache := active_cache():
+        position_BT = cache.positions_BT(x_BT.shape[1]) - 1
+        before_BT = jax.vmap(lambda row, position: row[position])(cache.append(x_BT), jnp.maximum(position_BT, 0))
+        return jnp.where(jnp.expand_dims(position_BT < 0, range(2, x_BT.ndim)), 0, before_BT)
     return jnp.pad(x_BT[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x_BT.ndim - 2))
 
 
@@ -105,9 +105,8 @@ def smear(x_BTD: jax.Array, gate_BT: jax.Array) -> jax.Array:
 def offset_keys(k_BTHK: jax.Array) -> jax.Array:
     """Take the second half of every key's channels from the token before, at the first token from itself.
 
-    Those channels do not turn; so one layer can look for what followed an earlier copy of the present token
-    (modded-nanogpt, record 49).
+    Those channels are not rotated. One layer can then act as an induction head (modded-nanogpt, record 49).
     """
     own, late = jnp.split(k_BTHK, 2, axis=-1)
-    first_BT11 = places(k_BTHK.shape[1])[..., None, None] == 0
+    first_BT11 = position_ids(k_BTHK.shape[1])[..., None, None] == 0
     return jnp.concatenate([own, jnp.where(first_BT11, late, shift_right(late))], axis=-1)

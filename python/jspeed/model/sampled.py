@@ -1,6 +1,6 @@
-"""Cross-entropy over a sample of the vocabulary, for training: frequent tokens exactly, the others by importance.
+"""Sampled softmax for training: frequent tokens are scored exactly, the others by importance sampling.
 
-Jean et al. 2015 (arXiv 1412.2007) and Bengio and Senecal 2008 for the idea; here the sample is stratified, without
+After Jean et al. 2015 (arXiv 1412.2007) and Bengio and Senecal 2008; here the sample is stratified, without
 replacement, and the estimate of the softmax's partition function has no bias.
 """
 
@@ -17,11 +17,11 @@ from jspeed.model.losses import (
     Head,
     Softcap,
     dlogits,
+    keep_low_precision,
     loss_of,
     over_chunks,
     partition_sum,
-    read_again,
-    scaled,
+    rescale_gradients,
     shares,
     targets_last,
     total,
@@ -29,10 +29,10 @@ from jspeed.model.losses import (
 
 
 class Sample(NamedTuple):
-    """Tokens to score. A lane is cut into G groups of consecutive tokens, of which each scores its own.
+    """Token ids to score. A lane is split into G groups of consecutive tokens, and each scores its own ids.
 
-    ``ids_GC``: int32 ids, those of one group all different; ``counts_C``: fp32, 1 / their inclusion probability.
-    ``all_E``: ids that all groups score besides, counted once.
+    ``ids_GC``: int32 ids, all different within a group; ``counts_C``: fp32, 1 / their inclusion probability. ``all_E``:
+    ids that all groups score besides, counted once.
     """
 
     ids_GC: jax.Array
@@ -41,9 +41,11 @@ class Sample(NamedTuple):
 
 
 def columns(vocabulary: int, exact: int, one_in: int) -> int:
-    """Return how many tokens :func:`draw` takes. Raises :class:`BadInput` for less than 0 exact or 1 in less than 1."""
+    """Return how many ids :func:`draw` returns. Raises :class:`BadInput` unless ``exact`` >= 0 and ``one_in`` >= 1."""
     if exact < 0 or one_in < 1:
-        raise BadInput(f"a sample of {exact} exact tokens and 1 in {one_in} of the others; give at least 0 and 1 in 1")
+        raise BadInput(
+            f"a sample of {exact} exact ids and 1 in {one_in} of the others; expected exact >= 0, one_in >= 1"
+        )
     rest = max(0, vocabulary - exact)
     return vocabulary - rest + -(-rest // one_in)
 
@@ -53,8 +55,9 @@ def count(total: jax.Array, counts_V: jax.Array, targets_BT: jax.Array, weights_
     """Return ``total``; the gradient with respect to fp32 ``counts_V`` is how often each id is in ``targets_BT`` where
     ``weights_BT`` is above 0.
 
-    So a parameter whose gradient is added to it (:func:`optax.identity`) knows how often each token has been a target
-    in all steps so far, on all devices. Its numbers are whole, hence exact up to 2^24, and no order of sums matters.
+    A parameter whose gradient is added to it (:func:`optax.identity`) then counts how often each token has been a
+    target in all steps so far, on all devices. Counts are integers, exact in fp32 up to 2^24, so the order of summation
+    does not matter.
     """
     return total
 
@@ -84,16 +87,16 @@ def draw(
     order_V: jax.Array | None = None,
     groups: int = 1,
 ) -> Sample:
-    """Draw the tokens that step ``step`` scores: the first ``exact`` of ``order_V``, and 1 in ``one_in`` of the others.
+    """Draw the ids that step ``step`` scores: the first ``exact`` of ``order_V``, and 1 in ``one_in`` of the others.
 
-    The others are cut, in their order, into strata of ``one_in`` (the last may be smaller), and one token of each is
-    drawn, evenly: so every range of frequencies is in every sample. ``order_V`` (int32, each id once) holds ids from
-    frequent to rare; None: by id. The sample depends on its arguments only, so it is the same on all devices.
+    The others are split, in their order, into strata of ``one_in`` (the last may be smaller), and one id of each is
+    drawn uniformly: every range of frequencies is in every sample. ``order_V`` (int32, each id once) holds ids from
+    frequent to rare; None: by id. The sample depends on its arguments only, so it is the same on all devices. With one
+    group all ids are in ``ids_GC``; with several, ``all_E`` holds the exact ones.
 
-    Each of several ``groups`` has a sample of its own, the next token of every stratum: with ``one_in`` groups one of
-    them scores each token of the vocabulary. Then each row of the head has a gradient in each step, from a part of the
-    step's tokens, and not now and then from all of them. Of many tokens the first scatters far less, and Adam divides
-    by what a gradient scatters.
+    Each of several ``groups`` has its own sample, the next id of every stratum: with ``one_in`` groups each id of the
+    vocabulary is scored by one of them. Every row of the head then gets a gradient in every step, from some of its
+    tokens, instead of an occasional one from all. Its variance over steps is much lower, which matters to Adam.
 
     By id is a poor approximation for GPT-2's vocabulary, whose byte pairs were merged roughly by frequency. On 1.9 M
     tokens of web text, mostly encyclopedia articles, the first 8,192 ids are 81.1 % of the tokens; the 8,192 most
@@ -107,15 +110,15 @@ def draw(
     first_S = np.arange(exact, vocabulary, one_in)
     size_S = np.minimum(vocabulary - first_S, one_in)
     key = jax.random.fold_in(jax.random.key(0), step)
-    places_S = jax.random.randint(key, (scored - exact,), 0, size_S)
-    drawn_GS = first_S[None] + (places_S[None] + np.arange(groups)[:, None]) % size_S[None]
+    offsets_S = jax.random.randint(key, (scored - exact,), 0, size_S)
+    drawn_GS = first_S[None] + (offsets_S[None] + np.arange(groups)[:, None]) % size_S[None]
     # A single group needs one matmul for all it scores.
-    apart = exact if groups > 1 else 0
-    shared_GE = jnp.broadcast_to(jnp.arange(apart, exact), (groups, exact - apart))
+    shared = exact if groups > 1 else 0
+    shared_GE = jnp.broadcast_to(jnp.arange(shared, exact), (groups, exact - shared))
     ids_GC = jnp.concatenate([shared_GE, drawn_GS], axis=1).astype(jnp.int32)
-    counts_C = np.concatenate([np.ones(exact - apart), size_S]).astype(np.float32)
+    counts_C = np.concatenate([np.ones(exact - shared), size_S]).astype(np.float32)
     order_V = jnp.arange(vocabulary, dtype=jnp.int32) if order_V is None else order_V
-    return Sample(order_V[ids_GC], jnp.asarray(counts_C), order_V[:apart])
+    return Sample(order_V[ids_GC], jnp.asarray(counts_C), order_V[:shared])
 
 
 def sampled_cross_entropy(
@@ -193,7 +196,7 @@ def _forward(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_R
         drows_RtND, dx_RtD = pull_own(dlogits(target_RtN, share_RtN, scale_Rt, shift_Rt, cap, once_RtN))
         new = []
         for (logits_RtC, counts_RtC), (_, pull) in zip(parts, scored, strict=True):
-            dw, more_RtD = pull(dlogits(read_again(logits_RtC), None, scale_Rt, shift_Rt, cap, counts_RtC))
+            dw, more_RtD = pull(dlogits(keep_low_precision(logits_RtC), None, scale_Rt, shift_Rt, cap, counts_RtC))
             new.append(dw.astype(jnp.float32))
             dx_RtD += more_RtD
         return jax.tree.map(jnp.add, dcolumns, new), (loss_of(target_RtN, shift_Rt, sum_Rt, cap), drows_RtND, dx_RtD)
@@ -206,7 +209,7 @@ def _forward(head, cap, chunk, columns, rows_RTND, x_RTD, targets_RTN, weights_R
 
 
 def _backward(head, cap, chunk, saved, cotangents):
-    return *scaled(saved, cotangents), None, None, None
+    return *rescale_gradients(saved, cotangents), None, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)
@@ -217,7 +220,7 @@ def _counts(sample: Sample, targets_RTN: jax.Array) -> list[jax.Array]:
     those that all score; and last each target, 0 if it repeats."""
     each_N = [targets_RTN[..., n, None] for n in range(targets_RTN.shape[-1])]
 
-    def left(ids_RC: jax.Array, counts_C: jax.Array) -> jax.Array:
+    def remaining_counts(ids_RC: jax.Array, counts_C: jax.Array) -> jax.Array:
         is_target_RTC = reduce(jnp.logical_or, [target_RT1 == ids_RC[:, None] for target_RT1 in each_N])
         return jnp.where(is_target_RTC, 0.0, counts_C[None, None])
 
@@ -225,4 +228,4 @@ def _counts(sample: Sample, targets_RTN: jax.Array) -> list[jax.Array]:
     if len(sample.all_E):
         parts.append((sample.all_E[None], jnp.ones(len(sample.all_E))))
     once_RTN = [jnp.all(target_RT1 != targets_RTN[..., :n], axis=-1) for n, target_RT1 in enumerate(each_N)]
-    return [*(left(*part) for part in parts), jnp.stack(once_RTN, axis=-1).astype(jnp.float32)]
+    return [*(remaining_counts(*part) for part in parts), jnp.stack(once_RTN, axis=-1).astype(jnp.float32)]

@@ -1,4 +1,4 @@
-"""Cautious weight decay: only where the update shrinks the weight anyway; and Adam with it."""
+"""Cautious weight decay, applied only where the update already shrinks the weight; Adam with it."""
 
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ class CautiousState(NamedTuple):
     step: jax.Array
 
 
-def add_cautious_decay(decay: optax.Schedule, *, at_rest: bool = False) -> optax.GradientTransformation:
+def add_cautious_decay(decay: optax.Schedule, *, where_zero: bool = False) -> optax.GradientTransformation:
     """Shrink weights by the fraction ``decay(past updates)`` where the update moves them towards zero.
 
-    Comes last in a chain: it wants the update as it is added to the weight. ``decay`` may give an array, broadcast
-    against each parameter. With ``at_rest`` weights whose update is exactly zero shrink too, as modded-nanogpt's
-    Muon has it and its Adam has not (Chen et al. 2025; records 43 and 50).
+    Comes last in a chain: it needs the update as it is added to the weight. ``decay`` may return an array, broadcast
+    against each parameter. With ``where_zero`` weights whose update is exactly zero shrink too, as in modded-nanogpt's
+    Muon, but not in its Adam (Chen et al. 2025; records 43 and 50).
     """
 
     def init(params: Any) -> CautiousState:
@@ -28,7 +28,7 @@ def add_cautious_decay(decay: optax.Schedule, *, at_rest: bool = False) -> optax
         fraction = decay(state.step)
 
         def decayed(u: jax.Array, p: jax.Array) -> jax.Array:
-            shrinks = u * p <= 0 if at_rest else u * p < 0
+            shrinks = u * p <= 0 if where_zero else u * p < 0
             return u - fraction * jnp.where(shrinks, p, 0)
 
         return jax.tree.map(decayed, updates, params), CautiousState(state.step + 1)
@@ -39,9 +39,9 @@ def add_cautious_decay(decay: optax.Schedule, *, at_rest: bool = False) -> optax
 def cautious_adam(
     learning_rate: optax.Schedule, beta1: float, beta2: float, *, eps: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """Adam whose weights shrink by ``weight_decay`` x the rate squared, where the update shrinks them too.
+    """Adam with cautious decoupled weight decay of ``weight_decay`` x rate squared.
 
-    modded-nanogpt's from record 50 on, but that ``eps`` stands beside the corrected root, as in optax.
+    modded-nanogpt's from record 50 on, except that ``eps`` is added after bias correction, as in optax.
     """
     return optax.chain(
         optax.scale_by_adam(beta1, beta2, eps),

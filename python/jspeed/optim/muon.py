@@ -1,4 +1,4 @@
-"""Muon: momentum, then the nearest orthogonal matrix, for banks of matrices of one shape at once."""
+"""Muon: momentum, then the nearest orthogonal matrix, on banks of matrices of one shape."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from jspeed.parallel.layout import on_whole_matrices
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
 # One (a, b, c) per iteration: X <- a X + (b A + c A A) X with A = X X^T.
-# Keller Jordan's quintic: five iterations take singular values from 0.0032 to 1 into 0.68 to 1.21.
+# Keller Jordan's quintic (kellerjordan.github.io/posts/muon): five iterations take singular values from 0.0032 to 1
+# into 0.68 to 1.21.
 NEWTON_SCHULZ_5: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
-# Twelve of the Newton-Schulz iteration that converges to 1 (modded-nanogpt, track 3 baseline).
+# Twelve iterations of the Newton-Schulz polynomial that converges to 1 (modded-nanogpt, track 3 baseline).
 NEWTON_SCHULZ_12: Coefficients = ((2.0, -1.5, 0.5),) * 12
 # Polar Express (Amsel et al. 2025) for five iterations, safety factor 2e-2, cushion 2; takes X / (1.02 ||X||_F + 1e-6).
 POLAR_EXPRESS: Coefficients = (
@@ -40,14 +42,14 @@ def orthogonalise(
     """Push the singular values of every matrix in ``x`` (``[..., rows, cols]``) towards 1; ``dtype`` out.
 
     One iteration per row of ``coefficients`` on X / ||X||_F, always on the wide orientation so that the Gram matrix
-    is the small one. A zero matrix stays zero. Every matrix needs all of itself: on several devices a bank is cut
-    between matrices, never through one.
+    is the small one; with POLAR_EXPRESS on X / (1.02 ||X||_F + 1e-6). A zero matrix stays zero. A device needs whole
+    matrices: :func:`jspeed.parallel.layout.on_whole_matrices` reshards banks whose matrices are sharded.
     """
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
     norm = jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)), axis=(-2, -1), keepdims=True)
-    safety, epsilon = (1.02, 1e-6) if coefficients is POLAR_EXPRESS else (1.0, 1e-7)
+    safety, epsilon = (1.02, 1e-6) if coefficients == POLAR_EXPRESS else (1.0, 1e-7)
     x = (x / (safety * norm + epsilon)).astype(dtype)
     for a, b, c in coefficients:
         gram = x @ x.mT
@@ -59,15 +61,15 @@ def scale_by_muon(
     momentum: Callable[[jax.Array], Any],
     *,
     coefficients: Coefficients = NEWTON_SCHULZ_5,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:
     """Replace each gradient bank (``[..., in, out]``) by its orthogonalised Nesterov momentum.
 
     ``momentum`` maps the number of past updates to beta: M <- beta M + (1 - beta) G, and beta M + (1 - beta) G is
     orthogonalised in ``dtype``. The update is scaled by sqrt(max(1, out / in)) so that its effect on activations
-    does not depend on the shape (modded-nanogpt, records 3-40). A bank that stores some matrices transposed gives
-    that factor itself: ``scale``, broadcast against the bank.
+    does not depend on the shape (modded-nanogpt, records 3-40). For a bank that stores some matrices transposed
+    ``scale``, broadcast against the bank, replaces that factor.
     """
 
     def init(params: Any) -> MuonState:
@@ -93,7 +95,7 @@ def muon(
     momentum: Callable[[jax.Array], Any],
     *,
     coefficients: Coefficients = NEWTON_SCHULZ_5,
-    scale: Any = None,
+    scale: ArrayLike | None = None,
     weight_decay: float = 0.0,
     dtype: Any = jnp.bfloat16,
 ) -> optax.GradientTransformation:

@@ -20,9 +20,9 @@ class NorMuonState(NamedTuple):
 def scale_by_mean_square(beta: float) -> optax.GradientTransformation:
     """Divide each row or column of every matrix (``[..., in, out]``) by its running root mean square.
 
-    The statistic is one for each index of the longer side, of the outputs when square: S <- beta S + (1 - beta)
-    mean(X^2), from 0 and not corrected for it. Each matrix keeps its Frobenius norm (Li et al. 2025, NorMuon;
-    modded-nanogpt from record 41 on).
+    One statistic per index of the longer side (per output for square matrices): S <- beta S + (1 - beta) mean(X^2),
+    from 0 without bias correction. Each matrix keeps its Frobenius norm (Li et al. 2025, NorMuon; modded-nanogpt from
+    record 41 on).
     """
 
     def short(x: jax.Array) -> int:
@@ -61,9 +61,9 @@ def normuon(
 ) -> optax.GradientTransformation:
     """Nesterov momentum, Polar Express, NorMuon's division and cautious decay, for banks ``[..., in, out]``.
 
-    The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the bank), and its weights shrink by
-    ``weight_decay`` x ``learning_rate`` x that rate, where the update shrinks them too or is zero: the decay falls
-    with the square of the schedule.
+    The rate of a matrix is ``learning_rate`` x ``scale`` (broadcast against the bank). Its weights shrink by
+    ``weight_decay`` x ``learning_rate`` x that rate where the update shrinks them or is zero: the decay falls with the
+    square of the schedule.
     """
 
     def decay(step: jax.Array) -> jax.Array:
@@ -74,7 +74,7 @@ def normuon(
         scale_by_mean_square(beta2),
         optax.stateless(lambda updates, _: jax.tree.map(lambda u: scale * u, updates)),
         optax.scale_by_learning_rate(learning_rate),
-        add_cautious_decay(decay, at_rest=True),
+        add_cautious_decay(decay, where_zero=True),
     )
 
 

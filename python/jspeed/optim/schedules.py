@@ -1,4 +1,4 @@
-"""Schedules: learning rates by stage, for batches of different size, and piecewise linear ones."""
+"""Learning-rate schedules: a peak for each training stage with one decay over all, and piecewise linear ones."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,10 +7,11 @@ import optax
 
 
 def staged(peaks: Sequence[float], starts: Sequence[int], *, fall: Mapping[int, float], floor: float) -> optax.Schedule:
-    """Constant at the peak of each stage, and on top of that one fall from peak to ``floor``.
+    """Return rate = peak x (1 - s) + ``floor`` x s.
 
-    Stage n holds from step ``starts[n]`` on at ``peaks[n]``. The share of ``floor`` runs :func:`through` ``fall``,
-    from 0 to 1, so a stage that begins meanwhile is a jump (modded-nanogpt, record 46: one straight line).
+    ``peak`` is constant in each stage (``peaks[n]`` from step ``starts[n]`` on); s rises from 0 to 1 along ``fall``, as
+    :func:`through` interpolates it. A stage that starts during the decay is a jump (modded-nanogpt, record 46: one
+    straight line).
     """
     fallen = through(fall)
 
@@ -24,9 +25,10 @@ def staged(peaks: Sequence[float], starts: Sequence[int], *, fall: Mapping[int, 
 
 
 def through(points: Mapping[int, float] | Mapping[float, float]) -> optax.Schedule:
-    """Straight lines through ``points`` (step: value, ascending); level before the first and after the last.
+    """Piecewise linear interpolation of ``points`` (step: value), constant before the first and after the last.
 
-    A sum of clipped lines: element-wise, so that it fuses into the kernel that uses it, which ``jnp.interp`` does not.
+    Steps must ascend, which is not checked. A sum of clipped lines: element-wise, so that it fuses into the kernel that
+    uses it, which ``jnp.interp`` does not.
     """
     (_, first), *_ = ends = list(points.items())
 

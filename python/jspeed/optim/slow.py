@@ -1,4 +1,4 @@
-"""Optimizer wrappers: updates every few steps, tied tables that are untied later, and measured scalars."""
+"""Optimizer wrappers: update every few steps, tie arrays and untie them later, and store measured scalars."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from jspeed.optim.cautious import cautious_adam
 
 
 def when_due(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Run ``inner`` only in calls of ``update(..., due=True)``; in others nothing moves, its state included.
+    """Run ``inner`` only in calls of ``update(..., due=True)``; otherwise updates are zero and the state is unchanged.
 
-    ``due`` is a Python bool, so a program of steps that are not due holds nothing of ``inner``. For parameters with
-    ``ParamSpec.every`` above 1, whose gradients the step sums up meanwhile: ``inner`` counts its own updates.
+    ``due`` is a Python bool, so the compiled program of a step that is not due contains nothing of ``inner``. For
+    parameters with ``ParamSpec.every`` above 1, whose gradients are summed meanwhile: ``inner`` counts its own updates.
     """
 
     def update(grads: Any, state: Any, params: Any = None, *, due: bool, **_: Any) -> tuple[Any, Any]:
@@ -36,7 +36,7 @@ def slow_adams(
     """Return cautious Adam for each group of parameters that is due every ``period`` steps.
 
     ``lines`` gives a group's peak rate, its two betas and its weight decay in units of ``decay``; ``rate`` is the
-    multiple of the peak by step, of which an update sees the last of its ``period``.
+    multiple of the peak by step; an update uses the value of the last step of its ``period``.
     """
 
     def adam(peak: float, beta1: float, beta2: float, decays: float) -> optax.GradientTransformation:
@@ -49,17 +49,17 @@ def slow_adams(
 
 
 class TiedState(NamedTuple):
-    """Number of due updates so far, int32 scalar, and the state of what is within."""
+    """Number of due updates so far, int32 scalar, and the state of the inner transformation."""
 
     step: jax.Array
     inner: Any
 
 
 def tied(updates: int, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Give all arrays the sum of their gradients for the first ``updates`` due updates of ``inner``, then each its own.
+    """Tie arrays for the first ``updates`` due updates (each gets the sum of their gradients), then untie them.
 
-    Arrays of one shape that start equal stay equal bit for bit meanwhile: they are one array, moments and all, that
-    becomes several (modded-nanogpt, record 53).
+    Arrays of one shape that start equal stay equal bit for bit while tied, moments included (modded-nanogpt, record
+    53).
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -76,5 +76,5 @@ def tied(updates: int, inner: optax.GradientTransformation) -> optax.GradientTra
 
 
 def measured() -> optax.GradientTransformation:
-    """Set every parameter to its gradient: a measurement of this step for the next (:func:`jspeed.model.fp8.watch`)."""
+    """Set every parameter to its gradient: an amax of this step for the next (:func:`jspeed.model.fp8.watch`)."""
     return optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))

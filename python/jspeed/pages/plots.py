@@ -1,4 +1,4 @@
-"""Pictures drawn by matplotlib as SVG text, the same bytes for the same content on every machine."""
+"""Draw matplotlib figures as SVG text, the same bytes for the same content on every machine."""
 
 import io
 from collections.abc import Callable
@@ -14,7 +14,7 @@ INK, EDGE, PALE = "#333333", "#999999", "#dddddd"
 
 def svg(size: tuple[float, float], draw: Callable[["Figure"], None], background: str = "white") -> str:
     """Return what ``draw`` puts into an empty figure of ``size`` inches; text in it stays text."""
-    # Imported here because it takes a second, which a run without a picture should not pay. A bare Figure needs
+    # Imported here because it takes a second, which a run without a plot should not pay. A bare Figure needs
     # neither a display nor pyplot's global state.
     import matplotlib
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Layouts: over which mesh axis each logical axis of a parameter is sharded, and when the parameter is gathered."""
+"""Layouts: over which mesh axis each logical axis of a parameter is sharded, and when parameters are gathered."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,53 +12,55 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.mesh import ROW_AXES
 from jspeed.parallel.pipeline import pipeline
-from jspeed.recipe import ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
+from jspeed.recipe import Context, ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
 
 
 @dataclass(frozen=True)
 class Layout:
     """How parameters and their optimizer state are sharded over a mesh.
 
-    ``cuts`` maps logical axes to mesh axes. Over each mesh axis an array is sharded along the first of the logical axes
-    mapped to it that it has, if that divides; else it is replicated. With ``at_use`` a layer's parameters are gathered
-    over ``data`` when the layer runs, and again for its gradient, instead of all at the start of a step; with ``remat``
-    only a layer's input is saved for its gradient, and the rest is recomputed; with ``scan`` the layers are one loop of
-    the compiled program, which is then no larger for many layers than for one.
+    ``rules`` maps logical axes to mesh axes. Over each mesh axis an array is sharded along the first of the logical
+    axes mapped to it that it has, if that divides; else it is replicated. With ``gather_per_layer`` a layer's
+    parameters are gathered over ``data`` when the layer runs, and again for its gradient, instead of all at the start
+    of a step; with ``remat`` only a layer's input is saved for its gradient, and the rest is recomputed; with ``scan``
+    the layers are one loop of the compiled program, which is then no larger for many layers than for one.
     """
 
-    cuts: Mapping[str, str]
-    at_use: bool = False
+    rules: Mapping[str, str]
+    gather_per_layer: bool = False
     remat: bool = False
     scan: bool = False
 
     @property
-    def through_matrices(self) -> bool:
+    def shards_matrices(self) -> bool:
         """Whether single matrices of a bank are sharded, not only the bank between them."""
-        return bool(self.cuts) and "matrix" not in self.cuts
+        return bool(self.rules) and "matrix" not in self.rules
 
 
 MEGATRON = {"heads": "model", "mlp": "model", "vocab": "model"}  # Shoeybi et al. 2019, arXiv 1909.08053
 LAYOUTS = {
     # Every device holds every parameter and the whole optimizer state.
     "dp": Layout({}),
-    # Each holds an equal shard and gathers to compute. Banks are sharded between matrices, as Muon needs.
+    # Each holds an equal shard and gathers to compute (ZeRO, arXiv 1910.02054). Banks are sharded between matrices, as
+    # Muon needs.
     "zero1": Layout({"matrix": "data", "row": "data", "token": "data", "vocab": "data", "model": "data"}),
-    "fsdp": Layout({"model": "data"}, at_use=True),
+    "fsdp": Layout({"model": "data"}, gather_per_layer=True),
     # Matmuls are sharded: heads, hidden units and vocabulary; activations between them are replicated.
     "tp": Layout(MEGATRON),
-    "fsdp+tp": Layout({"model": "data"} | MEGATRON, at_use=True),
+    "fsdp+tp": Layout({"model": "data"} | MEGATRON, gather_per_layer=True),
     # Each group of devices along ``pipe`` holds some of the layers.
     "pp": Layout({"layer": "pipe", "matrix": "pipe"}),
 }
 MODES = {"+remat": "remat", "+scan": "scan"}  # endings of any layout
 SMALL = 65_536  # elements; smaller arrays are not worth a reduce-scatter and a gather of their own
 WHOLE = PartitionSpec()
-# What a layer saves for its gradient when it gathers its parameters again: results of expensive primitives.
+# What a layer saves for its gradient when it gathers its parameters again: results of expensive primitives. ffi_call
+# is how JAX calls kernels of other libraries.
 KEPT = ("dot_general", "dot_product_attention_fwd_wrapper", "ffi_call")
 
 
 def find_layout(name: str) -> Layout:
-    """Return the layout called ``name``, without its endings, as they say. Raises :class:`BadInput`."""
+    """Return layout ``name`` with the flags that its suffixes set (+remat, +scan). Raises :class:`BadInput`."""
     base: str = name
     modes: dict[str, Any] = {}
     while ending := next((e for e, mode in MODES.items() if base.endswith(e) and mode not in modes), None):
@@ -76,13 +78,28 @@ def with_remat(layout: str) -> str:
     return layout if find_layout(layout).remat else layout + "+remat"
 
 
+def loops_over_layers(recipe: Recipe) -> bool:
+    """Whether ``recipe`` runs its layers through ``ctx.layer``, so that remat can recompute them."""
+    asked = []
+
+    def layer(f: Callable[..., Any]) -> Callable[..., Any]:
+        asked.append(f)
+        return f
+
+    ctx = Context(recipe.stages[0], training=True, layer=layer)
+    params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.compute or spec.dtype), recipe.parameters)
+    ids, weights = (jax.ShapeDtypeStruct((1, ctx.stage.lane_len), dtype) for dtype in ("int32", "float32"))
+    jax.eval_shape(lambda *arrays: recipe.loss(*arrays, ctx), params, ids, ids, weights)
+    return bool(asked)
+
+
 def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
     """Raise :class:`BadInput` for a ``layout`` that is unknown, or does not fit ``mesh`` or ``recipe``."""
     found = find_layout(layout)
-    needed = set(found.cuts.values()) - {"data"}
+    needed = set(found.rules.values()) - {"data"}
     for axis in needed - set(mesh.axis_names):
         raise BadInput(
-            f"--layout {layout} cuts over a mesh axis '{axis}', and the mesh is {dict(mesh.shape)}; give for example "
+            f"--layout {layout} shards over mesh axis '{axis}', and the mesh is {dict(mesh.shape)}; give for example "
             f"--mesh data=-1,{axis}=2"
         )
     idle = [name for name, size in mesh.shape.items() if size > 1 and name not in {"data"} | needed]
@@ -92,7 +109,8 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             f"--layout {layout} {works}, so the mesh axis '{idle[0]}' of size {mesh.shape[idle[0]]} would repeat the "
             f"same work; give --mesh data={mesh.size}, or another --layout"
         )
-    if not recipe.alike and ("pipe" in needed or found.remat or found.scan):
+    by_layer = "pipe" in needed or found.scan or (found.remat and not loops_over_layers(recipe))
+    if not recipe.alike and by_layer:
         raise BadInput(
             f"--layout {layout} works layer by layer and the layers of recipe {recipe.name} are not alike; choose "
             "another --layout, or a recipe that runs its layers through ctx.blocks"
@@ -107,22 +125,22 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
         axis for _, spec in leaves(recipe.parameters) for axis in spec.axes
     }:
         raise BadInput(
-            f"--layout {layout} cuts the logical axes {', '.join(MEGATRON)}, and no matrix of recipe {recipe.name} has "
-            "'heads' or 'mlp'; choose another --layout"
+            f"--layout {layout} shards the logical axes {', '.join(MEGATRON)}, and no matrix of recipe {recipe.name} "
+            "has 'heads' or 'mlp'; choose another --layout"
         )
 
 
 def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
     """Return how ``layout`` shards one parameter over ``mesh``."""
-    return PartitionSpec(*_cut(spec, layout, mesh)[0])
+    return PartitionSpec(*_shard(spec, layout, mesh)[0])
 
 
-def _cut(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], str]:
-    """Return (the mesh axis of every dimension up to the last one cut, why it is not cut further)."""
+def _shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], str]:
+    """Return (the mesh axis of every dimension up to the last sharded one, why it is not sharded further)."""
     dims: list[str | None] = [None] * len(spec.shape)
     why = ""
     for over, parts in mesh.shape.items():
-        candidates = [axis for axis, to in find_layout(layout).cuts.items() if to == over and axis in spec.axes]
+        candidates = [axis for axis, to in find_layout(layout).rules.items() if to == over and axis in spec.axes]
         if parts == 1 or not candidates:
             continue
         dim = spec.axes.index(candidates[0])
@@ -142,63 +160,63 @@ def partitions(parameters: Mapping[str, Any], layout: str, mesh: Mesh) -> Any:
     return map_specs(lambda spec: partition(spec, layout, mesh), parameters)
 
 
-def cut_dim(cut: PartitionSpec, axis: str = "data") -> int | None:
+def sharded_dim(spec: PartitionSpec, axis: str = "data") -> int | None:
     """The dimension that lies along the mesh axis ``axis``, or None."""
-    return tuple(cut).index(axis) if axis in tuple(cut) else None
+    return tuple(spec).index(axis) if axis in tuple(spec) else None
 
 
-def owned(spec: ParamSpec, cut: PartitionSpec) -> bool:
-    """Whether a table stays sharded by rows, which their owners send (:mod:`jspeed.parallel.sharded_table`)."""
-    return "row" in spec.axes and cut_dim(cut) == spec.axes.index("row")
+def owned(spec: ParamSpec, placed: PartitionSpec) -> bool:
+    """Whether a table stays sharded by rows and is read through :func:`jspeed.parallel.sharded_table.fetch`."""
+    return "row" in spec.axes and sharded_dim(placed) == spec.axes.index("row")
 
 
-def rows_only(cuts: Any) -> Any:
-    """Return the tree ``cuts`` without ``model``, along which XLA divides the work and not we."""
-    return jax.tree.map(lambda cut: _only(cut, ROW_AXES), cuts)
+def rows_only(specs: Any) -> Any:
+    """Return the tree ``specs`` without ``model``, which XLA partitions."""
+    return jax.tree.map(lambda spec: _only(spec, ROW_AXES), specs)
 
 
-def only_model(cut: PartitionSpec) -> PartitionSpec:
-    """Return ``cut`` along ``model`` alone."""
-    return _only(cut, ("model",))
+def only_model(spec: PartitionSpec) -> PartitionSpec:
+    """Return ``spec`` along ``model`` alone."""
+    return _only(spec, ("model",))
 
 
-def _only(cut: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
-    return PartitionSpec(*(axis if axis in axes else None for axis in cut))
+def _only(spec: PartitionSpec, axes: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*(axis if axis in axes else None for axis in spec))
 
 
-def at_use(recipe: Recipe, layout: str) -> Any:
-    """Return the tree of booleans that marks the parameters that a layer gathers itself."""
-    lazy = find_layout(layout).at_use and recipe.alike
+def gathered_per_layer(recipe: Recipe, layout: str) -> Any:
+    """Return a tree of booleans: whether each parameter is gathered by its layer."""
+    lazy = find_layout(layout).gather_per_layer and recipe.alike
     return map_specs(lambda spec: lazy and spec.stacks_layers, recipe.parameters)
 
 
-def gather(x: jax.Array, cut: PartitionSpec, later: bool = False) -> jax.Array:
-    """Inside ``shard_map``: the whole array from the parts along ``data``, unless it is gathered ``later``."""
-    return x if later else _gather(x, cut, "data")
+def gather(x: jax.Array, spec: PartitionSpec, later: bool = False) -> jax.Array:
+    """Inside ``shard_map``: all-gather ``x`` along ``data``; unchanged if its layer gathers it (``later``)."""
+    return x if later else _gather(x, spec, "data")
 
 
-def gather_all(x: jax.Array, cut: PartitionSpec) -> jax.Array:
-    """Inside ``shard_map``: the whole array from the parts along ``data`` and ``pipe``."""
-    return _gather(_gather(x, cut, "data"), cut, "pipe")
+def gather_all(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Inside ``shard_map``: all-gather ``x`` along ``data`` and ``pipe``."""
+    return _gather(_gather(x, spec, "data"), spec, "pipe")
 
 
-def _gather(x: jax.Array, cut: PartitionSpec, axis: str) -> jax.Array:
-    dim = cut_dim(cut, axis)
+def _gather(x: jax.Array, spec: PartitionSpec, axis: str) -> jax.Array:
+    dim = sharded_dim(spec, axis)
     if dim is None:
         return x
-    return _on_parts(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), cut)(x)
+    return _on_parts(lambda x: jax.lax.all_gather(x, axis, axis=dim, tiled=True), spec)(x)
 
 
-def reduce(mesh: Mesh, x: jax.Array, cut: PartitionSpec, done: bool = False) -> jax.Array:
+def reduce_gradient(mesh: Mesh, x: jax.Array, spec: PartitionSpec, done: bool = False) -> jax.Array:
     """Inside ``shard_map``: the sum of gradients over the devices that share a parameter.
 
-    Each keeps the part that ``cut`` gives it. Where the parameter was gathered in its layer, the gradient of that has
-    already ``done`` so along ``data``.
+    Each device keeps its shard by ``spec``. ``done``: the transpose of the layer's all-gather has already reduced it
+    over ``data``.
     """
-    dim = cut_dim(cut)
+    dim = sharded_dim(spec)
     if dim is not None and not done:
-        x = _on_parts(partial(_scattered, dim=dim), cut)(x)
-    others = tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1 and cut_dim(cut, axis) is None)
+        x = _on_parts(partial(_scattered, dim=dim), spec)(x)
+    others = tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1 and sharded_dim(spec, axis) is None)
     return jax.lax.psum(x, others) if others else x
 
 
@@ -209,30 +227,30 @@ def _scattered(x: jax.Array, dim: int) -> jax.Array:
     return jax.lax.optimization_barrier(x.reshape(-1)).reshape(x.shape) if dim else x
 
 
-def _on_parts(collective: Callable[[jax.Array], jax.Array], cut: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
+def _on_parts(collective: Callable[[jax.Array], jax.Array], spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
     """Run ``collective`` on each device's shard along ``model``; XLA would gather the whole array first."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("model", 1) == 1:
         return collective
-    spec = only_model(cut)
-    return jax.shard_map(collective, in_specs=spec, out_specs=spec, axis_names={"model"}, check_vma=False)
+    along_model = only_model(spec)
+    return jax.shard_map(collective, in_specs=along_model, out_specs=along_model, axis_names={"model"}, check_vma=False)
 
 
 def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
-    """Return what ``layout`` has :attr:`Context.blocks` be; a pipeline takes the rows in ``parts`` micro-batches."""
+    """Return the :attr:`Context.blocks` of ``layout``; a pipeline takes the rows in ``parts`` micro-batches."""
     how = find_layout(layout)
     if not recipe.alike:
         return run_blocks
 
     def run(block: Any, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any) -> Any:
-        cuts = partitions(table, layout, mesh)
+        specs = partitions(table, layout, mesh)
 
         def whole(name: str, part: jax.Array) -> jax.Array:
             # Counted from the end, a dimension is the same in the bank and in a layer's part of it.
-            cut = PartitionSpec(*tuple(cuts[name])[len(table[name].shape) - part.ndim :])
-            if how.at_use and cut_dim(cut) is not None:
-                part = _gather(part, cut, "data")
-            return share(part, cut)
+            spec = PartitionSpec(*tuple(specs[name])[len(table[name].shape) - part.ndim :])
+            if how.gather_per_layer and sharded_dim(spec) is not None:
+                part = _gather(part, spec, "data")
+            return share(part, spec)
 
         def one(p: Mapping[str, jax.Array], x: Any) -> Any:
             x = block({name: whole(name, part) for name, part in p.items()}, jax.tree.map(share, x))
@@ -240,18 +258,18 @@ def blocks(recipe: Recipe, layout: str, mesh: Mesh, parts: int) -> Any:
 
         if how.remat:
             one = jax.checkpoint(one)
-        elif how.at_use:
+        elif how.gather_per_layer:
             one = jax.checkpoint(one, policy=lambda primitive, *_, **__: primitive.name in KEPT)
         through = scan_blocks if how.scan else run_blocks
         if mesh.shape.get("pipe", 1) == 1:
             return through(one, table, layers, params, x)
         return pipeline(lambda x: through(one, table, layers, params, x), x, parts)
 
-    def share(x: jax.Array, cut: PartitionSpec = WHOLE) -> jax.Array:
+    def share(x: jax.Array, spec: PartitionSpec = WHOLE) -> jax.Array:
         """Constrain how XLA shards an array over ``model``; it would shard activations that must stay whole."""
         if mesh.shape.get("model", 1) == 1:
             return x
-        return jax.lax.with_sharding_constraint(x, only_model(cut))
+        return jax.lax.with_sharding_constraint(x, only_model(spec))
 
     return run
 
@@ -279,9 +297,9 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
 
 
 def describe_layout(recipe: Recipe, layout: str, mesh: Mesh) -> Iterator[tuple[str, str, str, str, int, str]]:
-    """Yield (name, shape, cut, shape on a device, bytes on a device, why not cut further) of every parameter."""
+    """Yield (name, shape, sharding, local shape, bytes on a device, why not sharded further) of every parameter."""
     for path, spec in leaves(recipe.parameters):
-        dims, why = _cut(spec, layout, mesh)
+        dims, why = _shard(spec, layout, mesh)
         local = NamedSharding(mesh, PartitionSpec(*dims)).shard_shape(spec.shape)
         cut = " ".join(f"{axis}/{over}" for axis, over in zip(spec.axes, dims, strict=False) if over) or "whole"
         size = math.prod(local) * jax.numpy.dtype(spec.dtype).itemsize
@@ -291,8 +309,8 @@ def describe_layout(recipe: Recipe, layout: str, mesh: Mesh) -> Iterator[tuple[s
 def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
     """Return which devices hold each tile of an array: rows and columns of ids, ``0,4`` where two hold the same.
 
-    Rows are the first dimension that is cut and columns the last one, or there is one row. Raises :class:`BadInput`
-    where more than two are cut.
+    Rows are the first sharded dimension and columns the last one, or there is one row. Raises :class:`BadInput`
+    where more than two are sharded.
     """
     where: dict[tuple[int, ...], list[int]] = {}
     devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
@@ -301,7 +319,7 @@ def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
     starts = [sorted({start[dim] for start in where}) for dim in range(len(shape))]
     dims = [dim for dim, found in enumerate(starts) if len(found) > 1]
     if len(dims) > 2:
-        raise BadInput(f"an array of shape {shape} is cut along {len(dims)} dimensions; at most 2 can be drawn")
+        raise BadInput(f"an array of shape {shape} is sharded along {len(dims)} dimensions; at most 2 can be drawn")
     first, last = ([None, None] + dims)[-2:]
 
     def cell(row: int, column: int) -> str:

@@ -28,19 +28,19 @@ def parse_mesh(text: str) -> dict[str, int]:
         if name not in AXES:
             raise BadInput(f"--mesh {text}: axis '{name}' is unknown{nearest(name, AXES)}; axes: {', '.join(AXES)}")
         if name in axes:
-            raise BadInput(f"--mesh {text}: '{name}' is there twice; give each axis one size")
+            raise BadInput(f"--mesh {text}: axis '{name}' appears twice; give each axis one size")
         axes[name] = int(size)
     if "data" not in axes:
         raise BadInput(f"--mesh {text}: there is no 'data' axis; write for example data=8")
     if 0 in axes.values() or list(axes.values()).count(-1) > 1:
         raise BadInput(f"--mesh {text}: sizes must be positive, and at most one -1 (all remaining devices)")
-    if math.prod(axes.values()) > MOST_DEVICES:
-        raise BadInput(f"--mesh {text}: asks for {math.prod(axes.values())} devices; give at most {MOST_DEVICES}")
+    if (known := math.prod(size for size in axes.values() if size != -1)) > MOST_DEVICES:
+        raise BadInput(f"--mesh {text}: asks for {known} devices; give at most {MOST_DEVICES}")
     return axes
 
 
 def request_cpu_devices(axes: Mapping[str, int]) -> None:
-    """Split the CPU into as many devices as ``axes`` need of each process; call before anything asks for devices.
+    """Configure the virtual CPU devices that each process needs for ``axes``; call before JAX initialises its backends.
 
     No effect on GPUs, or where XLA_FLAGS or JAX_NUM_CPU_DEVICES already set the number. Raises :class:`BadInput` for
     more devices than one process can have.
@@ -58,17 +58,28 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
 
 
 def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Build a mesh over ``devices`` (all of them): ``axes`` in order, or one ``data`` axis. Axes are of type Auto."""
+    """Build a mesh over ``devices`` (all of them): ``axes`` in order, or one ``data`` axis. Axes are of type Auto.
+
+    With several processes ``data`` must come first: the loader gives each process neighbouring rows of the batch.
+    """
     devices = jax.devices() if devices is None else devices
     available = len(devices)
     sizes = dict(axes or {"data": available})
     known = math.prod(size for size in sizes.values() if size != -1)
+    asked = ",".join(f"{name}={size}" for name, size in sizes.items())
+    have = f"JAX has {available} ({devices[0].platform})"
+    if -1 in sizes.values() and available % known:
+        raise BadInput(f"--mesh {asked} needs a multiple of {known} devices but {have}")
     sizes = {name: available // known if size == -1 else size for name, size in sizes.items()}
     if math.prod(sizes.values()) != available:
-        asked = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise BadInput(
-            f"--mesh {asked} needs {math.prod(sizes.values())} devices but JAX has {available} "
-            f"({devices[0].platform}); give sizes whose product is {available}"
+            f"--mesh {asked} needs {math.prod(sizes.values())} devices but {have}; give sizes whose product is "
+            f"{available}"
+        )
+    if process_count() > 1 and next(iter(sizes)) != "data":
+        data_first = ",".join(f"{name}={sizes[name]}" for name in sorted(sizes))
+        raise BadInput(
+            f"--mesh {asked}: with several processes the first axis must be 'data'; give --mesh {data_first}"
         )
     model, own = sizes.get("model", 1), available // process_count()
     if process_count() > 1 and own % model:

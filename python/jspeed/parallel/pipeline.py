@@ -12,13 +12,14 @@ def bubble(stages: int, parts: int) -> float:
     return (stages - 1) / (parts + stages - 1)
 
 
-def pipeline(stage: Callable[[Any], Any], x: Any, parts: int, axis: str = "pipe") -> Any:
-    """Inside ``shard_map``: apply the ``stage`` of every device along ``axis``, in order, to the rows of all of them.
+def pipeline(stage: Callable[[Any], Any], x: Any, parts: int) -> Any:
+    """Inside ``shard_map``: apply the ``stage`` of every device along mesh axis ``pipe``, in order, to the rows of all.
 
-    ``x``, a tree of arrays ``[rows, ...]``, are a device's own rows, and so is the result: before and after the
-    pipeline ``axis`` is one more axis of data, so that nothing else is computed twice. The rows of all are taken in
-    ``parts`` micro-batches. A stage keeps its input of every tick for the gradient, which flows back the same way.
+    ``x`` is a tree of arrays ``[rows, ...]``. Each device passes its own rows and gets its own rows back, so outside
+    the pipeline ``pipe`` acts as a data axis. The rows of all are taken in ``parts`` micro-batches, which must divide
+    them. A stage keeps its input of every tick for the gradient, which flows back the same way.
     """
+    axis = "pipe"
     stages, index = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     rows = jax.lax.all_gather(x, axis, axis=0, tiled=True)
     micro = jax.tree.map(lambda r: r.reshape(parts, -1, *r.shape[1:]), rows)

@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-DEVIATIONS = 8
+CAPACITY_SIGMAS = 8
 """Capacity per owner beyond an equal share of all tokens, in standard deviations of uniformly hashed ids."""
 
 
@@ -14,10 +14,10 @@ DEVIATIONS = 8
 def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
     """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis ``axis`` (None: no mesh).
 
-    Device n of the axis holds ``part_VD``, the n-th of equal shards. A row that many tokens use is communicated once,
-    and so is its gradient, summed in fp32: little more than tokens x D elements a device each way, instead of an
-    all-gather of the table. Distinct ids must be spread over the owners like hashes: a device that needs more rows of
-    one owner than its capacity gets NaN, not other rows. The gradient of a shard is summed over all devices, in the
+    Device n of the axis holds ``part_VD``, the n-th of equal shards. Duplicate ids are communicated once, forward and
+    backward (gradients are summed in fp32): at most about tokens x D elements per device and direction, instead of an
+    all-gather of the table. Distinct ids must be spread over the owners like hashes: a device that requests more rows
+    of one owner than its capacity gets NaN, not other rows. The gradient of a shard is summed over all devices, in the
     dtype of the shard.
     """
     return _forward(part_VD, ids_BT, axis)[0]
@@ -26,7 +26,7 @@ def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
 def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
     owners, part, tokens = _size(axis), part_VD.shape[0], ids_BT.size
     share = tokens / owners
-    room = min(tokens, part, math.ceil(share + DEVIATIONS * math.sqrt(share)))
+    capacity = min(tokens, part, math.ceil(share + CAPACITY_SIGMAS * math.sqrt(share)))
     ids_N = ids_BT.reshape(-1)
     order_N = jnp.argsort(ids_N)
     sorted_N = ids_N[order_N]
@@ -37,27 +37,27 @@ def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
     bounds = jnp.searchsorted(distinct_N, part * jnp.arange(owners + 1), method="scan_unrolled")
     starts, counts = bounds[:-1], jnp.diff(bounds)
 
-    slots = jnp.arange(room)[None]
-    asked = distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)] - part * jnp.arange(owners)[:, None]
-    asked = jnp.where(slots < counts[:, None], asked, part)
-    wanted = _all_to_all(asked, axis)
-    rows = part_VD.at[wanted].get(mode="fill", fill_value=0)
-    found = _all_to_all(rows, axis).reshape(owners * room, -1)
+    slots = jnp.arange(capacity)[None]
+    requested = distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)] - part * jnp.arange(owners)[:, None]
+    requested = jnp.where(slots < counts[:, None], requested, part)
+    received_ids = _all_to_all(requested, axis)
+    rows = part_VD.at[received_ids].get(mode="fill", fill_value=0)
+    found = _all_to_all(rows, axis).reshape(owners * capacity, -1)
 
     owner_N = sorted_N // part
-    slot_N = owner_N * room + number_N - starts[owner_N]
+    slot_N = owner_N * capacity + number_N - starts[owner_N]
     slot_N = jnp.zeros_like(slot_N).at[order_N].set(slot_N, unique_indices=True)
-    x_BTD = jnp.where(jnp.any(counts > room), jnp.nan, found[slot_N]).astype(part_VD.dtype)
-    # The part only lends its shape and dtype to the backward pass.
-    return x_BTD.reshape(*ids_BT.shape, -1), (part_VD, slot_N, wanted)
+    x_BTD = jnp.where(jnp.any(counts > capacity), jnp.nan, found[slot_N]).astype(part_VD.dtype)
+    # The shard is saved for its shape and dtype only.
+    return x_BTD.reshape(*ids_BT.shape, -1), (part_VD, slot_N, received_ids)
 
 
 def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Array):
-    part_VD, slot_N, wanted = saved
+    part_VD, slot_N, received_ids = saved
     grad_ND = grad_BTD.reshape(-1, part_VD.shape[1]).astype(jnp.float32)
-    sums = jnp.zeros((wanted.size, part_VD.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
-    sums = _all_to_all(sums.astype(part_VD.dtype).reshape(*wanted.shape, -1), axis)
-    whole = jnp.zeros(part_VD.shape, jnp.float32).at[wanted].add(sums.astype(jnp.float32), mode="drop")
+    sums = jnp.zeros((received_ids.size, part_VD.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
+    sums = _all_to_all(sums.astype(part_VD.dtype).reshape(*received_ids.shape, -1), axis)
+    whole = jnp.zeros(part_VD.shape, jnp.float32).at[received_ids].add(sums.astype(jnp.float32), mode="drop")
     return whole.astype(part_VD.dtype), None
 
 

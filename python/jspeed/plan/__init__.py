@@ -2,4 +2,4 @@
 
 # What JAX lets its allocator take of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 MEMORY_FRACTION = 0.75
-TPU_MEMORY_FRACTION = 0.93  # all but what the runtime keeps, about a sixteenth
+TPU_MEMORY_FRACTION = 0.93  # a guess: the runtime keeps about a sixteenth

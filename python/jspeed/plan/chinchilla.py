@@ -51,7 +51,7 @@ def best_sizes(flops: float) -> list[str]:
     if not 0 < flops < math.inf:
         raise BadInput(f"--flops {flops}: expected a number of FLOPs above 0, such as 2.21e19")
     size, tokens = best_for_flops(flops)
-    slope, height = line()
+    slope, height = fit_approach_2()
     on_line = 10 ** ((math.log10(flops / 6) - height) / (1 + slope))
     simple = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
     rows = {"approach 3": (size, tokens), "approach 2": (on_line, flops / 6 / on_line)}
@@ -62,18 +62,18 @@ def best_sizes(flops: float) -> list[str]:
     ]
 
 
-def best_tokens(parameters: float) -> float:
+def tokens_by_approach_3(parameters: float) -> float:
     """Tokens at which ``parameters`` are the best size by approach 3: :func:`best_for_flops` solved for C."""
     return best_for_flops(6 * (parameters / _ratio()) ** ((ALPHA + BETA) / BETA))[1]
 
 
-def tokens_on_line(parameters: float) -> float:
+def tokens_by_approach_2(parameters: float) -> float:
     """Tokens for ``parameters`` on the straight line, log against log, through table A3 (approach 2)."""
-    slope, height = line()
+    slope, height = fit_approach_2()
     return 10 ** (slope * math.log10(parameters) + height)
 
 
-def line() -> tuple[float, float]:
+def fit_approach_2() -> tuple[float, float]:
     """Return (slope, height at one parameter) of that line in powers of ten, by least squares."""
     points = [(math.log10(n), math.log10(d)) for n, d in TABLE_A3]
     x, y = (sum(values) / len(points) for values in zip(*points, strict=True))

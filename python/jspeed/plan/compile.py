@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jspeed.parallel.layout import with_remat
 from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
-from jspeed.plan.target import COMPILER_OPTIONS, Cluster, cluster_mesh, pretend
+from jspeed.plan.target import COMPILER_OPTIONS, Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
@@ -61,13 +61,15 @@ class Hardware:
 def hardware_for(
     cluster: Cluster, layout: str, axes: dict[str, int] | None = None, fraction: float = MEMORY_FRACTION
 ) -> Hardware:
-    """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin."""
-    jax.config.update("jax_platforms", "cpu")  # else JAX would try to start CUDA, and then not know it
-    mesh = cluster_mesh(cluster, axes)
+    """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin.
+
+    Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`).
+    """
+    mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
     return Hardware(cluster, mesh, layout, device_of(mesh, memory=int(fraction * cluster.facts.hbm_bytes)))
 
 
-def suited(hardware: Hardware, recipe: Recipe) -> Hardware:
+def with_backend(hardware: Hardware, recipe: Recipe) -> Hardware:
     """Return ``hardware`` with the attention backend that training takes for ``recipe``."""
     if hardware.device.platform not in GPUS:
         return hardware
@@ -77,21 +79,21 @@ def suited(hardware: Hardware, recipe: Recipe) -> Hardware:
 
 
 def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> list[Step]:
-    """Compile the steps of every stage as :func:`fitted` says, stages that differ in attention windows alone once.
+    """Compile each stage's steps as :func:`compile_that_fits` does, as many programs a stage as the recipe's period.
 
-    A stage has as many programs as the recipe's period. Whether stages differ in more is seen, not assumed: their
-    programs, as JAX hands them to the compiler, must be equal but for the windows that the attention calls name.
+    Stages that differ only in attention windows share one program. This is checked: the StableHLO of the first and the
+    last stage of a group must be identical apart from the windows.
     """
-    stages, period = by_phase(recipe), recipe.period
+    stages, period = programs(recipe), recipe.period
     groups: dict[tuple, list[int]] = {}
     for number, stage in enumerate(stages):
         groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, number % period), []).append(number)
     copies: dict[int, int] = {}
-    # Compiled while the next is lowered: that holds one core, and a compiler leaves others free most of its time.
+    # Lowering is single-threaded; XLA compiles in the pool meanwhile.
     with pretend(hardware.cluster.target), ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def start(number: int) -> Future[Attempt]:
-            return pool.submit(fitted, recipe, stages[number], hardware, micro_batch, number % period)
+            return pool.submit(compile_that_fits, recipe, stages[number], hardware, micro_batch, number % period)
 
         jobs = {members[-1]: start(members[-1]) for members in groups.values()}
         for first, *rest in (members for members in groups.values() if len(members) > 1):
@@ -99,7 +101,7 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
             alike = all(_windows(stages[last], stages[n]) is not None for n in (first, *rest))
             if alike:
                 taken = jobs[last].result()
-                how = recomputing(hardware) if taken.remat else hardware
+                how = add_remat(hardware) if taken.remat else hardware
                 lowered = lower(recipe, stages[first], how, taken.parts, first % period, taken.head_chunk)
                 alike = len({WINDOW.sub(r"\1", program_.as_text()) for program_ in (taken.lowered, lowered)}) == 1
             others = (first, *rest[:-1])
@@ -107,13 +109,19 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
                 copies |= dict.fromkeys(others, last)
             else:
                 jobs |= {n: start(n) for n in others}
-        found = {number: read(stages[number], job.result()) for number, job in jobs.items()}
+        found = {number: step_of(stages[number], job.result()) for number, job in jobs.items()}
     for number, last in copies.items():
         found[number] = with_stage(found[last], stages[number])
     return [found[number] for number in range(len(stages))]
 
 
-def by_phase(recipe: Recipe) -> list[Stage]:
+def last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> Step:
+    """Compile the last stage's step that updates all parameters. Raises as :func:`compile_that_fits` does."""
+    with pretend(hardware.cluster.target):
+        return step_of(recipe.stages[-1], compile_that_fits(recipe, recipe.stages[-1], hardware, micro_batch))
+
+
+def programs(recipe: Recipe) -> list[Stage]:
     """Return every stage as often as the recipe has phases, with the number of steps that are in each."""
     found, start = [], 0
     for stage in recipe.stages:
@@ -136,18 +144,18 @@ def lower(
     return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk)
 
 
-def recomputing(hardware: Hardware) -> Hardware:
+def add_remat(hardware: Hardware) -> Hardware:
     """Return ``hardware`` with layers recomputed for their gradients."""
     return replace(hardware, layout=with_remat(hardware.layout))
 
 
-def fitted(
+def compile_that_fits(
     recipe: Recipe, stage: Stage, hardware: Hardware, micro_batch: int | None = None, phase: int = -1
 ) -> Attempt:
-    """Compile a stage's step as training would: the first of its attempts that fits in memory.
+    """Compile a stage's step as training would: the first attempt that fits in memory, or the last if none fits.
 
-    Of attempts with ``micro_batch`` tokens of a device at once, or of all. Where none fits, the last one. Raises
-    :class:`.compiler.DoesNotFit` where a TPU's compiler refuses that. The target must be pretended.
+    Tries ``micro_batch`` tokens per device, or all sizes if None. Raises :class:`.compiler.DoesNotFit` where a TPU's
+    compiler refuses the last attempt. Call inside :func:`.target.pretend`.
     """
     wanted = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
     numbers = [wanted] if micro_batch else [n for n in divisions(recipe, stage, hardware.mesh) if n >= wanted]
@@ -165,7 +173,7 @@ def tries(
     """Yield the attempts of training with each of ``numbers`` of micro-batches."""
 
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
-        return lower(recipe, stage, recomputing(hardware) if remat else hardware, parts, phase, head_chunk)
+        return lower(recipe, stage, add_remat(hardware) if remat else hardware, parts, phase, head_chunk)
 
     measure = partial(compiler.measured, partial(build, device=hardware.device))
     return attempts(recipe, stage, hardware.mesh, numbers, hardware.limit, lowered, measure)
@@ -178,7 +186,7 @@ def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     return lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
 
 
-def read(stage: Stage, attempt: Attempt) -> Step:
+def step_of(stage: Stage, attempt: Attempt) -> Step:
     """Read a compiled step: its text, and what the compiler says of memory."""
     built: Any = attempt.step
     sizes = built.memory_analysis()
@@ -193,7 +201,7 @@ def read(stage: Stage, attempt: Attempt) -> Step:
 
 
 def largest_that_fits(recipe: Recipe, hardware: Hardware, stage: Stage, below: int) -> tuple[int, int] | None:
-    """Compile a stage with fewer than ``below`` tokens at once until it fits: (micro-batch, bytes), or None."""
+    """Compile a stage with micro-batches below ``below`` tokens until one fits: (its tokens, bytes), or None."""
     own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
     numbers = [parts for parts in divisions(recipe, stage, hardware.mesh) if own // parts < below]
     with pretend(hardware.cluster.target):
@@ -204,7 +212,10 @@ def largest_that_fits(recipe: Recipe, hardware: Hardware, stage: Stage, below: i
 
 
 def memory_by_kind(step: Step) -> dict[str, int]:
-    """Bytes of one device by what they are for; together they are the peak."""
+    """Peak memory of one device by use, in bytes; the values sum to the peak.
+
+    "gathered parameters" is the sum of all gathers of the step, which need not exist at once.
+    """
     kinds = {"parameters": 0, "optimizer": 0, "batch": 0}
     entry = hlo.entry(step.text)
     for argument in hlo.instructions(step.text):
@@ -221,7 +232,7 @@ def memory_by_kind(step: Step) -> dict[str, int]:
 
 
 def _windows(compiled: Stage, stage: Stage) -> tuple[tuple[int, int], ...] | None:
-    """How the windows of one stage follow from those of another, layer by layer; None if they do not."""
+    """Map compiled windows to another stage's; None if equal windows map to different ones."""
     if len(compiled.windows) != len(stage.windows):
         return None
     pairs = dict(zip(compiled.windows, stage.windows, strict=True))
@@ -230,6 +241,6 @@ def _windows(compiled: Stage, stage: Stage) -> tuple[tuple[int, int], ...] | Non
     return tuple(pairs.items())
 
 
-def distinct(steps: Sequence[Step]) -> int:
-    """How many programs were compiled for these steps."""
+def compiled_count(steps: Sequence[Step]) -> int:
+    """Return the number of programs that were compiled for these steps."""
     return sum(not step.shared for step in steps)

@@ -1,7 +1,8 @@
-"""What one step costs on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives of its HLO.
+"""Cost of one step on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives, read from HLO.
 
-Only matmuls have FLOPs, attention among them (`kernels/attention.py`); element-wise work counts as bytes. Every array
-counts once, but for what splash attention reads again: what blocks side by side read is taken to be in the L2 cache.
+Only matmuls have FLOPs, attention among them (`custom_calls/attention.py`); element-wise work counts as bytes. Each
+array is counted once (concurrent blocks are assumed to share reads through the L2 cache), except splash attention's
+repeated reads.
 """
 
 import math
@@ -29,19 +30,20 @@ class Kernel(NamedTuple):
     """One kernel of the schedule."""
 
     kind: str  # matmul, fp8_matmul, attention_forward, attention_backward, fusion, collective, other
-    flops: float  # once
-    bytes: float  # read and written, once
+    flops: float  # of one run; multiply by ``times``
+    bytes: float  # read and written in one run
     dtype: str  # of the operands of a matmul: bf16, f8, f32, ...; else empty
     dims: tuple[int, ...]  # of a matmul: batch, rows, contracted, columns
     times: int  # how often it runs in a step
     instruction: Instruction
     collective: Collective | None = None
-    until: int = 0  # of a collective: index of the first kernel that waits for it
+    waited_at: int = 0  # of a collective: index of the first kernel that waits for it
 
 
 def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
     """Return the kernels of a step in schedule order; one in a loop is listed once, with its number of runs.
 
+    Of a conditional all branches are counted.
     ``max_doc_len`` bounds the keys of packed attention: every document counts as that long.
     """
     found: list[Kernel] = []
@@ -68,13 +70,18 @@ def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
     """
     if step.kind in attention.MATMULS:
         return "attention scores"
-    if step.instruction.op_name and not re.search(r"shard_map|jvp|transpose\(", step.instruction.op_name):
+    if in_optimizer(step.instruction):
         return "optimizer"
     _, *shape = step.dims
     for sizes in (shape[:2], shape[1:], [shape[0], shape[2]]):
         if names := [path for path, matrix in matrices.items() if sorted(matrix) == sorted(sizes)]:
             return " + ".join(names)
     return "other"
+
+
+def in_optimizer(step: Instruction) -> bool:
+    """Whether a matmul belongs to the optimizer: it lies outside of the ``shard_map`` of forward and backward pass."""
+    return bool(step.op_name) and not re.search(r"shard_map|jvp|transpose\(", step.op_name)
 
 
 def matmul_flops(step: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
@@ -89,10 +96,10 @@ def matmul_flops(step: Instruction, operands: list[Instruction]) -> tuple[float,
 
 
 def convolution_flops(step: Instruction, operands: list[Instruction]) -> tuple[float, tuple[int, ...]]:
-    """:func:`matmul_flops` of a matmul that a TPU's compiler writes as a convolution.
+    """:func:`matmul_flops` of a matmul that the TPU compiler writes as a convolution.
 
-    A dimension that is batched, or belongs to one operand alone, is a spatial one whose windows hold one product; one
-    that is contracted besides the features is a spatial one of which a single window is left.
+    Batch dimensions are spatial dimensions with output size > 1; contracted dimensions besides the features are
+    spatial dimensions with output size 1.
     """
     match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", step.attributes)
     assert match, step.attributes
@@ -105,7 +112,7 @@ def convolution_flops(step: Instruction, operands: list[Instruction]) -> tuple[f
     return 2.0 * batch * out["b"] * contracted * out["f"], (batch, out["b"], contracted, out["f"])
 
 
-PRODUCTS = {"dot": matmul_flops, "convolution": convolution_flops}
+MATMUL_OPS = {"dot": matmul_flops, "convolution": convolution_flops}
 
 
 def _walk(
@@ -127,7 +134,7 @@ def _walk(
                     if step.opcode.endswith("-update"):
                         waiting[step.name] = start
                     else:
-                        found[start] = found[start]._replace(until=len(found))
+                        found[start] = found[start]._replace(waited_at=len(found))
         elif collective := collectives.get(step.name):
             if step.opcode.endswith("-start"):
                 waiting[step.name] = len(found)
@@ -154,8 +161,8 @@ def _kernel(
         flops = attention.flops_of(kind, step, max_doc_len)
         dtype = "bf16" if step.target == attention.TPU else _dtype(step.arrays[0].dtype)
         return Kernel(kind, flops, moved + attention.read_again(step), dtype, (), times, step)
-    if step.opcode in PRODUCTS or "matmul" in step.target:
-        flops, dims = PRODUCTS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
+    if step.opcode in MATMUL_OPS or "matmul" in step.target:
+        flops, dims = MATMUL_OPS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
     if step.target.startswith("mosaic_gpu") and (sizes := _own_matmul(step, operands)):
@@ -168,8 +175,8 @@ def _kernel(
         for called in step.calls:
             body = computations.get(called, {})
             for dot in body.values():
-                if dot.opcode in PRODUCTS:
-                    more, dims = PRODUCTS[dot.opcode](dot, [body[name] for name in dot.operands])
+                if dot.opcode in MATMUL_OPS:
+                    more, dims = MATMUL_OPS[dot.opcode](dot, [body[name] for name in dot.operands])
                     flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
         what = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
         return Kernel(what, flops, moved, dtype, dims, times, step)

@@ -5,20 +5,22 @@ training. What a step adds is an estimate by formula; ``plan.py`` without ``--no
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.layout import check_layout, cut_dim, partition
-from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, replace
-from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, micro_batches
+from jspeed.parallel.layout import check_layout, partition, sharded_dim
+from jspeed.parallel.mesh import row_shards
+from jspeed.recipe import ParamSpec, Recipe, Stage, leaves
+from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, lanes_of_device, micro_batches
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.find_recipe import find
-from jspeed.sizes import is_matrix, parameters_met
+from jspeed.sizes import active_matmul_parameters, is_matrix
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2; GPT-3: Brown et al. 2020,
 # table 2.1, its batch of 3.2 M tokens as 1,536 lanes so that 512 devices divide it, its 300 G tokens.
@@ -60,15 +62,8 @@ def gpt(
 ) -> Recipe:
     """A GPT-2 by numbers: the recipe ``llmc`` with other fields, so that it can be compiled and trained too.
 
-    Its functions are not tried here. Raises :class:`BadInput` for sizes that are no whole numbers above zero, or
-    heads that do not divide the width.
+    Its functions are not traced here.
     """
-    sizes = {"layers": layers, "width": width, "heads": heads, "vocab": vocab, "context": context, "lanes": lanes}
-    for name, size in sizes.items():
-        if size < 1:
-            raise BadInput(f"a GPT with {name} = {size} cannot be; give a whole number above 0")
-    if width % heads:
-        raise BadInput(f"a GPT of width {width} cannot have {heads} heads; give heads that divide the width")
     fields = {"LAYERS": layers, "WIDTH": width, "HEADS": heads, "MLP_WIDTH": 4 * width, "VOCAB": vocab}
     fields |= {"LANE_LEN": context, "EVAL_LEN": context, "LANES": lanes} | ({"STEPS": steps} if steps else {})
     recipe = find("llmc", [f"{name}={value}" for name, value in fields.items()], trace=False).recipe
@@ -82,61 +77,62 @@ def preset(name: str) -> Recipe:
     return replace(gpt(**PRESETS[name]), name=name)
 
 
-def absent_mesh(devices: int) -> Mesh:
-    """An abstract mesh of ``devices`` on one ``data`` axis: enough for shapes and shardings."""
-    if devices < 1:
-        raise BadInput(f"{devices} devices are too few; give a whole number above 0")
-    return cast(Mesh, AbstractMesh((devices,), ("data",), axis_types=(AxisType.Auto,)))
+def abstract_mesh(axes: Mapping[str, int], devices: int | None = None) -> Mesh:
+    """An abstract mesh: enough for shapes and shardings. One size may be -1: the remaining of ``devices``.
 
-
-def memory(recipe: Recipe, stage: Stage, layout: str, devices: int, micro_batch: int | None = None) -> Memory:
-    """Bytes of one of ``devices`` in a step of ``stage`` with micro-batches of ``micro_batch`` tokens.
-
-    The state under ``layout`` is exact. Gathered: every parameter that is cast or sharded, unsharded in its compute
-    dtype. Gradients: unsharded in that dtype, then the device's shard in the stored dtype; with several micro-batches
-    also an unsharded fp32 sum. Activations: :func:`activation_bytes`. Raises :class:`BadInput` for a layout
-    that is unknown or a batch that does not divide.
+    Raises :class:`BadInput` when the sizes do not multiply to ``devices``.
     """
-    mesh = absent_mesh(devices)
+    known = math.prod(size for size in axes.values() if size != -1)
+    sizes = [(devices or known) // known if size == -1 else size for size in axes.values()]
+    if devices and math.prod(sizes) != devices:
+        asked = ",".join(f"{name}={size}" for name, size in axes.items())
+        raise BadInput(f"--mesh {asked} does not make {devices} devices; give sizes whose product is {devices}")
+    return cast(Mesh, AbstractMesh(tuple(sizes), tuple(axes), axis_types=(AxisType.Auto,) * len(sizes)))
+
+
+def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: int | None = None) -> Memory:
+    """Bytes of one device of ``mesh`` in a step of ``stage`` with micro-batches of ``micro_batch`` tokens.
+
+    The state under ``layout`` is exact. Gathered: every parameter that is cast or sharded over ``data``, gathered over
+    it in its compute dtype. Gradients: as gathered in that dtype, then the device's shard in the stored dtype; with
+    several micro-batches also an fp32 sum as gathered. Activations: :func:`activation_bytes`, not divided over
+    ``model``. Raises :class:`BadInput` for a layout that is unknown, or lanes that do not divide over the devices.
+    """
     check_layout(layout, mesh, recipe)
-    parts, at_once = micro_batching(recipe, stage, devices, micro_batch)
+    parts, at_once = micro_batching(recipe, stage, mesh, micro_batch)
     state, _ = state_shardings(recipe, layout, mesh)
-    specs = [spec for _, spec in leaves(recipe.parameters)]
+    specs = [(spec, partition(spec, layout, mesh)) for _, spec in leaves(recipe.parameters)]
     own = _local_bytes(state["params"])
-    copies = sum(_bytes(s) for s in specs if _copied(s, layout, mesh))
-    whole = sum(_bytes(s) for s in specs)
+    gathered = [(spec, cut, math.prod(spec.shape) // _not_gathered(cut, mesh)) for spec, cut in specs]
     return Memory(
         parameters=own,
         optimizer=_local_bytes({name: part for name, part in state.items() if name != "params"}),
-        batch=recipe.lanes // devices * (stage.lane_len + 1) * 2,
-        gathered=copies,
-        gradients=whole + own + (4 * sum(math.prod(s.shape) for s in specs) if parts > 1 else 0),
+        batch=recipe.lanes // row_shards(mesh) * (stage.lane_len + 1) * recipe.data.dtype.itemsize,
+        gathered=sum(size * _itemsize(spec) for spec, cut, size in gathered if _copied(spec, cut)),
+        gradients=sum(size * _itemsize(spec) for spec, _, size in gathered)
+        + own
+        + (4 * sum(size for *_, size in gathered) if parts > 1 else 0),
         activations=activation_bytes(recipe, at_once),
     )
 
 
-def widest_memory(recipe: Recipe, layout: str, devices: int, micro_batch: int | None = None) -> Memory:
-    """:func:`memory` of the stage with the longest lanes."""
-    return memory(recipe, widest(recipe), layout, devices, micro_batch)
-
-
-def widest(recipe: Recipe) -> Stage:
+def longest_stage(recipe: Recipe) -> Stage:
     """Return the stage with the longest lanes."""
     return max(recipe.stages, key=lambda stage: stage.lane_len)
 
 
 def verdict(found: Memory, limit: int) -> str:
-    """Whether a step fits into ``limit`` bytes: ``no`` if what stays and the gathered copy alone need more."""
+    """Whether a step fits into ``limit`` bytes: ``no`` if persistent state plus gathered parameters exceed it."""
     if found.kept + found.gathered > limit:
         return "no"
     return "likely" if sum(found) <= limit else "perhaps not"
 
 
-def micro_batching(recipe: Recipe, stage: Stage, devices: int, micro_batch: int | None = None) -> tuple[int, int]:
-    """Return (micro-batches in a step, tokens a device takes at once), as training on GPUs would without measuring."""
+def micro_batching(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | None = None) -> tuple[int, int]:
+    """Return (micro-batches in a step, tokens of each on a device), as training on GPUs would without measuring."""
     gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH)
-    parts = micro_batches(recipe, stage, absent_mesh(devices), gpu, micro_batch)
-    return parts, recipe.lanes // devices * stage.lane_len // parts
+    parts = micro_batches(recipe, stage, mesh, gpu, micro_batch)
+    return parts, lanes_of_device(recipe, stage, mesh) * stage.lane_len // parts
 
 
 def activation_bytes(recipe: Recipe, tokens: int) -> int:
@@ -154,9 +150,9 @@ def activation_bytes(recipe: Recipe, tokens: int) -> int:
 def flops_without_mask(recipe: Recipe, stage: Stage) -> int:
     """Training FLOPs per token as PaLM and nanoGPT count: every query meets every key of its lane, masked or not.
 
-    ``6 N + 12 x layers x width x lane length`` with N the matmul parameters met (PaLM, arXiv 2204.02311, appendix B).
+    ``6 N + 12 x layers x width x lane length``, N the active matmul parameters (PaLM, arXiv 2204.02311, appendix B).
     """
-    return 6 * parameters_met(recipe, stage) + 12 * recipe.layers * recipe.attention_width * stage.lane_len
+    return 6 * active_matmul_parameters(recipe, stage) + 12 * recipe.layers * recipe.attention_width * stage.lane_len
 
 
 def days(flops: float, devices: int, peak: float, fraction: float) -> float:
@@ -164,7 +160,7 @@ def days(flops: float, devices: int, peak: float, fraction: float) -> float:
     return flops / (devices * peak * fraction) / 86_400
 
 
-def evenly_cut(parameters: int, devices: int) -> dict[str, float]:
+def zero3_bytes(parameters: int, devices: int) -> dict[str, float]:
     """Bytes a device of mixed-precision Adam's state, sharded evenly (ZeRO stage 3, arXiv 1910.02054): 16 a parameter.
 
     bf16 parameters 2, bf16 gradients 2, fp32 master copy 4, fp32 moments 8 bytes each parameter.
@@ -185,13 +181,13 @@ def _itemsize(spec: ParamSpec) -> int:
     return jnp.dtype(spec.compute or spec.dtype).itemsize
 
 
-def _bytes(spec: ParamSpec) -> int:
-    return math.prod(spec.shape) * _itemsize(spec)
+def _not_gathered(cut: PartitionSpec, mesh: Mesh) -> int:
+    """Into how many parts a parameter stays sharded when it is gathered over ``data``."""
+    return math.prod(mesh.shape[axis] for axis in cut if axis not in (None, "data"))
 
 
-def _copied(spec: ParamSpec, layout: str, mesh: Mesh) -> bool:
-    cast_down = jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype)
-    return cast_down or (mesh.shape["data"] > 1 and cut_dim(partition(spec, layout, mesh)) is not None)
+def _copied(spec: ParamSpec, cut: PartitionSpec) -> bool:
+    return jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype) or sharded_dim(cut) is not None
 
 
 def _kept_for_backward(spec: ParamSpec) -> int:

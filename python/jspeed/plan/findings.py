@@ -1,4 +1,4 @@
-"""Diagnose how a step is distributed over its devices: findings by name, each with its value and its threshold.
+"""Find problems in how a step is distributed over its devices: each finding has a name, a value and a threshold.
 
 The redundancy of a matmul is its FLOPs on all devices over the FLOPs that the model needs, which come from the program
 traced for one device, before anything is sharded. Matmuls are matched by source line.
@@ -7,29 +7,30 @@ traced for one device, before anything is sharded. Matmuls are matched by source
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-import jax
 from jax._src import source_info_util
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
-from jspeed.parallel.layout import SMALL, cut_dim, partition
+from jspeed.parallel.layout import SMALL, partition, sharded_dim
 from jspeed.plan import hlo
-from jspeed.plan.cost import Kernel
+from jspeed.plan.cost import Kernel, in_optimizer
 from jspeed.recipe import Recipe, leaves
 
-REDUNDANT = 1.5  # times the FLOPs that a matmul needs
-WORTH = 0.002  # of the step's FLOPs; smaller matmuls are padded, and cost nothing
-EXPOSED = 0.05  # of the step's time: exposed communication
-CONTENDED = 4096  # scalar updates of one scatter
-WHOLE = 2**23  # bytes of a replicated fp32 array; smaller ones are not reported
+# Thresholds are choices, not measurements.
+MAX_REDUNDANCY = 1.5  # times the FLOPs that a matmul needs
+MIN_SHARE = 0.002  # of the step's FLOPs; smaller matmuls are not reported: their redundancy is mostly padding
+MAX_EXPOSED = 0.05  # of the step's time: exposed communication
+MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
+MIN_REPLICATED_BYTES = 2**23  # of a replicated fp32 array; smaller ones are not reported
 
 
 class Finding(NamedTuple):
     """One finding. ``level``: error (counts for --strict), warning or note."""
 
     name: str
-    level: str
+    level: Literal["error", "warning", "note"]
     text: str
     value: float
     threshold: float
@@ -38,18 +39,17 @@ class Finding(NamedTuple):
 def ideal_flops(jaxpr: Any, times: int = 1) -> dict[str, float]:
     """FLOPs of the matmuls of a traced program by source line, unsharded, each loop counted by its length."""
     found: dict[str, float] = {}
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracting, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracting)
             flops = 2.0 * times * depth * math.prod(eqn.outvars[0].aval.shape)
-            where = _source(eqn)
+            where = source_of(eqn)
             found[where] = found.get(where, 0.0) + flops
         inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                for where, flops in ideal_flops(value, inner).items():
-                    found[where] = found.get(where, 0.0) + flops
+        for body in jaxprs_in_params(eqn.params):
+            for where, flops in ideal_flops(body, inner).items():
+                found[where] = found.get(where, 0.0) + flops
     return found
 
 
@@ -76,109 +76,98 @@ def matmuls(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int)
 def redundant(rows: Sequence[dict], kernels: Iterable[Kernel]) -> list[Finding]:
     """Matmuls that devices repeat instead of sharing; those of Muon have a finding of their own."""
     whole = sum(row["flops"] for row in rows)
-    muon = {k.instruction.source for k in kernels if "matmul" in k.kind and in_optimizer(k)}
+    muon = {k.instruction.source for k in kernels if "matmul" in k.kind and in_optimizer(k.instruction)}
     found = []
     for row in rows:
         factor = row["redundancy"]
-        if factor and factor > REDUNDANT and row["flops"] > WORTH * whole:
+        if factor and factor > MAX_REDUNDANCY and row["flops"] > MIN_SHARE * whole:
             name = "replicated-muon" if row["source"] in muon else "redundant-matmul"
-            why = (
-                "every device orthogonalises matrices that others do too" if row["source"] in muon else "repeated work"
-            )
-            where = row["source"].rsplit("/", 1)[-1]
-            found.append(
-                Finding(name, "error", f"{where}: {factor:.2f} times the FLOPs it needs; {why}", factor, REDUNDANT)
-            )
+            why = "every device runs Newton-Schulz on the same matrices"
+            text = f"{hlo.short(row['source'])}: {factor:.2f} times the FLOPs it needs; "
+            text += why if row["source"] in muon else "devices repeat the same matmul"
+            found.append(Finding(name, "error", text, factor, MAX_REDUNDANCY))
     return found
 
 
-def in_optimizer(kernel: Kernel) -> bool:
-    """Whether a matmul belongs to the optimizer: it lies outside of the ``shard_map`` of forward and backward pass."""
-    name = kernel.instruction.op_name
-    return bool(name) and not re.search(r"shard_map|jvp|transpose\(", name)
-
-
-def placement(shapes: Sequence[tuple[str, tuple[int, ...], Any]], mesh: Mapping[str, int]) -> list[Finding]:
-    """Mesh axes that shard no operand, and weights on the batch axis, which is FSDP and no error.
-
-    ``shapes`` are (name, shape, PartitionSpec); names that begin with ``batch`` are data.
-    """
+def mesh_axis_use(weights: Mapping[str, PartitionSpec], batch: PartitionSpec, mesh: Mapping[str, int]) -> list[Finding]:
+    """Mesh axes that shard no operand, and ``weights`` on an axis of the batch, which is FSDP and no error."""
     found, idle = [], []
-    used: dict[str, set[str]] = {axis: set() for axis in mesh}
-    for name, _, spec in shapes:
-        for part in tuple(spec):
-            for axis in part if isinstance(part, tuple) else (part,):
-                if axis is not None:
-                    used[axis].add("batch" if name.startswith("batch") else name)
+    of_batch, of_weight = axes_of(batch), {name: axes_of(spec) for name, spec in weights.items()}
     for axis, size in mesh.items():
-        if size > 1 and not used[axis]:
+        if size > 1 and axis not in of_batch.union(*of_weight.values()):
             idle.append(axis)
             text = f"mesh axis '{axis}' of size {size} shards no operand: {size} devices do the same work"
             found.append(Finding("idle-axis", "error", text, float(size), 1.0))
     for axis, size in mesh.items():
-        weights = sorted(used[axis] - {"batch"})
-        if "batch" in used[axis] and weights and size > 1:
-            both = f"{', '.join(weights[:4])} {'lie' if len(weights) > 1 else 'lies'} on the batch's axis '{axis}'"
+        names = sorted(name for name, axes in of_weight.items() if axis in axes)
+        if axis in of_batch and names and size > 1:
+            both = f"{', '.join(names[:4])} {'are' if len(names) > 1 else 'is'} sharded over the batch axis '{axis}'"
             if idle:
-                text = f"{both} while '{idle[0]}' is idle: move one of them there"
-                found.append(Finding("axis-used-twice", "error", text, float(len(weights)), 0.0))
+                text = f"{both} while '{idle[0]}' is idle: shard one of the two over '{idle[0]}'"
+                found.append(Finding("axis-used-twice", "error", text, float(len(names)), 0.0))
             else:
-                text = f"{both}: FSDP, gathered before use"
-                found.append(Finding("fsdp", "note", text, float(len(weights)), math.inf))
+                text = f"{both} and gathered before use"
+                found.append(Finding("fsdp", "note", text, float(len(names)), math.inf))
     return found
 
 
-def whole_leaves(recipe: Recipe, layout: str, mesh: Any) -> list[Finding]:
-    """Large parameters that are replicated: by the layout, or because their axes do not divide."""
+def replicated_parameters(recipe: Recipe, specs: Mapping[str, PartitionSpec], mesh: Any) -> list[Finding]:
+    """Large parameters that are sharded over no axis: by the layout, or because their axes do not divide.
+
+    ``specs`` are those of the layout (:func:`by_path`).
+    """
     devices = mesh.shape["data"]
-    best, specs = by_path(recipe, "zero1", mesh), by_path(recipe, layout, mesh)
+    best = by_path(recipe, "zero1", mesh)
     found = []
     for path, spec in leaves(recipe.parameters):
-        if devices == 1 or spec.size < SMALL or cut_dim(specs[path]) is not None:
+        if devices == 1 or spec.size < SMALL or axes_of(specs[path]):
             continue
         size = f"{path} {'x'.join(map(str, spec.shape))}"
-        if cut_dim(best[path]) is not None:
+        if sharded_dim(best[path]) is not None:
             text = f"{size} and its optimizer state are replicated; --layout zero1 shards them {devices} ways"
             found.append(Finding("replicated-leaf", "warning", text, 4.0 * spec.size, 4.0 * SMALL))
         elif "matrix" in spec.axes:
             length = spec.shape[spec.axes.index("matrix")]
             text = (
-                f"{size} cannot be sharded over {devices} devices: {length} matrices do not divide; "
-                f"{-length % devices} matrices of padding make it {length + -length % devices}"
+                f"{size} cannot be sharded over {devices} devices: {length} matrices are not divisible by {devices}; "
+                f"pad the bank to {length + -length % devices}"
             )
             found.append(Finding("bank-cannot-shard", "error", text, float(length % devices), 0.0))
         else:
             text = f"{size} has no axis that divides by {devices}, so every device stores and updates all of it"
-            if 4 * spec.size > WHOLE:
-                found.append(Finding("leaf-cannot-shard", "warning", text, 4.0 * spec.size, float(WHOLE)))
+            if 4 * spec.size > MIN_REPLICATED_BYTES:
+                value, least = 4.0 * spec.size, float(MIN_REPLICATED_BYTES)
+                found.append(Finding("leaf-cannot-shard", "warning", text, value, least))
     return found
 
 
-def wide_logits(text: str, tokens: int, vocabulary: int) -> list[Finding]:
-    """fp32 arrays in memory as large as the logits of a micro-batch."""
-    size = tokens * vocabulary
-    wide = [b for b in hlo.buffers(text, 4 * size) if b.array.dtype in ("f32", "f64")]
+def wide_logits(text: str, tokens: int, vocabulary: int | None) -> list[Finding]:
+    """fp32 arrays with a ``vocabulary`` dimension, as large as the logits of a micro-batch; none where it is None."""
+    buffers = hlo.buffers(text, 4 * tokens * vocabulary) if vocabulary else []
+    wide = [b for b in buffers if b.array.dtype in ("f32", "f64") and vocabulary in b.array.dims]
     if not wide:
         return []
-    where = sorted({buffer.instruction.source.rsplit("/", 1)[-1] for buffer in wide})
+    where = sorted({hlo.short(buffer.instruction.source) for buffer in wide})
     gigabytes = max(buffer.array.bytes for buffer in wide) / 1e9
     text = f"{len(wide)} fp32 arrays of logits size, {gigabytes:.1f} GB each, made at {', '.join(where[:3])}"
     return [Finding("fp32-logits", "error", text, float(len(wide)), 0.0)]
 
 
-def exposed(collectives: Sequence[dict], step_ms: float) -> list[Finding]:
-    """Exposed communication above the threshold, and large collectives that are not asynchronous."""
+def exposed(collectives: Sequence[dict], step_ms: float, stage: str) -> list[Finding]:
+    """Exposed communication of a ``stage``'s step above the threshold, and large synchronous collectives."""
     found = []
     exposed_ms = sum(one["exposed_ms"] * one["count"] for one in collectives)
-    if exposed_ms > EXPOSED * step_ms:
+    if exposed_ms > MAX_EXPOSED * step_ms:
         worst = max(collectives, key=lambda one: one["exposed_ms"] * one["count"])
         most = f"{worst['kind']} of {worst['bytes'] / 1e6:.0f} MB"
-        text = f"{exposed_ms:.1f} of {step_ms:.1f} ms are exposed communication; most of it {most}"
-        found.append(Finding("exposed-collective", "error", text, exposed_ms / step_ms, EXPOSED))
+        text = f"{stage}: {exposed_ms:.1f} of {step_ms:.1f} ms are exposed communication; most of it {most}"
+        found.append(Finding("exposed-collective", "error", text, exposed_ms / step_ms, MAX_EXPOSED))
     for one in collectives:
-        if not one["async"] and one["ms"] * one["count"] > EXPOSED / 5 * step_ms:
-            text = f"{one['kind']} of {one['bytes'] / 1e6:.0f} MB is not asynchronous"
-            found.append(Finding("synchronous-collective", "warning", text, one["ms"] / step_ms, EXPOSED / 5))
+        share = one["ms"] * one["count"] / step_ms
+        if not one["async"] and share > MAX_EXPOSED / 5:
+            times = f" ({one['count']} times)" if one["count"] > 1 else ""
+            text = f"{stage}: {one['kind']} of {one['bytes'] / 1e6:.0f} MB{times} is not asynchronous"
+            found.append(Finding("synchronous-collective", "warning", text, share, MAX_EXPOSED / 5))
     return found
 
 
@@ -193,10 +182,12 @@ def slow_scatters(text: str) -> list[Finding]:
         window = re.search(r"update_window_dims=\{([\d,]*)\}", step.attributes)
         dims = [int(dim) for dim in window[1].split(",") if dim] if window else []
         updates = math.prod(update)
-        if math.prod(update[dim] for dim in dims) == 1 and updates >= CONTENDED:
-            where = step.source.rsplit("/", 1)[-1]
-            text = f"{where}: {updates} scalar fp32 additions by compare-and-swap; add in rows of 4 or more, or sort"
-            found.append(Finding("cas-scatter", "error", text, float(updates), float(CONTENDED)))
+        if math.prod(update[dim] for dim in dims) == 1 and updates >= MIN_SCATTER_UPDATES:
+            text = (
+                f"{hlo.short(step.source)}: {updates} scalar fp32 additions by compare-and-swap; add in rows of 4 or "
+            )
+            text += "more, or sort"
+            found.append(Finding("cas-scatter", "error", text, float(updates), float(MIN_SCATTER_UPDATES)))
     return found
 
 
@@ -205,6 +196,12 @@ def by_path(recipe: Recipe, layout: str, mesh: Any) -> dict[str, PartitionSpec]:
     return {path: partition(spec, layout, mesh) for path, spec in leaves(recipe.parameters)}
 
 
-def _source(eqn: Any) -> str:
+def axes_of(spec: PartitionSpec) -> frozenset[str]:
+    """The mesh axes that ``spec`` shards over."""
+    return frozenset(axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,)))
+
+
+def source_of(eqn: Any) -> str:
+    """file:line of the user's frame of an equation; empty if unknown."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     return f"{frame.file_name}:{frame.start_line}" if frame else ""

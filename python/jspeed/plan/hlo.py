@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 # bf16[8,<=128], a bound counting as the size, and the memory space at the end of its layout: {1,0:T(8,128)S(1)}.
 ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{[^{}]*S\((\d+)\)\})?")
 VMEM = "1"  # of a TPU, on the chip
@@ -22,7 +24,7 @@ NO_BUFFER = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "con
 
 
 class Array(NamedTuple):
-    """One array as it lies on one device."""
+    """One device's shard of an array."""
 
     dtype: str  # as HLO writes it: bf16, f8e4m3fn, s32, pred
     dims: tuple[int, ...]
@@ -68,10 +70,15 @@ class Collective(NamedTuple):
 
     kind: str  # one of COLLECTIVES
     arrays: tuple[Array, ...]  # results on one device; more than one when the compiler combined several
-    bytes: int  # on one device: the input of a reduce-scatter, the output of the others
-    group: int  # devices of each replica group
+    bytes: int  # on one device: the input of a reduce-scatter, the output of the others (permute, all-to-all too)
+    members: tuple[int, ...]  # devices of the first replica group; of a permute: the first chain of its pairs
     overlaps: bool  # asynchronous: kernels may run between its start and its done
     instruction: Instruction
+
+    @property
+    def group(self) -> int:
+        """Devices of a replica group."""
+        return len(self.members)
 
 
 class Buffer(NamedTuple):
@@ -140,13 +147,15 @@ def collectives(text: str) -> list[Collective]:
     """Return every collective; one in a loop is listed once, however often the loop runs."""
     steps = paired(instructions(text))
     wrapped = {name for step in steps if step.opcode == "async" for name in step.calls}
+    header = text[: text.index("\n")]
+    devices = int(_word(header, "num_partitions=") or 1) * int(_word(header, "replica_count=") or 1)
     found = []
     for step in steps:
         if step.opcode in COLLECTIVES:
-            group = _group(step.attributes, text.partition("\n")[0])
-            whole = step.bytes * (group if step.opcode == "reduce-scatter" else 1)
+            members = _members(step.attributes, devices)
+            whole = step.bytes * (len(members) if step.opcode == "reduce-scatter" else 1)
             overlaps = (step.asynchronous or step.computation in wrapped) and '"is_sync":true' not in step.attributes
-            found.append(Collective(step.opcode, step.arrays, whole, group, overlaps, step))
+            found.append(Collective(step.opcode, step.arrays, whole, members, overlaps, step))
     return found
 
 
@@ -200,21 +209,34 @@ def _called(attributes: str) -> Iterator[str]:
         yield from (name.strip().removeprefix("%") for name in listed.split(","))
 
 
-def _group(attributes: str, header: str) -> int:
-    """Number of devices in each replica group. There are four ways to write groups; an empty one means all devices."""
+def _members(attributes: str, devices: int) -> tuple[int, ...]:
+    """Devices of the first replica group, which is written in one of four ways; an empty list means all ``devices``."""
     _, found, rest = attributes.partition("replica_groups=")
     if found and (listed := re.match(r"\{\{([\d,]+)\}", rest)):  # {{0,1},{2,3}}
-        return len(listed[1].split(","))
-    if found and (counted := re.match(r"\[\d+,(\d+)\]<=", rest)):  # [groups,size]<=[order]
-        return int(counted[1])
+        return tuple(map(int, listed[1].split(",")))
+    # [groups,size]<=[dims]T(order)
+    if found and (iota := re.match(r"\[\d+,(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)):
+        dims, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups()[1:])
+        assert dims
+        return tuple(map(int, np.arange(math.prod(dims)).reshape(dims).transpose(order).flat[: int(iota[1])]))
     if found and rest.startswith("mesh["):  # mesh['data'=4,'model'=2] {'data'}; part of an axis: 'data':(before)size
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", rest[: rest.index("]")]))
-        axes = rest[rest.index("{") + 1 : rest.index("}")]
-        return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", axes))
+        axes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", rest[: rest.index("]")])}
+        members = np.zeros(1, int)
+        named = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", rest[rest.index("{") + 1 : rest.index("}")])
+        for axis, before, part in named:
+            stride = math.prod(list(axes.values())[list(axes).index(axis) + 1 :])
+            size = int(part or axes[axis])
+            stride *= axes[axis] // (size * int(before or 1))
+            members = np.add.outer(members, stride * np.arange(size)).ravel()
+        return tuple(map(int, members))
     if "source_target_pairs=" in attributes:
-        pairs = attributes.partition("source_target_pairs=")[2].split("}}")[0]
-        return len({device for pair in re.findall(r"(\d+),(\d+)", pairs) for device in pair})
-    return int(_word(header, "num_partitions=") or 1) * int(_word(header, "replica_count=") or 1)
+        listed_pairs = attributes.partition("source_target_pairs=")[2].partition("}}")[0]
+        pairs = [(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", listed_pairs)]
+        chain = set(pairs[0])
+        while more := {device for pair in pairs if chain & set(pair) for device in pair} - chain:
+            chain |= more
+        return tuple(sorted(chain))
+    return tuple(range(devices))
 
 
 def _source_lines(text: str) -> dict[str, str]:

@@ -4,33 +4,42 @@ Bytes, FLOPs, kernels and times are of one device and one step.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import LAYOUTS, with_remat
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import findings, hlo, predict
-from jspeed.plan.collectives import describe_collectives
-from jspeed.plan.compile import Hardware, Step, compile_stages, distinct, largest_that_fits, memory_by_kind, suited
-from jspeed.plan.cost import part_of
-from jspeed.plan.shard_map_checks import manual_mode
-from jspeed.plan.target import pretend
+from jspeed.plan.compile import (
+    Hardware,
+    Step,
+    add_remat,
+    compile_stages,
+    compiled_count,
+    hardware_for,
+    largest_that_fits,
+    last_step,
+    with_backend,
+)
+from jspeed.plan.describe_stage import describe_stage
+from jspeed.plan.shard_map_checks import check_shard_map
+from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
-from jspeed.recipe import replace as change
-from jspeed.run.compute import program
+from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import divisions, micro_batches
 from jspeed.run.find_recipe import LoadedRecipe
-from jspeed.sizes import flops_per_token, is_matrix, parameter_count, scored_shape
+from jspeed.sizes import parameter_count, scored_shape
 from jspeed.stage import Stage
 
-KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 BOUNDS = [
     "memory is what the compiler allocates: exact for its program, without fragmentation",
     "FLOPs of matmuls are exact; those of attention are an upper bound: every document counts as long as the recipe "
     "allows",
     "no kernel is faster than its FLOPs at the peak rate or its bytes at the bandwidth",
+    "training also compiles the evaluation, which is not planned",
 ]
 GUESSES = [
     "fraction of the peak that a kernel reaches: " + ", ".join(f"{k} {v}" for k, v in predict.FRACTIONS.items()),
@@ -46,19 +55,20 @@ def make_plan(
 ) -> dict[str, Any]:
     """Compile every stage of a recipe for a target and return the plan.
 
-    What is taken at once is what training would find, with ``micro_batch`` tokens or the first that fits. Raises
+    The micro-batch is the one that training would find, with ``micro_batch`` tokens or the first that fits. Raises
     :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
     recipe, cluster = found.recipe, hardware.cluster
-    hardware = suited(hardware, recipe)
+    hardware = with_backend(hardware, recipe)
     steps = compile_stages(recipe, hardware, micro_batch)
-    ideal = ideal_flops(recipe, hardware, steps[-1].parts)
+    last = add_remat(hardware) if steps[-1].remat else hardware
+    ideal = ideal_flops(recipe, last, steps[-1].parts)
     stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
-    problems, matmuls = examine(recipe, hardware, steps, stages, ideal)
+    problems, matmuls = find_problems(recipe, last, steps[-1], stages, ideal)
     price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
-    fits, summary = fit(recipe, hardware, steps)
+    fits, summary = memory_summary(recipe, hardware, steps)
     return {
         "schema": 2,
         "recipe": recipe.name,
@@ -72,7 +82,7 @@ def make_plan(
         "layout": hardware.layout,
         "attention": hardware.device.attention,
         "compiled": True,
-        "programs": distinct(steps),
+        "programs": compiled_count(steps),
         "parameters": parameter_count(recipe.parameters),
         "device_memory_bytes": cluster.facts.hbm_bytes,
         "memory_limit_bytes": hardware.limit,
@@ -102,87 +112,21 @@ def make_plan(
     }
 
 
-def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> dict[str, Any]:
-    """One stage of the plan."""
-    cluster, stage, kernels = hardware.cluster, step.stage, step.kernels
-    total, collectives = predict.times(kernels, cluster)
-    computing = [kernel for kernel in kernels if not kernel.collective]
-    matrices = matrices_of(recipe, stage)
-    by_part: dict[str, float] = {}
-    by_dtype: dict[str, float] = {}
-    for kernel in computing:
-        if kernel.flops:
-            part, flops = part_of(kernel, matrices), kernel.times * kernel.flops
-            by_part[part] = by_part.get(part, 0.0) + flops
-            by_dtype[kernel.dtype] = by_dtype.get(kernel.dtype, 0.0) + flops
-    largest = [
-        {
-            "bytes": buffer.array.bytes,
-            "dtype": buffer.array.dtype,
-            "dims": list(buffer.array.dims),
-            "source": hlo.short(buffer.instruction.source),
-            "op": buffer.instruction.op_name.rsplit("/", 1)[-1] or buffer.instruction.opcode,
-        }
-        for buffer in hlo.buffers(step.text, 2**16)[:10]
-    ]
-    tokens = recipe.tokens_per_step(stage)
-    return {
-        "name": name_of(recipe, number),
-        "steps": stage.steps,
-        "tokens_per_step": tokens,
-        "micro_batches": step.parts,
-        "micro_batch_tokens": tokens // hardware.mesh.shape["data"] // step.parts,
-        "head_chunk": step.head_chunk,
-        "remat": step.remat,
-        "compiled": not step.shared,
-        "memory_bytes": step.memory,
-        "memory_by_kind": memory_by_kind(step),
-        "largest_buffers": largest,
-        "flops": sum(kernel.times * kernel.flops for kernel in computing),
-        "flops_by_dtype": by_dtype,
-        "flops_by_part": dict(sorted(by_part.items(), key=lambda item: -item[1])),
-        "model_flops": flops_per_token(recipe, stage) * tokens / cluster.devices,
-        "bytes_moved": sum(kernel.times * kernel.bytes for kernel in computing),
-        "kernels": {kind: sum(k.times for k in computing if k.kind == kind) for kind in KINDS},
-        "collectives": describe_collectives(kernels, collectives, hardware),
-        "time_ms": {
-            "compute": 1e3 * total.compute,
-            "memory": 1e3 * total.memory,
-            "communication": 1e3 * total.communication,
-            "exposed_communication": 1e3 * total.exposed,
-        },
-        "roofline_ms": 1e3 * total.total,
-        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.total)],
-    }
-
-
-def name_of(recipe: Recipe, number: int) -> str:
-    """Name the ``number``-th program, of which a stage has as many as the recipe's period."""
-    stage, phase = divmod(number - 1, recipe.period)
-    return f"stage {stage + 1}" + (f", step {phase + 1} of {recipe.period}" if recipe.period > 1 else "")
-
-
-def examine(
-    recipe: Recipe, hardware: Hardware, steps: Sequence[Step], stages: Sequence[dict], ideal: Mapping[str, float]
+def find_problems(
+    recipe: Recipe, hardware: Hardware, step: Step, stages: Sequence[dict], ideal: Mapping[str, float]
 ) -> tuple[list[findings.Finding], list[dict]]:
-    """Run the doctor on the last stage and on the stage with most exposed communication: (findings, matmuls)."""
-    step, devices = steps[-1], hardware.cluster.devices
-    matmuls = findings.matmuls(step.kernels, ideal, devices)
+    """Examine the last ``step`` and the stage with most exposed communication: (findings, matmuls of the step)."""
+    matmuls = findings.matmuls(step.kernels, ideal, hardware.cluster.devices)
     micro = stages[-1]["micro_batch_tokens"]
-    heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
-    rows = (scored_shape(spec, step.stage)[spec.axes.index("vocab")] for spec in heads)
-    vocabulary = max(rows, default=recipe.data.vocab_size)
-    _, shardings = program.state_shardings(recipe, hardware.layout, hardware.mesh)
-    shapes: list[tuple[str, tuple[int, ...], Any]] = [("batch", (), batch_rows(hardware.mesh).spec)]
-    shapes += [(path, (), cut) for path, cut in findings.by_path(recipe, hardware.layout, hardware.mesh).items()]
+    specs = findings.by_path(recipe, hardware.layout, hardware.mesh)
     worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
     found = [
         *findings.redundant(matmuls, step.kernels),
-        *findings.placement(shapes, dict(hardware.mesh.shape)),
-        *misuse(recipe, hardware, steps[-1].parts),
-        *findings.whole_leaves(recipe, hardware.layout, hardware.mesh),
-        *findings.wide_logits(step.text, micro, vocabulary),
-        *findings.exposed(worst["collectives"], worst["roofline_ms"]),
+        *findings.mesh_axis_use(specs, batch_rows(hardware.mesh).spec, dict(hardware.mesh.shape)),
+        *shard_map_findings(recipe, hardware, step.parts),
+        *findings.replicated_parameters(recipe, specs, hardware.mesh),
+        *findings.wide_logits(step.text, micro, narrow_vocabulary(recipe, step.stage)),
+        *findings.exposed(worst["collectives"], worst["roofline_ms"], worst["name"]),
         *findings.slow_scatters(step.text),
     ]
     for row in matmuls:
@@ -190,13 +134,20 @@ def examine(
     return found, matmuls
 
 
-def misuse(recipe: Recipe, hardware: Hardware, parts: int) -> list[findings.Finding]:
-    """What :func:`.shard_map_checks.manual_mode` finds in the last stage's step, where there are several devices."""
+def narrow_vocabulary(recipe: Recipe, stage: Stage) -> int | None:
+    """Rows that a head scores whose matmul is not in fp32 by the recipe; None where all compute in fp32."""
+    heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
+    narrow = [spec for spec in heads if jnp.dtype(spec.compute or spec.dtype).itemsize < 4]
+    return max((scored_shape(spec, stage)[spec.axes.index("vocab")] for spec in narrow), default=None)
+
+
+def shard_map_findings(recipe: Recipe, hardware: Hardware, parts: int) -> list[findings.Finding]:
+    """What :func:`.check_shard_map` finds in the last stage's step, where there are several devices."""
     if hardware.mesh.size == 1:
         return []
     with pretend(hardware.cluster.target):
         traced = program.trace_step(recipe, recipe.stages[-1], hardware.mesh, hardware.layout, hardware.device, parts)
-    return manual_mode(traced.jaxpr)
+    return check_shard_map(traced.jaxpr)
 
 
 def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, float]:
@@ -208,7 +159,7 @@ def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, flo
     return findings.ideal_flops(traced.jaxpr)
 
 
-def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool, str]:
+def memory_summary(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool, str]:
     """Return (whether every stage fits, a summary): what it needs, or what would fit, found by compiling."""
     worst = max(steps, key=lambda step: step.memory["peak"])
     need, limit = worst.memory["peak"], hardware.limit
@@ -226,26 +177,24 @@ def fit(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool
     if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
         flag = "--micro-batch " if len({stage.lane_len for stage in recipe.stages}) == 1 else "a micro-batch of "
         return False, f"{start}; {flag}{smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
-    if need <= 0.95 * whole:
+    if need <= 0.95 * whole and not hardware.cluster.target.tpu:
         return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
     return (
         False,
-        f"{start}; that is the least there is of lanes of {worst.stage.lane_len:,} tokens: shorten them with --set, or "
-        "use more devices or larger ones",
+        f"{start}; this is the smallest micro-batch of lanes of {worst.stage.lane_len:,} tokens: shorten them with "
+        "--set, or use more or larger devices",
     )
 
 
-def candidates(
-    recipe: Recipe, devices: int, hardware_in: Callable[[str, dict[str, int] | None], Hardware]
-) -> Iterator[Hardware]:
-    """Yield the devices in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
+def candidates(recipe: Recipe, cluster: Cluster, fraction: float) -> Iterator[Hardware]:
+    """Yield ``cluster`` in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
     for layout, how in LAYOUTS.items():
-        over = sorted(set(how.cuts.values()) - {"data"})
-        if over and devices % 2:
+        over = sorted(set(how.rules.values()) - {"data"})
+        if over and cluster.devices % 2:
             continue
-        hardware = hardware_in(layout, {"data": devices // 2, over[0]: 2} if over else None)
+        hardware = hardware_for(cluster, layout, {"data": cluster.devices // 2, over[0]: 2} if over else None, fraction)
         try:
-            program.check_layout(layout, hardware.mesh, recipe)
+            require_devices(recipe, hardware)
         except BadInput:
             continue
         yield hardware
@@ -255,78 +204,75 @@ def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[dict[str
     """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
     The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all
-    layers are alike, remat is tried.
+    layers are alike, remat is tried. What a TPU's compiler refuses has no prediction (None).
     """
     rows = []
-    for hardware in (suited(candidate, found.recipe) for candidate in candidates):
-        tried = list(_until_it_fits(found.recipe, hardware))
+    for hardware in (with_backend(candidate, found.recipe) for candidate in candidates):
+        tried = list(search_layout(found.recipe, hardware))
         plain = [row for row in tried if row["fits"] and row["layout"] == hardware.layout]
         if not plain and found.recipe.alike:
             tried = [row for row in tried if row["layout"] == hardware.layout]  # with remat the largest, not the last
-            tried += _until_it_fits(found.recipe, replace(hardware, layout=with_remat(hardware.layout)))
+            tried += search_layout(found.recipe, add_remat(hardware))
         rows += tried
-    return sorted(rows, key=lambda row: (not row["fits"], row["predicted_ms"][0], row["peak_bytes"]))
+    return sorted(rows, key=lambda row: (not row["fits"], (row["predicted_ms"] or [math.inf])[0], row["peak_bytes"]))
 
 
-def _until_it_fits(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]]:
+def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]]:
+    """Compile the last stage's step with ever smaller micro-batches, and yield a row for each, until one fits."""
     last = recipe.stages[-1]
     parts = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
-    own = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
-    for number in divisions(recipe, last, hardware.mesh):
-        if number < parts:
-            continue
-        step = compile_stages(change(recipe, stages=(last,)), hardware, own // number)[-1]
-        seconds = predict.times(step.kernels, hardware.cluster)[0].total
-        yield {
-            "layout": with_remat(hardware.layout) if step.remat else hardware.layout,
+    tokens_per_device = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
+    for number in (n for n in divisions(recipe, last, hardware.mesh) if n >= parts):
+        row: dict[str, Any] = {
+            "layout": hardware.layout,
             "mesh": dict(hardware.mesh.shape),
-            "micro_batch_tokens": own // number,
+            "micro_batch_tokens": tokens_per_device // number,
+            "head_chunk": None,
+        }
+        try:
+            step = last_step(recipe, hardware, tokens_per_device // number)
+        except compiler.DoesNotFit as refused:
+            yield row | {"peak_bytes": refused.bytes, "fits": False, "predicted_ms": None}
+            continue
+        seconds = predict.times(step.kernels, hardware.cluster)[0].total
+        fits = step.memory["peak"] <= hardware.limit
+        yield row | {
+            "layout": with_remat(hardware.layout) if step.remat else hardware.layout,
             "head_chunk": step.head_chunk,
             "peak_bytes": step.memory["peak"],
-            "fits": step.memory["peak"] <= hardware.limit,
+            "fits": fits,
             "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
         }
-        if step.memory["peak"] <= hardware.limit:
+        if fits:
             return
 
 
-def matrices_of(recipe: Recipe, stage: Stage) -> dict[str, tuple[int, int]]:
-    """(in, out) of every parameter that multiplies in a step of ``stage``; of a head, the rows that are scored."""
-    shapes = {
-        path: scored_shape(spec, stage)
-        for path, spec in leaves(recipe.parameters)
-        if len(spec.shape) >= 2 and spec.size >= 2**12 and (is_matrix(spec) or "head" not in recipe.parameters)
-    }
-    return {path: (shape[-2], shape[-1]) for path, shape in shapes.items()}
-
-
 def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
-    """What this plan cannot know."""
+    """Limits of this plan: shared programs, attention backend, autotuning."""
     found = []
     if any(step.shared for step in steps):
         found.append(
-            f"{len(steps)} stages, {distinct(steps)} compiled: the others differ in attention windows alone (checked "
-            "on the first and the last program), so their kernels, bytes and memory are those of the compiled one"
+            f"{len(steps)} stages, {compiled_count(steps)} compiled: the others differ in attention windows alone "
+            "(checked on the first and the last program), so their kernels, bytes and memory are those of the compiled "
+            "one"
         )
     if hardware.device.attention == "cudnn":
         found.append(
-            "attention is planned as cuDNN's, whose plans are only built on a GPU: what it refuses there is not seen "
-            "here; where fa4_jax is installed training uses that on H100 and H200"
+            "attention is planned with cuDNN, whose execution plans are built only on a GPU: unsupported shapes are "
+            "not detected here; with fa4_jax installed, training uses FlashAttention 4 on H100 and H200"
         )
     elif hardware.device.attention == "triton":
         found.append(
-            "attention is planned as jspeed's own kernels, which have run on no GPU: they are compiled for this one, "
-            "and taken to reach the fraction of its peak that cuDNN's are"
+            "attention is planned with jspeed's own kernels; they compile for this GPU but have not run on one, and "
+            "their efficiency is assumed to be cuDNN's"
         )
     elif hardware.device.attention == "splash":
         found.append("attention is JAX's splash attention, which computes and masks blocks of other documents")
     elif hardware.device.attention == "xla":
         found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:
-        found.append("nothing has run on a TPU: what a kernel reaches of its peak is what was assumed of GPUs")
-        found.append(
-            "libtpu compiles with its least effort, as runs do; JAX_EXEC_TIME_OPTIMIZATION_EFFORT changes both"
-        )
+        found.append("not measured on TPUs: kernel efficiencies are those assumed for GPUs")
+        found.append("libtpu compiles with its least effort, as runs do; JAX_EXEC_TIME_OPTIMIZATION_EFFORT changes it")
     else:
         found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
     return found

@@ -1,4 +1,4 @@
-"""From kernels to milliseconds: a roofline for each kernel, overlapped communication, a fit to published step times.
+"""Predict a step's time from its kernels: rooflines, overlapped communication, a fit to published step times.
 
 Bound: no kernel runs faster than its FLOPs at the peak rate or its bytes at the bandwidth. Guesses: the fraction of the
 peak that a kernel reaches (FRACTIONS), and the ratio of a measured step to its roofline (:func:`slowdown`), one number
@@ -27,9 +27,10 @@ FRACTIONS = {
     "memory": 0.85,
     "communication": 0.75,
 }
-LAUNCH = 2e-6  # seconds that the smallest kernel takes
-LATENCY = 15e-6  # seconds that the smallest collective takes within a node
-HOP = 8e-6  # seconds more for every node that a ring passes
+# Guesses, in seconds.
+LAUNCH = 2e-6  # minimum time of a kernel
+LATENCY = 15e-6  # latency of a collective within a node
+HOP = 8e-6  # added latency for every further node of a ring
 SPREAD = (0.85, 1.25)  # range around the fitted time: wide enough for the four published programs
 
 
@@ -94,10 +95,9 @@ def kernel_seconds(kernel: Kernel, facts: Facts) -> tuple[float, float]:
     by_bytes = kernel.bytes / (facts.hbm_bytes_per_second * FRACTIONS["memory"])
     if not kernel.flops:
         return 0.0, max(by_bytes, LAUNCH)
-    kind = kernel.kind if kernel.kind in FRACTIONS else "matmul"
     fastest = facts.peak_flops.get("bf16" if kernel.kind in ATTENTION_MATMULS else rate_name(kernel.dtype, facts))
     assert fastest
-    return kernel.flops / (fastest * FRACTIONS[kind]), max(by_bytes, LAUNCH)
+    return kernel.flops / (fastest * FRACTIONS[kernel.kind]), max(by_bytes, LAUNCH)
 
 
 def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[dict]:
@@ -114,8 +114,9 @@ def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) 
                 file = hlo.short(kernel.instruction.source).partition(":")[0]
                 key = file or "the compiler", "compute" if by_flops > by_bytes else "memory"
                 spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
+    total = sum(spent.values())
     return [
-        {"source": file, "bound": what, "seconds": seconds * slowdown(), "share": seconds / sum(spent.values())}
+        {"source": file, "bound": what, "seconds": seconds * slowdown(), "share": seconds / total}
         for (file, what), seconds in sorted(spent.items(), key=lambda item: -item[1])
     ]
 
@@ -128,15 +129,15 @@ def rate_name(dtype: str, facts: Facts) -> str:
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
-    """Seconds of one collective as a ring: NVLink within a node, all network adapters of a node between nodes.
+    """Seconds of one collective as a ring: NVLink within a node; between nodes the adapters of its members of a node.
 
-    An all-reduce moves twice the bytes of the others.
+    An all-reduce moves twice the bytes of the others. The device ids of a node are consecutive.
     """
     facts = cluster.facts
-    nodes = -(-collective.group // cluster.per_node)
+    nodes = len({device // cluster.per_node for device in collective.members})
     bandwidth = facts.nvlink_bytes_per_second
     if nodes > 1:
-        bandwidth = min(bandwidth, facts.network_bytes_per_second * cluster.per_node)
+        bandwidth = min(bandwidth, facts.network_bytes_per_second * collective.group / nodes)
     rounds = 2 if collective.kind == "all-reduce" else 1
     moved = rounds * collective.bytes * (collective.group - 1) / max(1, collective.group)
     return moved / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
@@ -155,7 +156,7 @@ def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int,
     waits: dict[int, list[int]] = {}
     for index, kernel in enumerate(kernels):
         if kernel.collective:
-            waits.setdefault(kernel.until, []).append(index)
+            waits.setdefault(kernel.waited_at, []).append(index)
     for index in range(len(kernels) + 1):
         for waited in waits.get(index, ()):
             late = max(0.0, ends[waited] - now)

@@ -1,17 +1,18 @@
-"""What manual sharding (``shard_map``) does not check by itself: weights used by parts, results that are not reduced.
+"""Find ``shard_map`` errors that JAX does not report: weights used without a gather, results that are not reduced.
 
 Under jit a weight that is sharded over the batch's axis is gathered by the compiler. In ``shard_map`` each device has
 its part, and a program that forgets the collective still runs, as a different model on every device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.extend
-from jax._src import source_info_util
+from jax.extend.core import jaxprs_in_params
 
-from jspeed.plan.findings import Finding
+from jspeed.plan import hlo
+from jspeed.plan.findings import Finding, axes_of, source_of
 
 REDUCE = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 SPREAD = {"psum_scatter", "reduce_scatter", "ppermute", "all_to_all", "axis_index"}
@@ -29,8 +30,9 @@ class Origin(NamedTuple):
     parts: frozenset[str] = frozenset()
 
 
-def manual_mode(jaxpr: Any, batch: int = 1) -> list[Finding]:
-    """Return what is wrong in the ``shard_map`` of a traced program whose last ``batch`` arguments are data.
+def check_shard_map(jaxpr: Any, batch: int = 1) -> list[Finding]:
+    """Return what is wrong in the ``shard_map`` of a traced program: the first arguments are the state, the last
+    ``batch`` ones data.
 
     ``ungathered-weight``: rows of the batch are multiplied by one device's part of a weight. ``unreduced-result``: a
     result is said to be the same on all devices along an axis along which it is not.
@@ -65,14 +67,14 @@ def _check(eqn: Any, data: Sequence[bool], found: dict) -> None:
     """Look into one ``shard_map``."""
     origins = []
     for spec, is_data in zip(eqn.params["in_specs"], data, strict=True):
-        axes = _axes(spec)
+        axes = axes_of(spec)
         origins.append(Origin(axes, axes, frozenset()) if is_data else Origin(axes, frozenset(), axes))
     results = _inside(eqn.params["jaxpr"], origins, found)
     sizes, made = eqn.params["mesh"].shape, {out: e for e in eqn.params["jaxpr"].eqns for out in e.outvars}
     for number, (origin, spec) in enumerate(zip(results, eqn.params["out_specs"], strict=True)):
         var = eqn.params["jaxpr"].outvars[number]
         where = _where(made[var] if var in made else eqn)
-        for axis in sorted(origin.varies - _axes(spec)):
+        for axis in sorted(origin.varies - axes_of(spec)):
             if sizes[axis] > 1:
                 text = (
                     f"{where}: result {number} of a shard_map is said to be the same along mesh axis '{axis}', but "
@@ -144,15 +146,8 @@ def _bodies(eqn: Any) -> list[Any]:
     """The programs in an equation, the forward one alone of a function with a gradient of its own."""
     if "call_jaxpr" in eqn.params:
         return [getattr(eqn.params["call_jaxpr"], "jaxpr", eqn.params["call_jaxpr"])]
-    leaves = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
-    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if hasattr(getattr(leaf, "jaxpr", leaf), "eqns")]
-
-
-def _axes(spec: Any) -> frozenset[str]:
-    parts: Mapping | tuple = tuple(spec)
-    return frozenset(axis for part in parts if part for axis in (part if isinstance(part, tuple) else (part,)))
+    return list(jaxprs_in_params(eqn.params))
 
 
 def _where(eqn: Any) -> str:
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}" if frame else "an unknown line"
+    return hlo.short(source_of(eqn)) or "an unknown line"

@@ -1,4 +1,4 @@
-"""Absent GPUs and TPUs: published specifications, a mesh to compile for, stand-ins for JAX's device checks."""
+"""Absent GPUs and TPUs: published specifications, a mesh to compile for, patches of JAX's device queries."""
 
 import importlib
 import importlib.util
@@ -28,7 +28,7 @@ COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
 class Target(NamedTuple):
-    """One kind of GPU or TPU, as the compiler is told of it."""
+    """One kind of GPU or TPU, as passed to the compiler."""
 
     name: str
     text: str = ""  # of a GPU: stream_executor.GpuTargetConfigProto as text
@@ -45,12 +45,12 @@ class Target(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Peak rates and sizes of one kind of GPU, each with its public source."""
+    """Peak rates and sizes of one kind of GPU or TPU, each with its public source."""
 
-    per_node: int  # GPUs that NVLink joins
+    per_node: int  # devices that NVLink (ICI, PCIe) joins
     hbm_bytes: int
     hbm_bytes_per_second: float
-    nvlink_bytes_per_second: float  # one direction
+    nvlink_bytes_per_second: float  # within a node, one direction; ICI of TPUs, PCIe where there is no NVLink
     network_bytes_per_second: float  # one direction, a GPU
     dollars_per_hour: float
     peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
@@ -90,6 +90,13 @@ def load_facts(name: str) -> Facts:
     return Facts(**{key: value for key, value in _read(name).items() if key != "tpu"})
 
 
+def facts_of(device_kind: str) -> Facts | None:
+    """Return the facts of a device by JAX's name of it, whose board counts; None for one that is no target."""
+    name = "h200" if device_kind == "NVIDIA H200" else None  # as CUDA calls it; XLA's target config says more
+    names = [name] if name else [known for known in known_targets() if load_target(known).device_kind == device_kind]
+    return load_facts(names[0]) if names else None
+
+
 def known_targets() -> list[str]:
     """Names of all targets."""
     return sorted(path.stem for path in TARGETS.glob("*.toml"))
@@ -114,7 +121,7 @@ def parse_target(text: str) -> Cluster:
     facts = load_facts(kind)
     if not 1 <= len(counts) <= 2 or not all(re.fullmatch("[1-9][0-9]{0,6}", count) for count in counts):
         raise BadInput(
-            f"--target {text} says no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
+            f"--target {text} has no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
         )
     devices, nodes = int(counts[0]), int(counts[1]) if len(counts) == 2 else 1
     if devices * nodes > MOST_DEVICES:
@@ -124,7 +131,7 @@ def parse_target(text: str) -> Cluster:
         raise BadInput(f"--target {text}: slices of {kind} chips that can be planned for are {sizes}")
     if devices > facts.per_node:
         if nodes > 1 or devices % facts.per_node:
-            whole = -(-devices // facts.per_node)
+            whole = -(-devices * nodes // facts.per_node)
             raise BadInput(
                 f"--target {text}: a node holds {facts.per_node} {kind} GPUs; write {kind}x{facts.per_node}x{whole}"
             )
@@ -138,27 +145,23 @@ def missing(target: Target | None = None) -> str | None:
         if _installed("libtpu"):
             return None
         return (
-            "libtpu is not installed here, so nothing can be compiled for a TPU; pip install 'libtpu==0.0.42.*' brings "
-            "the one for JAX 0.10.2 (213 MB to download)"
+            "libtpu is not installed here, so nothing can be compiled for a TPU; install the one for JAX 0.10.2 with "
+            "pip install 'libtpu==0.0.42.*' (213 MB to download)"
         )
     if any(_installed(plugin) for plugin in PLUGINS):
         return None
     return (
         "no CUDA plugin of JAX is installed here, so nothing can be compiled for a GPU; "
-        "pip install 'jspeed[aot]' brings it (223 MB to download), and so does make test-aot"
+        "install it with pip install 'jspeed[aot]' or make test-aot (223 MB to download)"
     )
-
-
-def cluster_mesh(cluster: Cluster, axes: Mapping[str, int] | None = None) -> Mesh:
-    """Return a mesh of a cluster's absent GPUs: one ``data`` axis, or ``axes``. See :func:`target_mesh`."""
-    return target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
 
 
 def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[str, int] | None = None) -> Mesh:
     """Return a mesh of ``nodes`` hosts of ``devices`` absent devices on one ``data`` axis; arrays cannot be put on it.
 
-    Set ``jax_platforms`` to ``cpu`` before anything asks JAX for devices: with the plugin and no GPU, JAX would fail
-    to start CUDA and then not know it. Raises :class:`BadInput` when there is no plugin.
+    Of TPUs there is one slice of ``devices`` chips. Set ``jax_platforms`` to ``cpu`` before anything asks JAX for
+    devices: otherwise JAX tries to initialise CUDA, fails, and no longer recognises the platform. Raises
+    :class:`BadInput` without a plugin, and what libtpu raises for a slice that it does not know.
     """
     if reason := missing(target):
         raise BadInput(reason)
@@ -184,7 +187,7 @@ def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[
 
 @contextmanager
 def pretend(target: Target) -> Iterator[None]:
-    """Answer JAX's queries about the live backend with ``target`` while code is traced and lowered.
+    """Make JAX's queries about the live backend answer for ``target`` while code is traced and lowered.
 
     Covers cuDNN attention: its compute capability and its version (the library need not be installed; the check
     of what it really supports is made when a plan is built, on the GPU); and the GPUs that Pallas of JAX 0.11 knows.

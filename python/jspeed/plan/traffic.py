@@ -1,21 +1,20 @@
-"""Bytes that a step moves, by source line."""
+"""Bytes that a step reads and writes in device memory (HBM), by Python source line."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from jspeed.plan import hlo, predict
-from jspeed.plan.compile import Hardware, fitted, read, suited
+from jspeed.plan.compile import Hardware, last_step, with_backend
 from jspeed.plan.cost import Kernel
 from jspeed.plan.predict import kernel_seconds
-from jspeed.plan.target import Facts, pretend
+from jspeed.plan.target import Facts
 from jspeed.recipe import Recipe
 
 
 def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> dict[str, Any]:
     """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
-    stage, hardware = recipe.stages[-1], suited(hardware, recipe)
-    with pretend(hardware.cluster.target):
-        step = read(stage, fitted(recipe, stage, hardware, micro_batch))
+    hardware = with_backend(hardware, recipe)
+    step = last_step(recipe, hardware, micro_batch)
     computing = [kernel for kernel in step.kernels if not kernel.collective]
     seconds = predict.times(step.kernels, hardware.cluster)[0].total
     return {
@@ -24,7 +23,7 @@ def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = N
         "kernels": sum(kernel.times for kernel in computing),
         "bytes": sum(kernel.times * kernel.bytes for kernel in computing),
         "flops": sum(kernel.times * kernel.flops for kernel in computing),
-        "micro_batch_tokens": recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] // step.parts,
+        "micro_batch_tokens": recipe.tokens_per_step(step.stage) // hardware.mesh.shape["data"] // step.parts,
         "head_chunk": step.head_chunk,
         "remat": step.remat,
         "peak_bytes": step.memory["peak"],
@@ -38,9 +37,9 @@ def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[dict[str, Any]]:
     """Return what the kernels of each source line cost in a step on one device, most bytes first.
 
     ``source`` is file:line of the innermost frame of the kernel's last operation, which the compiler may have fused
-    with operations of other lines, or ``the compiler`` for what no line asked for; ``pass`` is forward, backward or
-    rest (optimizer and what surrounds the gradient); ``kind`` as in :class:`jspeed.plan.cost.Kernel`. ``bytes`` are
-    read and written, ``seconds`` the roofline's. Collectives are left out.
+    with operations of other lines, or ``the compiler`` for ops without source information; ``pass`` is forward,
+    backward or rest (optimizer and everything outside the gradient); ``kind`` as in :class:`jspeed.plan.cost.Kernel`.
+    ``bytes`` are read and written, ``seconds`` the roofline's. Collectives are left out.
     """
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for kernel in kernels:
@@ -49,7 +48,7 @@ def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[dict[str, Any]]:
         source = hlo.short(kernel.instruction.source) or "the compiler"
         key = source, pass_of(kernel.instruction.op_name), kernel.kind
         row = found.setdefault(
-            key, dict(zip(("source", "pass", "kind"), key, strict=True)) | {"kernels": 0, "bytes": 0.0, "seconds": 0.0}
+            key, {"source": key[0], "pass": key[1], "kind": key[2], "kernels": 0, "bytes": 0.0, "seconds": 0.0}
         )
         row["kernels"] += kernel.times
         row["bytes"] += kernel.times * kernel.bytes

@@ -1,7 +1,7 @@
-"""Numbers of one run.json that must follow from each other; a contradiction is an edit, or a bookkeeping bug.
+"""Consistency checks between the fields of one run.json: a contradiction is an edit, or a bookkeeping bug.
 
-The clock's entries add up to the wall time to about a millisecond; what is allowed here is more, because seconds pass
-between the reading of the ledger and that of the wall.
+The clock's entries add up to the wall time to about a millisecond. The tolerances here are wider, because time passes
+between the reading of the ledger and that of the wall clock.
 """
 
 import math
@@ -12,7 +12,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import found
 from jspeed.record.schema import Run
 
-PROBES = {  # what each validity check of a trained model, a probe, makes sure of
+PROBES = {  # what each probe, a validity check of a trained model, ensures
     "causality": "a loss does not depend on later tokens",
     "normalisation": "the loss is a log-softmax over the whole vocabulary",
     "evaluation_leaves_state": "evaluation changes no parameter and no optimizer state",
@@ -21,7 +21,7 @@ PROBES = {  # what each validity check of a trained model, a probe, makes sure o
     "warm_up_leaves_state": "the clock started from a fresh state",
     "no_overlap": "the training data do not hold the validation data",
 }
-SLACK = 5.0  # seconds that the two moments of a run, to the second, may differ from its wall time
+SLACK = 5.0  # tolerance in seconds between wall_seconds and ended - started, which have a resolution of 1 s
 
 
 def check(run: Run) -> None:

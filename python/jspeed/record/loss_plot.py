@@ -1,4 +1,4 @@
-"""Pictures of the loss against the training clock, as SVG files that are the same bytes for the same run."""
+"""Plots of the loss against the training clock, as SVG files whose bytes depend on the run alone."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ Line = tuple[str, Any, Any, dict[str, Any]]  # label, seconds, losses, matplotli
 
 COLOURS = (BLUE, RED, GREEN, PINK, ORANGE, SKY, "#000000")  # yellow would be too pale on white
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
-LONGEST_PARENT = 1.5  # times the run's own seconds, which would be squashed otherwise
-TRAIN_POINTS = 400  # more than this many cannot be told apart at the width of the picture
+LONGEST_PARENT = 1.5  # times the run's own seconds; a longer one would flatten it
+TRAIN_POINTS = 400  # more cannot be told apart at the width of the plot
 
 
 def loss_svg(
@@ -40,9 +40,9 @@ def loss_svg(
 
     ``train`` and ``val`` are (timed seconds, nats per ``unit``) in order of time and may be empty; None or NaN,
     as a diverged run leaves them, breaks the line. Long training curves are averaged over neighbouring steps,
-    and the legend says over how many. The first steps may leave through the top: see :func:`loss_limits`.
+    and the legend says over how many. High initial losses are cut off at the top: see :func:`loss_limits`.
     ``stages`` are the seconds at which the second stage began, the third and so on: dotted lines. ``parent`` is a label
-    and the validation losses of another run, which leave through the right where they are much longer than this one.
+    and the validation losses of another run; a longer curve is cut off at the right.
 
     Raises BadInput when ``path`` cannot be written.
     """
@@ -66,7 +66,7 @@ def loss_svg(
 def curves_svg(
     path: Path, runs: Mapping[str, Points], target: float | None, title: str, across: str = "timed seconds"
 ) -> None:
-    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one picture.
+    """Draw the validation curves of several runs, label -> points as in :func:`loss_svg`, as one plot.
 
     ``across`` names what the first number of a point is.
     """
@@ -121,7 +121,7 @@ def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
     hidden = _set_limits(axes, lines, target)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-        # At the left the curves are still high above the target, so that nothing lies under its label.
+        # At the left the curves are still high above the target, so nothing is under its label.
         axes.annotate(
             f"target {target:g}",
             (0, target),
@@ -158,7 +158,7 @@ def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
 
 
 def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | None:
-    """Set what the axes show; return a sentence about what they do not show, if anything."""
+    """Set what the axes show; return a note about what they do not show, if anything."""
     right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
     axes.set_xlim(-0.01 * right, 1.02 * right)  # room for half a marker at either end
     low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)
@@ -170,8 +170,8 @@ def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | 
 def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
     """Return the lowest and the highest loss to show.
 
-    The first seconds fall from the loss of a guess and would squash everything that matters. What a curve
-    does for nine tenths of the time is shown; what is far above that leaves through the top.
+    Limits cover 90 % of each curve's time, so the initial drop does not flatten the rest. ``curves`` are (seconds,
+    losses) as float64 arrays [N].
     """
     lows, bulks, tops = ([] if target is None else [target] for _ in range(3))
     for seconds, losses in curves:

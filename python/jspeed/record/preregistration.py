@@ -15,9 +15,9 @@ from typing import Annotated, Literal, TypedDict
 from jspeed import fields
 from jspeed.errors import BadInput
 from jspeed.fields import FolderName, Rule
-from jspeed.files import read_regular, write_whole
+from jspeed.files import read_input, write_whole
 from jspeed.record.run_json import content_hash, parse_json
-from jspeed.record.schema import Count, Moment, PlaceInPlan, Positive
+from jspeed.record.schema import AtLeastOne, Moment, PlaceInPlan, Whole
 
 NAME = "plan.json"
 SCHEMA = 1
@@ -25,7 +25,7 @@ Kind = Literal["seeds", "race"]
 FOLDER = re.compile(rf"\d+-{fields.FOLDER.pattern}-s\d+")
 PLAN_PARTS = {"n": "[1-9][0-9]{0,17}", "seeds": r"([0-9]{1,18})\.\.([0-9]{1,18})"}
 ROUND = 4  # runs of a round of a race: A B B A
-MOST_RUNS = 1000  # of a plan: more would be a mistake in the command
+MOST_RUNS = 1000  # of a plan; more would be a mistake in the command
 MOST_SEED = 2**32 - 1  # --seed is a uint32
 REMEDY = "a plan.json comes from jspeed run --plan or jspeed leaderboard race and is not edited"
 
@@ -36,16 +36,16 @@ class PlannedRun(TypedDict):
     folder: Annotated[str, Rule("a name such as 1-stdlib-s1", FOLDER.fullmatch)]
     recipe: FolderName
     recipe_hash: str
-    seed: Count
+    seed: Whole
 
 
 class Plan(TypedDict):
     """The content of a plan.json."""
 
-    schema: Count
+    schema: Whole
     kind: Annotated[Kind, Rule("seeds or race", lambda value: True)]
     made: Moment
-    steps: Positive | None  # that --steps asks for; null for the whole schedule
+    steps: AtLeastOne | None  # that --steps asks for; null for the whole schedule
     runs: list[PlannedRun]
     sha256: str  # of all other fields as canonical JSON
 
@@ -87,15 +87,11 @@ def write_plan(folder: Path, plan: Plan) -> Path:
 
 def read_plan(path: Path) -> Plan:
     """Return the plan at ``path``, checked; BadInput otherwise."""
-    try:
-        content = read_regular(path)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); give a folder that holds a plan.json") from None
-    return parse_plan(content, path)
+    return parse_plan(read_input(path, "give a folder that holds a plan.json"), path)
 
 
 def parse_plan(content: bytes, path: Path) -> Plan:
-    """Return the plan that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
+    """Return the plan that ``content`` holds, checked; ``path`` names it in error messages."""
     plan = parse_json(content, path, REMEDY)
     try:
         schema = plan.get("schema") if isinstance(plan, dict) else None

@@ -39,10 +39,10 @@ def complete(plan: Plan, records: Records) -> bool:
 
 
 def rounds(records: Records, counted: Callable[[Row], bool]) -> Rounds:
-    """Return every whole round of a race by recipe hashes (A, B), and turned round by (B, A).
+    """Return the complete rounds of races by recipe hashes (A, B), and swapped by (B, A).
 
-    A round is whole when its four runs converged, are ``counted``, and ran one after another on one machine. A race
-    that was told to stop early (``--steps``) says nothing of the recipes' own lengths and has no rounds here.
+    A round is complete when its four runs converged, are ``counted``, and ran one after another on one machine. Races
+    with ``--steps`` are ignored: their times are not of the full schedules.
     """
     found: Rounds = defaultdict(list)
     for digest, (_, plan) in records.plans.items():

@@ -44,8 +44,8 @@ def other_data(run: Unsealed, track: Track) -> str | None:
     pinned = DataSet(track.rules.get("data.val_sha256") or run["data"]["val_sha256"], (train,) if train else ())
     difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
     return difference and (
-        f"{difference} ({track.rules['data.name']}): its loss and target do not compare, and on the board of "
-        f"{track.name} this run does not count"
+        f"{difference} ({track.rules['data.name']}): its loss is not comparable with the target, and the "
+        f"run does not count on track {track.name}"
     )
 
 
@@ -61,6 +61,6 @@ def taken_name(name: str, track: str, sha: str, records: Path = RECORDS) -> str 
     if not known or source_name(sha) in known:
         return None
     return (
-        f"the recipe is called '{name}', as one of another source is; the board shows both under that name, so give a "
-        "recipe of your own another: RECIPE = Recipe(name=...)"
+        f"another recipe with a different source is named '{name}' too, and the board shows both under that name; "
+        "rename yours: RECIPE = Recipe(name=...)"
     )

@@ -1,8 +1,7 @@
-"""A run.json as a file: written once, whole, with a hash of its content; read back checked, whatever its schema.
+"""Write run.json atomically with hashes of its content; read and check it, of any schema.
 
-Only the trainer writes one. Whoever reads one gets the whole of it, checked, or one sentence that says what is wrong.
-The hash finds what was changed by hand or on the way; it proves nothing against someone who writes a new hash. For
-that there are the checks between fields (consistent.py) and between files (verify.py), and a run of one's own.
+Only the trainer writes one. The hashes detect edits and corruption, not forgery: for that see the checks between fields
+(consistent.py) and between files (verify.py), and ``jspeed leaderboard reproduce``.
 """
 
 import hashlib
@@ -63,7 +62,7 @@ def read_content(path: Path) -> tuple[bytes, Path]:
 
 
 def parse_run(content: bytes, path: Path) -> Run:
-    """Return the run that ``content`` holds, checked; ``path`` is what a BadInput sentence calls it."""
+    """Return the run that ``content`` holds, checked; ``path`` names it in error messages."""
     remedy = "a run.json comes from the trainer and is not edited: copy it again, or make the run again"
     run = parse_json(content, path, remedy)
     try:
@@ -94,13 +93,13 @@ def parse_json(content: bytes, path: Path, remedy: str) -> Any:
 def seals(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``digests`` and ``sha256`` of everything else in ``run``."""
     body = {name: value for name, value in run.items() if name not in SEALS}
-    digests = {name: _digest(body[name]) for name in sorted(body)}
+    digests = {name: _sha256(body[name])[:16] for name in sorted(body)}
     return {"digests": digests, "sha256": content_hash(body | {"digests": digests})}
 
 
 def content_hash(fields: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all ``fields`` but ``sha256`` itself, as JSON without spaces and with sorted keys."""
-    return hashlib.sha256(_canonical({k: v for k, v in fields.items() if k != "sha256"})).hexdigest()
+    return _sha256({name: value for name, value in fields.items() if name != "sha256"})
 
 
 def check_seals(run: Mapping[str, Any]) -> None:
@@ -111,7 +110,7 @@ def check_seals(run: Mapping[str, Any]) -> None:
     except ValueError:  # a number that is not finite, somewhere
         check_plain(run)
     names = sorted((run.keys() | run["digests"].keys()) - set(SEALS))
-    changed = [name for name in names if name not in run or _digest(run[name]) != run["digests"].get(name)]
+    changed = [name for name in names if name not in run or _sha256(run[name])[:16] != run["digests"].get(name)]
     field = changed[0] if changed else "sha256"
     others = f" (and of {', '.join(changed[1:])})" if changed[1:] else ""
     raise BadInput(
@@ -120,12 +119,9 @@ def check_seals(run: Mapping[str, Any]) -> None:
     )
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(_canonical(value)).hexdigest()[:16]
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+def _sha256(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def finite_or_null(value: Any) -> Any:

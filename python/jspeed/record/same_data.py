@@ -1,10 +1,10 @@
-"""Which runs trained and validated on the same data, told by the SHA-256 sums in their run.json.
+"""Group runs by the data they trained and validated on, compared by the SHA-256 sums in their run.json.
 
 Validation data are the same when the evaluated token ids are (``data.val_sha256``). Training data are the same when
-the shards read were the same files in the same order (``data.train_shards``), as far as both runs went if they read in
-order: more shards on disk, or a longer run, are no other data. Runs that shuffled, or went on after an epoch, read all
-of their shards, which must be equal. ``data.fingerprint`` is of names, sizes and headers only, so that it counts
-for runs without sums alone: those of schema 1, and interrupted ones.
+the shards read were the same files in the same order (``data.train_shards``). For sequential reading one list of shards
+may be a prefix of the other: a longer run is still the same data. Runs that shuffled, or read on after an epoch, can
+have read all of their shards, which must be equal. ``data.fingerprint`` is a hash of names, sizes and headers only, so
+it is used only for runs without sums: those of schema 1, and interrupted ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,22 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jspeed.record.preregistration_status import complete
-from jspeed.record.schema import ALL, shards_of
+from jspeed.record.schema import EVERY_SHARD, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track
 
 
 @dataclass
 class DataSet:
-    """What some runs trained and validated on; ``shards`` is the longest list of SHA-256 sums among them, or ALL's."""
+    """What some runs trained and validated on; ``shards`` is their longest list of SHA-256 sums."""
 
     val_sha256: str | None
     shards: tuple[str, ...]
 
     def same_shards(self, shards: Sequence[str]) -> bool:
-        """Whether one list of shards begins with the other; or is it, where one of them ends in ALL."""
-        if ALL in (*self.shards[-1:], *shards[-1:]):
-            return [sha for sha in self.shards if sha != ALL] == [sha for sha in shards if sha != ALL]
+        """Whether one list of shards is a prefix of the other; equal, where one of them ends in EVERY_SHARD."""
+        if EVERY_SHARD in (*self.shards[-1:], *shards[-1:]):
+            return [sha for sha in self.shards if sha != EVERY_SHARD] == [sha for sha in shards if sha != EVERY_SHARD]
         return all(mine == other for mine, other in zip(self.shards, shards, strict=False))
 
     def difference(self, other: "DataSet") -> str | None:
@@ -43,30 +43,29 @@ def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
     Runs that were planned and from a clean commit come first, then the earliest: where a short list of shards fits two
     sets, it goes to the one of the better evidence.
     """
-    found: dict[Path, DataSet] = {}
-    known: dict[str | None, list[DataSet]] = {}
-    fingerprints: dict[tuple[str, str], DataSet] = {}
-    for row in sorted(
-        rows, key=lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])
-    ):
+    by_path: dict[Path, DataSet] = {}
+    by_val: dict[str | None, list[DataSet]] = {}
+    by_fingerprint: dict[tuple[str, str], DataSet] = {}
+    order = lambda row: (shards_of(row.run) is None, not row.planned_and_clean, row.run["started"])  # noqa: E731
+    for row in sorted(rows, key=order):
         data, shards = row.run["data"], shards_of(row.run)
         fingerprint = data["fingerprint"], data["val_fingerprint"]
+        val = data.get("val_sha256") if shards is not None else None
         if shards is None:
-            mine = fingerprints.get(fingerprint)
+            same = by_fingerprint.get(fingerprint)
         else:
-            mine = next((each for each in known.get(data["val_sha256"], ()) if each.same_shards(shards)), None)
-        if mine is None:
-            val = data.get("val_sha256") if shards is not None else None
-            mine = DataSet(val, shards or ())
-            known.setdefault(val, []).append(mine)
-        mine.shards = max(mine.shards, shards or (), key=len)
-        fingerprints.setdefault(fingerprint, mine)
-        found[row.path] = mine
-    return found
+            same = next((each for each in by_val.get(val, ()) if each.same_shards(shards)), None)
+        if same is None:
+            same = DataSet(val, shards or ())
+            by_val.setdefault(val, []).append(same)
+        same.shards = max(same.shards, shards or (), key=len)
+        by_fingerprint.setdefault(fingerprint, same)
+        by_path[row.path] = same
+    return by_path
 
 
 def data_of_track(track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet], records: Records) -> DataSet:
-    """Return the data that ``track`` is competed in on: what its file pins, and for the rest those of its first run.
+    """Return the data of ``track``: what its file pins, and for the rest those of its first run.
 
     The first run is the earliest of a complete plan and a clean commit on the pinned data, on the track's hardware and
     number of validation tokens; where there is none, the earliest of all. Without any run everything is the track's.

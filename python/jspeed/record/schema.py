@@ -1,4 +1,4 @@
-"""What a run.json says: its fields, by schema, and whether one is well-formed.
+"""The fields of run.json, by schema version, and whether one is well-formed.
 
 Units are the same everywhere: losses are nats per token, times are seconds, sizes are bytes. Schema 2 added the
 evidence: what the data, the recipe's file, the packages and the GPUs were. A file of schema 1 is read as it is.
@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from jspeed.errors import BadInput
-from jspeed.fields import TESTS, Rule, check_json, found
+from jspeed.fields import TESTS, NotNegative, Rule, check_json, found
 
 SCHEMA = 2
 
@@ -21,10 +21,9 @@ def _is_moment(value: str) -> bool:
 
 
 Integer = Annotated[int, Rule("an integer", lambda value: True)]
-Count = Annotated[int, Rule("an integer of at least 0", lambda value: value >= 0)]
-Positive = Annotated[int, Rule("an integer of at least 1", lambda value: value >= 1)]
-Tokens = Annotated[Count, "tokens"]
-Amount = Annotated[float, Rule("a finite number of at least 0", lambda value: value >= 0)]
+Whole = Annotated[int, Rule("an integer of at least 0", lambda value: value >= 0)]
+AtLeastOne = Annotated[int, Rule("an integer of at least 1", lambda value: value >= 1)]
+Tokens = Annotated[Whole, "tokens"]
 Seconds = Annotated[float, Rule("a finite number of at least 0 and at most 1e12", lambda v: 0 <= v <= 1e12), "seconds"]
 Loss = Annotated[float, "nats per token"]
 LossOrNull = Annotated[float | None, "nats per token"]
@@ -39,8 +38,8 @@ class Devices(TypedDict):
     """What a run ran on."""
 
     kind: str  # as the device reports itself
-    count: Positive
-    processes: Positive
+    count: AtLeastOne
+    processes: AtLeastOne
     platform: str  # cpu, gpu or tpu
 
 
@@ -62,7 +61,7 @@ class Interval(TypedDict):
 class Validation(TypedDict):
     """A point of the curve."""
 
-    step: Count  # optimizer steps made before it
+    step: Whole  # optimizer steps made before it
     timed_seconds: Seconds
     val_loss: LossOrNull  # null when not finite
 
@@ -74,7 +73,7 @@ class Probe(TypedDict):
 
 
 class Versions(TypedDict):
-    """Versions of what computed the result."""
+    """Versions of Python and of the packages that computed the result."""
 
     python: str
     jax: str
@@ -107,7 +106,7 @@ class Shard(TypedDict):
 
     name: str
     sha256: str | None  # null if interrupted
-    first: Tokens  # index of the first token in reach
+    first: Tokens  # index of the first token that can have been read
     end: Tokens  # index after the last
 
 
@@ -116,7 +115,7 @@ class Evidence(TypedDict):
 
     val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
     train_shards: list[Shard]  # in order
-    position: dict  # where the loader's stream stood at the end
+    position: dict[str, Any]  # where the loader's stream stood at the end
 
 
 class Data(OldData, Evidence):
@@ -129,8 +128,8 @@ class Kernels(TypedDict):
     attention: str  # backend
     fp8: str  # native, emulated or missing
     own: NotRequired[bool]  # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
-    checked: list[str]  # what the preflight found right; empty without one
-    refused: list[str]  # what the device should have and was not used, with the reasons
+    checked: list[str]  # preflight checks that passed; empty without a preflight
+    refused: list[str]  # features found broken and not used, with reasons
 
 
 class PlaceInPlan(TypedDict):
@@ -141,24 +140,24 @@ class PlaceInPlan(TypedDict):
 
 
 class Gpus(TypedDict):
-    """What nvidia-smi says of the GPUs of process 0's machine."""
+    """The output of nvidia-smi on the machine of process 0."""
 
     driver: str
     cuda: str | None  # newest version of CUDA that the driver takes
-    links: list  # kinds of connection between the GPUs, as nvidia-smi topo calls them
-    before: list  # every GPU before the clock started
-    after: list  # and after it stopped
+    links: list[str]  # kinds of connection between the GPUs, as nvidia-smi topo calls them
+    before: list[dict[str, Any]]  # each GPU before the clock started
+    after: list[dict[str, Any]]  # each GPU after the clock stopped
 
 
 class Common(TypedDict):
-    """What every run.json says."""
+    """Fields of every schema."""
 
-    schema: Count
+    schema: Whole
     recipe: str
     recipe_hash: str  # of the recipe's resolved fields and source
     recipe_source: str  # name of its file
-    fields: dict  # of the recipe, overrides applied
-    overrides: dict  # the fields that --set changed
+    fields: dict[str, Any]  # of the recipe, overrides applied
+    overrides: dict[str, Any]  # the fields that --set changed
     parent: str | None  # recipe that this one was derived from
     track: str  # such as stdlib/cpu
     seed: Integer  # of the initial weights and of the data order
@@ -170,16 +169,16 @@ class Common(TypedDict):
     compile_seconds: Seconds  # beside the clock
     wall_seconds: Seconds  # from start to end, everything included
     started: Moment
-    steps: Count  # optimizer steps made
-    planned_steps: Count  # of the recipe's whole schedule
+    steps: Whole  # optimizer steps made
+    planned_steps: Whole  # of the recipe's whole schedule
     tokens: Tokens  # trained on
-    parameters: Count
-    flops_per_token: Annotated[Amount, "FLOPs"]
+    parameters: Whole
+    flops_per_token: Annotated[NotNegative, "FLOPs"]
     devices: Devices
-    mesh: dict[str, Positive]
+    mesh: dict[str, AtLeastOne]
     layout: str
-    micro_batch: Annotated[Positive, "tokens"]  # of one device
-    loader: dict  # statistics of the data loader
+    micro_batch: Annotated[AtLeastOne, "tokens"]  # of one device
+    loader: dict[str, Any]  # statistics of the data loader
     host: Host
     ledger: list[Interval]  # every interval of the run, in order
     curve: list[Validation]  # in order
@@ -196,21 +195,21 @@ class OldRun(Common):
 
 
 class Unsealed(Common):
-    """What the trainer says of a run, with the evidence, before it is hashed."""
+    """Fields of a run before it is hashed."""
 
     data: Data
     recipe_sha256: str  # of the recipe's file
-    asked_steps: Positive | None  # that --steps asked for; null for the whole schedule
+    asked_steps: AtLeastOne | None  # that --steps asked for; null for the whole schedule
     ended: Moment
-    resumed: list[Count]  # steps after which the run was resumed
+    resumed: list[Whole]  # steps after which the run was resumed
     plan: PlaceInPlan | None
     initial_state: str  # checksum of parameters and optimizer state before step 1
     machine: str | None  # hash of the machine's boot id: equal for runs between two starts
     gpus: Gpus | None
-    container: str | None  # JSPEED_CONTAINER, the image's digest if whoever started it says so
+    container: str | None  # JSPEED_CONTAINER, which a launcher sets to the image's digest
     environment: str  # SHA-256 of the names and versions of all installed packages
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
-    head_chunk: NotRequired[Positive | None]  # tokens of a row whose logits a step had at once; null, or none: all
+    head_chunk: NotRequired[AtLeastOne | None]  # tokens of a row whose logits a step had at once; null, or none: all
     remat: NotRequired[bool]  # whether layers were recomputed for their gradients because memory was short
 
 
@@ -221,11 +220,11 @@ class Run(Unsealed):
     sha256: str  # of all other fields as canonical JSON
 
 
-ALL = "all"  # ends the list of a run that read all of its shards
+EVERY_SHARD = "all"  # last element for a run that can have read all of its shards
 
 
 def shards_of(run: Unsealed) -> tuple[str, ...] | None:
-    """Return the SHA-256 sums of the training shards of ``run``, then ALL if it read all of them.
+    """Return the SHA-256 sums of the training shards of ``run``, then EVERY_SHARD if it can have read all.
 
     None where hashes do not identify both validation and training data: runs of schema 1, interrupted ones, and those
     whose shards could not be read at the end.
@@ -236,7 +235,7 @@ def shards_of(run: Unsealed) -> tuple[str, ...] | None:
     if not data.get("val_sha256") or not sums or len(sums) < len(shards):
         return None
     position = data.get("position") or {}
-    return *sums, *([ALL] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
+    return *sums, *([EVERY_SHARD] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
 
 
 def validate(run: Any) -> None:

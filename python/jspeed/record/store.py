@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import FOLDER
-from jspeed.files import read_regular, write_whole
+from jspeed.files import read_input, read_regular, write_whole
 from jspeed.record import preregistration
 from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import parse_run, read_content, read_run
@@ -280,7 +280,7 @@ def write_files(files: Mapping[Path, bytes]) -> None:
 
 def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
     """Return the run directories, those of a plan for its folder, none twice."""
-    meant: dict[Path, Path] = {}
+    by_path: dict[Path, Path] = {}
     for run_dir in run_dirs:
         inside = [run_dir]
         if (run_dir / preregistration.NAME).is_file() and not (run_dir / "run.json").exists():
@@ -290,8 +290,8 @@ def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
             ]
             if not inside:
                 raise BadInput(f"{run_dir} holds a plan but no run of it; make the runs first")
-        meant |= {path.resolve(): path for path in inside}
-    return list(meant.values())
+        by_path |= {path.resolve(): path for path in inside}
+    return list(by_path.values())
 
 
 def _plan_beside(run: Run, source: Path) -> preregistration.Plan | None:
@@ -306,10 +306,7 @@ def _plan_beside(run: Run, source: Path) -> preregistration.Plan | None:
 
 def _source_beside(run: Run, source: Path) -> bytes:
     path = source.parent / "recipe.py"
-    try:
-        content = read_regular(path)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); the trainer put the recipe's source there") from None
+    content = read_input(path, "the trainer put the recipe's source there")
     if hashlib.sha256(content).hexdigest() != run["recipe_sha256"]:
         raise BadInput(f"{path} was edited after the run: its SHA-256 is not the recipe_sha256 of {source}; restore it")
     return content

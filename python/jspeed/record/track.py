@@ -1,4 +1,4 @@
-"""Tracks: what is competed in, one track.toml in each track's folder of the records."""
+"""Read track.toml, the rules of a track: target loss, data, hardware, timing and significance."""
 
 import tomllib
 from collections.abc import Mapping
@@ -7,15 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 from jspeed.errors import BadInput
-from jspeed.fields import Rule, check_json
-from jspeed.files import read_regular
-from jspeed.record.schema import Amount, Count, Devices, Positive, Unsealed
+from jspeed.fields import NotNegative, Rule, check_json
+from jspeed.files import read_input
+from jspeed.record.schema import AtLeastOne, Devices, Unsealed, Whole
 
 NAME = "track.toml"
-
-
-def _one_of(*known: str) -> Rule:
-    return Rule(f"one of {', '.join(known)}", lambda value: True)
 
 
 # Every key of a track's file; one in a table as "table.key".
@@ -23,26 +19,26 @@ Rules = TypedDict(
     "Rules",
     {
         "title": str,
-        "order": NotRequired[Count],
-        "rank": Annotated[Literal["timed_seconds", "steps"], _one_of("timed_seconds", "steps")],
+        "order": NotRequired[Whole],
+        "rank": Annotated[Literal["timed_seconds", "steps"], Rule("one of timed_seconds, steps", lambda value: True)],
         "target_loss": float,
-        "tokens_per_step": NotRequired[Positive],
+        "tokens_per_step": NotRequired[AtLeastOne],
         "history": NotRequired[str],
         "data.name": str,
-        "data.val_tokens": NotRequired[Positive],
+        "data.val_tokens": NotRequired[AtLeastOne],
         "data.val_sha256": NotRequired[str],
         "data.train_sha256": NotRequired[str],
         "hardware.platform": NotRequired[str],
         "hardware.kind": NotRequired[str],
-        "hardware.count": NotRequired[Positive],
+        "hardware.count": NotRequired[AtLeastOne],
         "timing.text": str,
         "timing.resumed": bool,
         "significance.text": str,
-        "significance.test": Annotated[Literal["t", "z"], _one_of("t", "z")],
-        "significance.p": Amount,
-        "significance.sigma": NotRequired[Amount],
-        "significance.price_per_step": NotRequired[Amount],
-        "significance.failures": Count,
+        "significance.test": Annotated[Literal["t", "z"], Rule("one of t, z", lambda value: True)],
+        "significance.p": NotNegative,
+        "significance.sigma": NotRequired[NotNegative],
+        "significance.price_per_step": NotRequired[NotNegative],
+        "significance.failures": Whole,
         "significance.source": str,
     },
 )
@@ -52,7 +48,7 @@ Rules = TypedDict(
 class Track:
     """A track's name and its rules.
 
-    ``ruled`` is False for a track without a file: its runs are shown, and none of them is valid.
+    ``ruled`` is False for a track without a file: its rules are incomplete, its runs are shown, and none is valid.
     """
 
     name: str
@@ -83,9 +79,7 @@ def read_track(path: Path, name: str) -> Track:
     """Return the track called ``name`` whose file is ``path``; BadInput names the first wrong key."""
     remedy = "correct the track's file"
     try:
-        tree = tomllib.loads(read_regular(path).decode())
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); {remedy}") from None
+        tree = tomllib.loads(read_input(path, remedy).decode())
     except ValueError as error:
         raise BadInput(f"{path} cannot be read as TOML ({error}); {remedy}") from None
     values: dict[str, Any] = {}

@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,7 @@ from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
-from jspeed.recipe import Recipe, replace
+from jspeed.recipe import Recipe
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
@@ -97,7 +97,7 @@ class Setup:
     shards: Shards
     val_shards: Shards
     loader: TokenLoader
-    manifest: dict[str, Any]
+    manifest: Mapping[str, Any]
     run_dir: Path
     started: str
     directory: RunDirectory
@@ -283,7 +283,7 @@ def given_state(recipe: Recipe, given: Any, state: State) -> State:
     return state | {"params": params, "optimizer": optimizer}
 
 
-def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any] | None:
+def tokenizer_facts(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a manifest says of its tokenizer, for :func:`jspeed.corpus.tokenizers.tokenizer_of`, or None."""
     names = ("tokenizer", "vocab_size", "bos_id", "symbols", "pad_id")
     return {name: manifest[name] for name in names if name in manifest} or None

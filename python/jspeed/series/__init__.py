@@ -1,1 +1,1 @@
-"""Several related runs: announced before the first, interleaved with another recipe's, or reproducing a record."""
+"""Series of runs: preregistered, raced against another recipe's, or reproducing a record."""

@@ -31,13 +31,13 @@ from jspeed.run.setup import Options, check_options
 
 RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
 OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are
-P = 0.01  # what the last line of a series calls significant; a track's own rule is on the board
+P = 0.01  # below it the last line of a series says significant; the board uses the track's own rule
 
 
 def run_series(options: Options, text: str) -> int:
     """Make the runs of ``--plan`` ``text`` and return the exit code: 0 when their mean loss reached the target.
 
-    Raises BadInput for a plan that cannot be meant, for another plan in the folder, and when a run has bad input.
+    Raises BadInput for a malformed ``text``, for another plan in the folder, and when a run has bad input.
     """
     if options.resume:
         raise BadInput("--plan and --resume: give the --plan command again without --resume to continue")

@@ -1,4 +1,4 @@
-"""Run a record again from its own commit: a clean worktree, the recipe's stored source, the same seeds."""
+"""Reproduce a record at its own commit: a clean git worktree, the recipe's stored source, the same seeds."""
 
 import os
 import shutil
@@ -52,10 +52,10 @@ def reproduce(
         write_whole(recipe, source)
         sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items())]
         flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
-        meant = [(str(recipe), *run) for run in runs]
+        wanted = [(str(recipe), *run) for run in runs]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
         made = make_runs(
-            folder, "seeds", stopped, meant, flags, tree / "scripts" / "speedrun.py", os.environ | {"PYTHONPATH": path}
+            folder, "seeds", stopped, wanted, flags, tree / "scripts" / "speedrun.py", os.environ | {"PYTHONPATH": path}
         )
     agrees, lines = compare_losses(entry, made, sigma)
     print(f"{folder}: plan.json and {len(made)} runs at {formatting.commit(entry['git'])}", *lines, sep="\n")

@@ -1,25 +1,19 @@
-//! Parts of a batch as read-only buffers, so that `NumPy` sees the memory itself and keeps it alive.
+//! Parts of a batch as read-only `NumPy` arrays that share its memory and keep it alive.
 
-use std::ffi::{CStr, c_int, c_void};
-use std::ptr;
+use std::ffi::c_int;
 use std::sync::Arc;
 
 use jspeed_dataloader_core as core;
 use jspeed_dataloader_core::header::Width;
 use jspeed_dataloader_core::scan::Tokens;
-use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
 /// Which part of a batch.
 #[derive(Clone, Copy)]
-pub enum Part {
+pub enum Field {
     /// `(rows, lane_len + 1)` uint16 or uint32.
     Tokens,
-    /// `(rows, lane_len)` uint16 or uint32, all but the last column of the tokens.
-    Inputs,
-    /// `(rows, lane_len)` uint16 or uint32, all but the first column of the tokens.
-    Targets,
     /// `(rows, max_docs + 1)` int32.
     DocOffsets,
     /// `(rows,)` int32.
@@ -28,61 +22,43 @@ pub enum Part {
     LossMask,
 }
 
-/// A read-only buffer that owns a share of its batch.
+/// A read-only buffer of bytes that keeps its batch alive.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct Array {
     batch: Arc<core::Batch>,
-    part: Part,
-    format: &'static CStr,
-    item: isize,
-    dimensions: c_int,
-    shape: [isize; 2],
-    strides: [isize; 2],
+    field: Field,
 }
 
 impl Array {
     /// The `NumPy` array of a part of a batch.
-    pub fn numpy<'py>(py: Python<'py>, batch: &Arc<core::Batch>, part: Part) -> PyResult<Bound<'py, PyAny>> {
-        let array = Bound::new(py, Self::new(Arc::clone(batch), part))?;
-        py.import("numpy")?.call_method1("asarray", (array,))
+    pub fn numpy<'py>(
+        py: Python<'py>,
+        batch: &Arc<core::Batch>,
+        field: Field,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let core::buffer::Shape { lane_len, max_docs, width, .. } = batch.shape();
+        let (dtype, columns) = match field {
+            Field::Tokens if width == Width::Two => ("u2", Some(lane_len + 1)),
+            Field::Tokens => ("u4", Some(lane_len + 1)),
+            Field::DocOffsets => ("i4", Some(max_docs.unwrap_or_default() + 1)),
+            Field::NumDocs => ("i4", None),
+            Field::LossMask => ("?", Some(lane_len)),
+        };
+        let buffer = Bound::new(py, Self { batch: Arc::clone(batch), field })?;
+        let flat = py.import("numpy")?.call_method1("frombuffer", (buffer, dtype))?;
+        columns.map_or(Ok(flat.clone()), |columns| flat.call_method1("reshape", (-1, columns)))
     }
 
-    fn new(batch: Arc<core::Batch>, part: Part) -> Self {
-        let shape = batch.shape();
-        let (rows, lane_len) = (signed(shape.rows), signed(shape.lane_len));
-        let docs = signed(shape.max_docs.unwrap_or_default());
-        let (letter, item) = match shape.width {
-            Width::Two => (c"H", 2),
-            Width::Four => (c"I", 4),
-        };
-        let (format, item, row, columns) = match part {
-            Part::Tokens => (letter, item, lane_len + 1, lane_len + 1),
-            Part::Inputs | Part::Targets => (letter, item, lane_len + 1, lane_len),
-            Part::DocOffsets => (c"i", 4, docs + 1, docs + 1),
-            Part::NumDocs => (c"i", 4, 1, 1),
-            Part::LossMask => (c"?", 1, lane_len, lane_len),
-        };
-        let dimensions = if matches!(part, Part::NumDocs) { 1 } else { 2 };
-        let (shape, strides) = ([rows, columns], [row * item, item]);
-        Self { batch, part, format, item, dimensions, shape, strides }
-    }
-
-    /// Where the part begins.
-    fn start(&self) -> *const c_void {
-        let skipped = usize::from(matches!(self.part, Part::Targets));
-        match self.part {
-            Part::Tokens | Part::Inputs | Part::Targets => match self.batch.tokens() {
-                Tokens::U16(tokens) => tokens[skipped..].as_ptr().cast(),
-                Tokens::U32(tokens) => tokens[skipped..].as_ptr().cast(),
+    fn bytes(&self) -> &[u8] {
+        match self.field {
+            Field::Tokens => match self.batch.tokens() {
+                Tokens::U16(tokens) => core::buffer::bytes_of(tokens),
+                Tokens::U32(tokens) => core::buffer::bytes_of(tokens),
             },
-            Part::DocOffsets => self.batch.doc_offsets().as_ptr().cast(),
-            Part::NumDocs => self.batch.num_docs().as_ptr().cast(),
-            Part::LossMask => self.batch.loss_mask().as_ptr().cast(),
+            Field::DocOffsets => core::buffer::bytes_of(self.batch.doc_offsets()),
+            Field::NumDocs => core::buffer::bytes_of(self.batch.num_docs()),
+            Field::LossMask => core::buffer::bytes_of(self.batch.loss_mask()),
         }
-    }
-
-    fn contiguous(&self) -> bool {
-        self.dimensions == 1 || self.strides[0] == self.shape[1] * self.item
     }
 }
 
@@ -92,50 +68,15 @@ impl Array {
     ///
     /// # Safety
     /// Called by the interpreter only, with a valid `view`.
-    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let array = slf.get();
-        let wants = |flag: c_int| flags & flag == flag;
-        let refusal = if view.is_null() {
-            Some("a buffer needs a view")
-        } else if wants(ffi::PyBUF_WRITABLE) {
-            Some("the arrays of a batch are read-only; copy them to change them")
-        } else if !array.contiguous() && !wants(ffi::PyBUF_STRIDES) {
-            Some("inputs and targets are strided views; copy them or use tokens")
-        } else if wants(ffi::PyBUF_F_CONTIGUOUS) || (wants(ffi::PyBUF_C_CONTIGUOUS) && !array.contiguous()) {
-            Some("this part of a batch does not have that memory order; copy it or use tokens")
-        } else {
-            None
-        };
-        let items: isize = array.shape[..if array.dimensions == 1 { 1 } else { 2 }].iter().product();
-        // SAFETY: the interpreter passes a valid view. Shape, strides and format live in the frozen object, which
-        // the view owns, and the memory lives in the batch, which the object owns.
-        unsafe {
-            if let Some(refusal) = refusal {
-                if let Some(view) = view.as_mut() {
-                    view.obj = ptr::null_mut();
-                }
-                return Err(PyBufferError::new_err(refusal));
-            }
-            let view = &mut *view;
-            view.buf = array.start().cast_mut();
-            view.len = items * array.item;
-            view.itemsize = array.item;
-            view.readonly = 1;
-            view.ndim = array.dimensions;
-            view.format =
-                if wants(ffi::PyBUF_FORMAT) { array.format.as_ptr().cast_mut() } else { ptr::null_mut() };
-            view.shape = if wants(ffi::PyBUF_ND) { array.shape.as_ptr().cast_mut() } else { ptr::null_mut() };
-            view.strides =
-                if wants(ffi::PyBUF_STRIDES) { array.strides.as_ptr().cast_mut() } else { ptr::null_mut() };
-            view.suboffsets = ptr::null_mut();
-            view.internal = ptr::null_mut();
-            view.obj = slf.into_any().into_ptr();
-        }
-        Ok(())
+    #[expect(unsafe_code, reason = "the buffer protocol has no safe interface")]
+    unsafe fn __getbuffer__(slf: &Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let bytes = slf.get().bytes();
+        let start = bytes.as_ptr().cast_mut().cast();
+        // A length in memory always fits.
+        let len = isize::try_from(bytes.len()).unwrap_or(isize::MAX);
+        // SAFETY: the interpreter passes a valid view or null, which is refused. The view owns a reference to the
+        // frozen object, which owns the batch whose memory it shows, read-only.
+        let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, 1, flags) };
+        if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }
-}
-
-/// A length in memory always fits.
-fn signed(length: usize) -> isize {
-    isize::try_from(length).unwrap_or(isize::MAX)
 }

@@ -1,4 +1,4 @@
-//! The Python face of the loader: converts, detaches from the interpreter and maps errors; decides nothing.
+//! `PyO3` module of the loader: type conversion, releasing the GIL, error mapping; no logic.
 
 use jspeed_dataloader_core as core;
 use pyo3::prelude::*;
@@ -11,15 +11,16 @@ mod shards;
 
 /// Build the exception of `jspeed.data.errors` that stands for `error`.
 fn raise(py: Python<'_>, error: &core::Error) -> PyErr {
-    let name = match error.kind() {
-        core::Kind::Argument => "BadInput",
-        core::Kind::Shard => "ShardError",
-        core::Kind::Format => "ShardFormatError",
-        core::Kind::Truncated => "ShardTruncatedError",
-        core::Kind::TokenRange => "TokenRangeError",
-        core::Kind::DocOverflow => "DocOverflowError",
-        core::Kind::State => "StateMismatchError",
-        core::Kind::Forked => "LoaderForkedError",
+    use core::Error as E;
+    let name = match error {
+        E::Argument { .. } | E::NoBatch { .. } | E::Stopped => "BadInput",
+        E::Io { .. } => "ShardError",
+        E::Format { .. } => "ShardFormatError",
+        E::Resized { .. } | E::Changed { .. } => "ShardTruncatedError",
+        E::TokenRange { .. } => "TokenRangeError",
+        E::DocOverflow { .. } => "DocOverflowError",
+        E::State { .. } => "StateMismatchError",
+        E::Forked { .. } => "LoaderForkedError",
     };
     let made = py
         .import("jspeed.data.errors")

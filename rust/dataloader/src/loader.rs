@@ -13,8 +13,8 @@ use crate::batch::Batch;
 use crate::shards::{Shards, Shuffle};
 use crate::{detached, raise};
 
-/// How long a wait stays away from Python's signal handlers.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// Interval between checks for signals while waiting.
+const POLL: Duration = Duration::from_millis(100);
 
 /// The stream of batches; see the stubs.
 #[pyclass(frozen, module = "jspeed._dataloader")]
@@ -22,7 +22,7 @@ pub struct TokenLoader {
     loader: core::Loader,
     /// The first argument and the others, to make an equal loader from.
     shards: Py<PyAny>,
-    given: Py<PyDict>,
+    kwargs: Py<PyDict>,
 }
 
 #[pymethods]
@@ -59,29 +59,29 @@ impl TokenLoader {
         prefetch: i64,
         backend: &str,
     ) -> PyResult<Self> {
-        let given = PyDict::new(py);
-        given.set_item("lanes", lanes)?;
-        given.set_item("lane_len", lane_len)?;
-        given.set_item("align", align.as_deref())?;
-        given.set_item("max_doc_len", max_doc_len)?;
-        given.set_item("max_docs", max_docs)?;
-        given.set_item("bos_id", bos_id)?;
-        given.set_item("schedule", schedule.clone())?;
-        given.set_item("process_index", process_index)?;
-        given.set_item("process_count", process_count)?;
-        given.set_item("shuffle", shuffle)?;
-        given.set_item("epochs", epochs)?;
-        given.set_item("vocab_size", vocab_size)?;
-        given.set_item("loss_mask", loss_mask)?;
-        given.set_item("prefetch", prefetch)?;
-        given.set_item("backend", backend)?;
+        let kwargs = PyDict::new(py);
+        kwargs.set_item("lanes", lanes)?;
+        kwargs.set_item("lane_len", lane_len)?;
+        kwargs.set_item("align", align.as_deref())?;
+        kwargs.set_item("max_doc_len", max_doc_len)?;
+        kwargs.set_item("max_docs", max_docs)?;
+        kwargs.set_item("bos_id", bos_id)?;
+        kwargs.set_item("schedule", schedule.clone())?;
+        kwargs.set_item("process_index", process_index)?;
+        kwargs.set_item("process_count", process_count)?;
+        kwargs.set_item("shuffle", shuffle)?;
+        kwargs.set_item("epochs", epochs)?;
+        kwargs.set_item("vocab_size", vocab_size)?;
+        kwargs.set_item("loss_mask", loss_mask)?;
+        kwargs.set_item("prefetch", prefetch)?;
+        kwargs.set_item("backend", backend)?;
         let schedule =
             schedule.map(|stages| stages.iter().map(stage).collect::<PyResult<Vec<_>>>()).transpose()?;
         let arguments = core::Arguments {
             lanes,
             align,
             bos_id,
-            whole: core::StageArguments { steps: None, lane_len, max_doc_len, max_docs },
+            single_stage: core::StageArguments { steps: None, lane_len, max_doc_len, max_docs },
             schedule,
             process_index,
             process_count,
@@ -94,11 +94,11 @@ impl TokenLoader {
         };
         let sources = sources(&shards)?;
         let loader = detached(py, || core::Loader::open(sources, &arguments))?;
-        Ok(Self { loader, shards: shards.unbind(), given: given.unbind() })
+        Ok(Self { loader, shards: shards.unbind(), kwargs: kwargs.unbind() })
     }
 
     fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> ((Bound<'py, PyAny>,), Bound<'py, PyDict>) {
-        ((self.shards.bind(py).clone(),), self.given.bind(py).clone())
+        ((self.shards.bind(py).clone(),), self.kwargs.bind(py).clone())
     }
 
     fn __getstate__(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
@@ -116,7 +116,7 @@ impl TokenLoader {
     fn __next__(&self, py: Python<'_>) -> PyResult<Batch> {
         let mut wait = core::Wait::default();
         loop {
-            match detached(py, || self.loader.next(&mut wait, PATIENCE))? {
+            match detached(py, || self.loader.next(&mut wait, POLL))? {
                 core::Next::Batch(batch) => return Ok(Batch { inner: Arc::new(batch) }),
                 core::Next::End => return Err(PyStopIteration::new_err(())),
                 core::Next::Pending => py.check_signals()?,
@@ -193,11 +193,11 @@ fn sources(given: &Bound<'_, PyAny>) -> PyResult<core::Sources> {
     let py = given.py();
     let pairs: Vec<(Bound<'_, Shards>, i64)> = given.extract().map_err(|_| {
         let found = given.get_type();
-        let sentence = format!(
+        let message = format!(
             "the first argument of TokenLoader should be the shards that open_shards returned, or pairs of shards and \
              a whole-number weight, but is {found}; call open_shards first"
         );
-        raise(py, &core::Error::argument(sentence))
+        raise(py, &core::Error::argument(message))
     })?;
     let pairs = pairs.into_iter().map(|(shards, weight)| (Arc::clone(&shards.get().catalog), weight));
     core::Sources::mixed(pairs.collect()).map_err(|error| raise(py, &error))

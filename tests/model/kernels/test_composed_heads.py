@@ -1,4 +1,4 @@
-"""Composed heads in our own kernels, in JAX's interpreter: against float64, and against the same in plain JAX."""
+"""Composed-heads kernels in interpret mode, against float64 and plain JAX."""
 
 from functools import partial
 
@@ -127,7 +127,7 @@ def test_an_open_cache_does_without_them(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "width", "window", "words"),
     [
-        (jnp.float32, 64, 112, "take bfloat16, found q in float32"),
+        (jnp.float32, 64, 112, "needs bfloat16, found q in float32"),
         (jnp.bfloat16, 96, 112, "16, 32, 64 or 128, found 96"),
         (jnp.bfloat16, 64, 130, "1 to 129 tokens, found 130"),
         (jnp.bfloat16, 64, 0, "1 to 129 tokens, found 0"),

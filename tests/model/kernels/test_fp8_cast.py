@@ -1,4 +1,4 @@
-"""FP8 copies by rows and by columns, as JAX's interpreter of kernels makes them, against plain JAX and float64."""
+"""FP8 cast kernels (row-major and transposed) in interpret mode, against plain JAX and float64."""
 
 import jax.numpy as jnp
 import ml_dtypes

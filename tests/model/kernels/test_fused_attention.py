@@ -1,4 +1,4 @@
-"""Our own attention kernels in JAX's interpreter against a dense float64 mask: every window, borders anywhere."""
+"""Our attention kernels in interpret mode against a dense float64 mask: every window, borders anywhere."""
 
 import sys
 import types

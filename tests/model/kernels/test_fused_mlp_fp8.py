@@ -1,4 +1,4 @@
-"""The fused matmuls that leave FP8 behind, interpreted, against their references and against float64."""
+"""Fused MLP matmuls with FP8 outputs in interpret mode, against their references and float64."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""QK-norm and rotation in one pass, in JAX's interpreter of kernels: against the plain path and against float64."""
+"""Fused QK-norm and RoPE in interpret mode, against the plain path and float64."""
 
 from functools import partial
 
@@ -10,7 +10,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.model.heads import pair_positions
 from jspeed.model.kernels import qk_norm
-from jspeed.model.kernels.qk_norm import norm_and_turn, norm_and_turn_reference
+from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, offset_keys, queries_and_keys
 
 from .. import dense
@@ -24,7 +24,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    monkeypatch.setattr(qk_norm, "norm_and_turn", lambda *args: norm_and_turn(*args, interpret=True))
+    monkeypatch.setattr(qk_norm, "norm_and_rotate", lambda *args: norm_and_rotate(*args, interpret=True))
 
 
 def arrays(length, width):
@@ -103,16 +103,16 @@ def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back
 
 
 @pytest.mark.parametrize("look_back", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_agrees_with_its_reference(look_back):
-    (y, grads), positions = arrays(40, 64), positions_of(40, True)
-    angle = positions[..., None] * frequencies(16).astype(np.float32)[None, None]
+def test_a_factor_that_is_nan_is_the_only_difference_to_the_plain_path(look_back):
+    (y, grads), angles, positions = arrays(40, 64), frequencies(16), positions_of(40, True)
+    angle = positions[..., None] * angles.astype(np.float32)[None, None]
     rest = jnp.cos(angle), jnp.sin(angle), jnp.array([1.0, np.nan]), HEADS, look_back
-    found = both(lambda y: norm_and_turn(y, *rest, interpret=True), y, grads)
-    reference = both(lambda y: norm_and_turn_reference(y, *rest), y, grads)
-    for one, other in zip(found, reference, strict=True):
+    found = both(lambda y: norm_and_rotate(y, *rest, interpret=True), y, grads)
+    shape = LANES, 40, HEADS, 64
+    plain = both(lambda y: queries_and_keys(y, shape, angles, positions, False, None, look_back), y, grads)
+    for one, other in zip(found, plain, strict=True):
         assert dense.distance(one[:1], other[:1]) < 0.003
-        assert np.isnan(np.asarray(one[1:], np.float32)).all()  # the lane whose factor is NaN
-    assert np.isnan(np.asarray(reference[0][1:], np.float32)).all()
+        assert np.isnan(np.asarray(one[1:], np.float32)).all()
 
 
 def test_lanes_with_more_documents_than_slots_are_nan():
@@ -137,7 +137,7 @@ def test_keys_that_look_back_are_those_of_offset_keys():
 @pytest.mark.parametrize(
     ("shape", "count", "columns", "dtype", "words"),
     [
-        ((1, 8, 4, 64), 16, 1, jnp.float32, "takes bfloat16, found float32"),
+        ((1, 8, 4, 64), 16, 1, jnp.float32, "needs bfloat16, found float32"),
         ((1, 8, 4, 48), 12, 1, jnp.bfloat16, "12 angles"),
         ((1, 8, 4, 64), 8, 1, jnp.bfloat16, "512 channels, 8 angles"),
         ((1, 8, 3, 64), 16, 2, jnp.bfloat16, "2 x 3 heads"),

@@ -1,4 +1,4 @@
-"""JAX's attention kernels for TPUs, as we call them, in JAX's interpreter against a dense float64 mask."""
+"""JAX's TPU splash attention in interpret mode against a dense float64 mask."""
 
 from functools import partial
 

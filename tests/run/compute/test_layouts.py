@@ -2,6 +2,7 @@
 
 import functools
 import io
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows
 from jspeed.parallel.pipeline import bubble
-from jspeed.recipe import ParamSpec, replace
+from jspeed.recipe import ParamSpec
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
@@ -224,7 +225,7 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
     ("layout", "axes", "name", "says"),
     [
         ("zero", {"data": 8}, "track3", "--layout zero is unknown (did you mean 'zero1'?)"),
-        ("tp", {"data": 8}, "track3", "cuts over a mesh axis 'model', and the mesh is {'data': 8}"),
+        ("tp", {"data": 8}, "track3", "shards over mesh axis 'model', and the mesh is {'data': 8}"),
         ("zero1", {"data": 4, "model": 2}, "track3", "the mesh axis 'model' of size 2 would repeat the same work"),
         ("tp", {"data": 4, "model": 2}, "r29", "no matrix of recipe r29 has 'heads' or 'mlp'"),
         ("pp", {"data": 4, "pipe": 2}, "r29", "the layers of recipe r29 are not alike"),
@@ -239,13 +240,20 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
         ("pp", {"data": 1, "pipe": 8}, "track3", "4 layers of recipe track3 cannot be divided over 8 stages"),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(layout, axes, name, says):
+def test_what_does_not_fit_is_refused(layout, axes, name, says):
     with pytest.raises(BadInput) as error:
         layouts.check_layout(layout, mesh_of(**axes), toy(name))
     assert says in str(error.value)
 
 
-def test_heads_that_do_not_divide_are_a_sentence():
+def test_a_loop_over_layers_of_its_own_can_be_recomputed():
+    """r21 runs its layers through ctx.layer; r29 does not."""
+    layouts.check_layout("zero1+remat", mesh_of(data=8), toy("r21"))
+    with pytest.raises(BadInput, match="are not alike"):
+        layouts.check_layout("zero1+remat+scan", mesh_of(data=8), toy("r21"))
+
+
+def test_heads_that_do_not_divide_are_refused():
     recipe = toy("track3", "HEADS=2")
     with pytest.raises(BadInput, match="attention has 2 heads, which 4 devices cannot share"):
         run(recipe, mesh_of(data=2, model=4), None, batches(recipe, 1), "tp")
@@ -292,5 +300,5 @@ def test_tiles_name_the_devices_that_hold_them():
     tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlp")
     said = console.file.getvalue()
     assert said.startswith("mlp ") and "tiles of" in said and all(str(n) in said for n in range(8))
-    with pytest.raises(BadInput, match="has no such parameter \\(did you mean 'mlp'"):
+    with pytest.raises(BadInput, match="has no such parameter; did you mean 'mlp'"):
         tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlpp")

@@ -167,16 +167,16 @@ def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, m
 def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
     def compile_program(recipe, mesh, layout, micro_batch, rows, device):
         if device.own_kernels:
-            raise attention_backends.Refused("composed heads in own kernels: the window must be 1 to 129 tokens")
+            raise attention_backends.Refused("composed-heads kernel: window must be 1 to 129 tokens")
         return types.SimpleNamespace(attention=device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(OWN, ("attention xla", "own kernels"))
     _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
-    assert "cannot be compiled with them (composed heads in own kernels: the window" in said.file.getvalue()
+    assert "cannot be compiled with them (composed-heads kernel: window" in said.file.getvalue()
     asked = dataclasses.replace(start, own_kernels_asked=True)
-    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: the window"):
+    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: window"):
         preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
 
 

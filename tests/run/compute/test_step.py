@@ -1,6 +1,7 @@
 """The step on one to eight devices, accumulation, warm-up and evaluation, by comparing whole programs."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
-from jspeed.recipe import Context, ParamSpec, replace
+from jspeed.recipe import Context, ParamSpec
 from jspeed.run import evaluate
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of

@@ -1,1 +1,1 @@
-"""The leaderboard to look at: in the terminal, as a page, as a block in README.md."""
+"""Views of the leaderboard: in the terminal, as an HTML page, as a block in README.md."""

@@ -1,7 +1,7 @@
 """Figures of the page as inline SVG: records over time, loss over seconds, seeds against the target, time saved.
 
-Each is a pure function of the board's data, drawn for a width of 360 units so that a phone shows its letters at their
-size, in colours of the page (CSS variables), with words for those who do not see it.
+Each is a pure function of the board's data, drawn 360 units wide to stay legible on phones, in the page's CSS colours,
+with an aria label.
 """
 
 import math
@@ -22,11 +22,11 @@ NAME = 21  # letters that fit there
 LINES = 6  # curves that can be told apart
 
 
-def figure(title: str, said: str, height: float, parts: Sequence[str]) -> str:
-    """Return a figure with a caption; ``said`` is what a screen reader says of it."""
+def figure(title: str, label: str, height: float, parts: Sequence[str]) -> str:
+    """Return a figure with a caption, ``height`` SVG units high; ``label`` is the text for screen readers."""
     return Markup(
         '<figure><figcaption>{}</figcaption><svg role="img" viewBox="0 0 {:g} {:g}" aria-label="{}">{}</svg></figure>'
-    ).format(printable(title), WIDTH, height, printable(said), Markup("".join(parts)))
+    ).format(printable(title), WIDTH, height, printable(label), Markup("".join(parts)))
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
@@ -113,10 +113,7 @@ def best_so_far(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) -> str:
-    """Return the records over time: ours as they fell, and the ``history`` of ``reference`` beside them.
-
-    Nothing where all are of one day, which is no course yet.
-    """
+    """Return our records over time beside the ``history`` of ``reference``; empty if all are of one day."""
     unit = "steps" if track["rank"] == "steps" else "seconds"
     value = (lambda e: float(e["steps"])) if unit == "steps" else (lambda e: mean_of(e["seconds"]))
     valid = [e for e in track["entries"] if e["valid"]]
@@ -141,8 +138,8 @@ def staircase(track: BoardTrack, history: Sequence[HistoryRow], reference: str) 
             now = f"{best[-1][1]:,.0f} steps" if unit == "steps" else formatting.seconds(best[-1][1])
             names.append((f"line {kind}", f"{name}: {now}"))
     parts += [f'<circle class="dot" cx="{axes.x(d):.1f}" cy="{axes.y(v):.1f}" r="3.5"/>' for d, v in ours]
-    said = f"Best {unit} over time. {'; '.join(name for _, name in names)}"
-    return figure(f"Best {unit} over time", said, BOTTOM + 14 * len(names), [*parts, *legend(names)])
+    label = f"Best {unit} over time. {'; '.join(name for _, name in names)}"
+    return figure(f"Best {unit} over time", label, BOTTOM + 14 * len(names), [*parts, *legend(names)])
 
 
 def legend(names: Sequence[tuple[str, str]]) -> list[str]:
@@ -181,7 +178,7 @@ def curves(track: BoardTrack) -> str:
         return ""
     target = track["target_loss"]
     points = [[(s, loss) for _, s, loss in entry["curve"] if loss is not None] for entry in shown]
-    # The first seconds fall from the loss of a guess; they leave through the top.
+    # The initial drop is cut off at the top.
     late = [loss for curve in points for s, loss in curve if s >= 0.25 * curve[-1][0]] or [target]
     top, low = max(late), min([target, *(loss for curve in points for _, loss in curve)])
     right = max(curve[-1][0] for curve in points) or 1.0
@@ -193,9 +190,9 @@ def curves(track: BoardTrack) -> str:
         f"{name}: {formatting.loss(entry['curve'][-1][2])}" for name, entry in zip(labels(shown), shown, strict=True)
     ]
     names = [(f"line c{place}", end) for place, end in enumerate(ends)]
-    said = f"Validation loss over timed seconds. {'; '.join(ends)}"
+    label = f"Validation loss over timed seconds. {'; '.join(ends)}"
     title = f"Validation loss over seconds, target {target:g}"
-    return figure(title, said, BOTTOM + 14 * len(names), [*parts, *legend(names)])
+    return figure(title, label, BOTTOM + 14 * len(names), [*parts, *legend(names)])
 
 
 def dots(track: BoardTrack) -> str:
@@ -217,11 +214,11 @@ def dots(track: BoardTrack) -> str:
         parts += [f'<circle class="dot" cx="{axes.x(loss):.1f}" cy="{y:.1f}" r="3"/>' for loss in losses]
         mean = axes.x(mean_of(entry["loss"]))
         parts.append(line(mean, y - 6, mean, y + 6, "mean"))
-    said = f"Final loss of every run against the target {target:g}: " + "; ".join(
+    label = f"Final loss of every run against the target {target:g}: " + "; ".join(
         f"{name} mean {formatting.loss(mean_of(entry['loss']))} of {entry['loss']['n'] if entry['loss'] else 0}"
         for name, entry in zip(names, shown, strict=True)
     )
-    return figure(f"Final loss of every run, target {target:g}", said, height, parts)
+    return figure(f"Final loss of every run, target {target:g}", label, height, parts)
 
 
 def chain(track: BoardTrack) -> list[Entry]:
@@ -239,7 +236,7 @@ def chain(track: BoardTrack) -> list[Entry]:
 
 
 def waterfall(track: BoardTrack) -> str:
-    """Return what bought the time: the mean seconds of the best entry's ancestors, and what each step saved."""
+    """Return the mean seconds of the best entry and its ancestors, and what each saved of its parent's."""
     line_of = chain(track)[-10:]
     if len(line_of) < 2:
         return ""
@@ -256,7 +253,7 @@ def waterfall(track: BoardTrack) -> str:
         if place and width >= 0.5:
             kind = "saved" if saved > 0 else "lost"
             parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{y + 15:.1f}" width="{width:.1f}" height="9"/>')
-    said = "What bought the time: " + "; ".join(
+    label = "Seconds saved, parent by parent: " + "; ".join(
         f"{e['recipe']} {formatting.seconds(mean_of(e['seconds']))}" for e in line_of
     )
-    return figure("What bought the time, parent by parent", said, height, parts)
+    return figure("Seconds saved, parent by parent", label, height, parts)

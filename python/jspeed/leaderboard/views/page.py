@@ -1,4 +1,4 @@
-"""The board as one page that opens from disk, and as leaderboard.json for whoever wants to draw their own.
+"""Render the board as one HTML page that opens from disk, and as leaderboard.json for other tools.
 
 Both are pure functions of the board, the sources in the records and two texts; nothing is fetched, and the one script
 sorts tables. A page holds the best entries of each track; leaderboard.json holds all.
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import read_regular, write_whole
+from jspeed.files import read_input, read_regular, write_whole
 from jspeed.leaderboard import formatting
 from jspeed.leaderboard.board import BoardTrack, Histories, best
 from jspeed.leaderboard.compare import change_lines, changes
@@ -42,10 +42,11 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
         out / JSON: as_json(rule, tracks, histories),
     }
     if readme:
+        remedy = "restore it, or give --out DIR"
         try:
-            before = read_regular(readme).decode()
-        except (OSError, ValueError) as error:
-            raise BadInput(f"{readme} cannot be read ({error}); restore it, or give --out DIR") from None
+            before = read_input(readme, remedy).decode()
+        except UnicodeDecodeError:
+            raise BadInput(f"{readme} is not UTF-8 text; {remedy}") from None
         made[readme] = with_block(before, block(tracks, histories), readme)
     return made
 

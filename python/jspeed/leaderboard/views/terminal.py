@@ -1,4 +1,4 @@
-"""The board in a terminal of 80 columns."""
+"""Render the board for a terminal of 80 columns."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -38,9 +38,9 @@ def rules(track: BoardTrack) -> str:
     """Return a track's rules in a few lines."""
     on = f" on {track['data.val_tokens']:,} tokens" if track.get("data.val_tokens") else ""
     test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
-    surely = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
+    level = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
     sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
-    text = f"mean loss <= {track['target_loss']:g} nats{on}{surely}{sigma}; {track['hardware']}"
+    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}"
     return "\n".join(wrapped(text, WIDTH))
 
 
@@ -102,12 +102,13 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 
 def notes(entry: Entry) -> list[str]:
-    """Return what is said under an entry's numbers: devices, changed fields, comparison, reasons."""
+    """Return the notes under an entry's numbers: devices, changed fields, comparison, reasons."""
     lines = [f"{formatting.devices(entry['devices'])}, {entry['steps']:,} steps, {formatting.commit(entry['git'])}"]
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
         lines.append(formatting.against(entry["better"]))
     if entry["anchored"]:
-        lines.append(f"on the track's hardware, by that ratio: {formatting.seconds(entry['anchored']['seconds'])}")
+        seconds = formatting.seconds(entry["anchored"]["seconds"])
+        lines.append(f"estimated on the track's hardware (parent's time x ratio): {seconds}")
     return lines + list(entry["why_not"])

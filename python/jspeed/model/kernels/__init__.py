@@ -1,1 +1,1 @@
-"""Fused GPU kernels that layers call: other libraries' attention and our own, attention and MLP, by Pallas."""
+"""Fused kernels behind the model primitives: attention (GPU, TPU), QK-norm, composed heads, FP8 casts, MLP matmuls."""

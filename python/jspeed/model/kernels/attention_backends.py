@@ -1,8 +1,8 @@
-"""Fused attention kernels on packed lanes, other libraries' and our own, each with its own format of documents.
+"""Wrappers of the fused attention backends (cuDNN, FlashAttention 4, our own, splash), each with its document format.
 
 All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B, T, H, K]``, and ``offsets_BO`` as in
-``Documents.offsets``, or ``ids_BT`` as in ``Documents.ids``. Libraries are imported when called: none is needed to run
-elsewhere.
+``Documents.offsets`` (in lanes that overflow queries are NaN), or ``ids_BT`` as in ``Documents.ids``. Libraries are
+imported when called: none is needed to run elsewhere.
 """
 
 import importlib
@@ -19,7 +19,7 @@ TRITON_WIDTHS = (64, 128)  # of heads, that model/kernels/fused_attention.py has
 
 
 class Refused(BadInput):
-    """A backend cannot do what it was asked for, and another one may."""
+    """A kernel does not support these shapes, dtypes or devices; another path may."""
 
 
 def cudnn(
@@ -30,7 +30,6 @@ def cudnn(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
-    marked: bool = False,
 ) -> jax.Array:
     """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO`` are given.
 
@@ -60,7 +59,6 @@ def cudnn(
     if offsets_BO is not None:
         mask = fused.MaskType.PADDING_CAUSAL
         lengths_BM, starts_BO = cudnn_slots(offsets_BO, q_BTHK.shape[1])
-        q_BTHK = q_BTHK if marked else nan_where_overflown(q_BTHK, offsets_BO)
     try:
         return fused.dot_product_attention(
             q_BTHK,
@@ -81,9 +79,9 @@ def cudnn(
 def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Return (lengths ``[B, M]``, starts ``[B, M + 1]``) of the documents, int32, -1 in unused slots.
 
-    jax moves what is not -1 to the left over all lanes, lengths and starts each on their own, and pairs them by
-    order: so a lane must have as many starts as lengths, and no end after its last start. M is ``max_docs``, but
-    at least 2, since jax takes one slot to mean that nothing is packed.
+    JAX compacts the entries that are not -1 over all lanes, starts and lengths separately, and pairs them in order: so
+    a lane must have as many starts as lengths, and no end after its last start. M is ``max_docs``, but at least 2,
+    since JAX takes one slot to mean that nothing is packed.
     """
     starts_BM, ends_BM = _slots(offsets_BO, length)
     used = ends_BM > starts_BM
@@ -104,10 +102,9 @@ def fa4(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
-    marked: bool = False,
     implementation: str = "cute",
 ) -> jax.Array:
-    """Attend with FlashAttention 4 (fa4-jax), all lanes as one axis of tokens: blocks out of sight are skipped.
+    """Attend with FlashAttention 4 (fa4-jax), lanes concatenated; fully masked blocks are skipped.
 
     Its backward pass is not deterministic. Inside ``jax.shard_map`` it needs ``check_vma=False``: its gradients do
     not say over which axes they vary. ``implementation="reference"`` is the package's own jnp version, for tests.
@@ -127,7 +124,6 @@ def fa4(
     rest = {"causal": True, "window_size": sides, "scale": scale, "backend": implementation}
     if offsets_BO is None:
         return flash_attn(q_BTHK, k_BTHK, v_BTHK, **rest)
-    q_BTHK = q_BTHK if marked else nan_where_overflown(q_BTHK, offsets_BO)
     bounds_O = flat_bounds(offsets_BO, q_BTHK.shape[1])
     flat = [x.reshape(-1, *x.shape[2:]) for x in (q_BTHK, k_BTHK, v_BTHK)]
     return flash_attn_varlen(*flat, bounds_O, bounds_O, **rest).reshape(v_BTHK.shape)
@@ -136,7 +132,7 @@ def fa4(
 def flat_bounds(offsets_BO: jax.Array, length: int) -> jax.Array:
     """Return the bounds of all documents on one axis of B x T tokens: int32 ``[B * max_docs + 1]``, from 0 to B x T.
 
-    Unused slots are bounds given twice. A lane's end is the next one's start and so is not given.
+    Unused slots repeat a bound. A lane's end is the next one's start and is left out.
     """
     lanes = offsets_BO.shape[0]
     starts_BM, _ = _slots(offsets_BO, length)
@@ -152,14 +148,13 @@ def triton(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
-    marked: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`), for GPUs that the others leave out.
+    """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`).
 
-    What kept libraries lack before Hopper is in docs/devices.md. Inside ``jax.shard_map`` this needs
-    ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for types
-    other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    They are for GPUs that no maintained library supports with documents (docs/devices.md). Inside ``jax.shard_map``
+    this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for
+    types other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
     """
     _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
@@ -169,21 +164,20 @@ def triton(
     if q_BTHK.shape[-1] not in TRITON_WIDTHS:
         widths = " and ".join(map(str, TRITON_WIDTHS))
         raise Refused(f"attention backend 'triton' takes head widths {widths}, found {q_BTHK.shape[-1]}")
-    name_gpus_to_pallas()
+    register_gpus_with_pallas()
     lanes, length = q_BTHK.shape[:2]
     bounds = jnp.zeros((lanes, length), jnp.int32), jnp.full((lanes, length), length, jnp.int32)
     if offsets_BO is not None:
-        q_BTHK = q_BTHK if marked else nan_where_overflown(q_BTHK, offsets_BO)
         bounds = token_bounds(offsets_BO, length)
     ranges = fused_attention.ranges(*bounds, window)
     mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
     return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
 
 
-def name_gpus_to_pallas() -> None:
-    """Tell Pallas of JAX 0.11 what the GPUs here are: of those that it has no name for (RTX 3090, L40S) it takes none.
+def register_gpus_with_pallas() -> None:
+    """Register the local GPUs with Pallas: JAX 0.11 refuses GPUs that are not in its table (RTX 3090, L40S).
 
-    Private, as of jax 0.11.0; JAX 0.10 has nothing of the kind, because it leaves the question to XLA.
+    Private API as of jax 0.11.0; JAX 0.10 needs no table.
     """
     try:
         gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
@@ -218,10 +212,10 @@ def splash(
 ) -> jax.Array:
     """Attend with JAX's own kernels for TPUs (:mod:`jspeed.model.kernels.splash_attention`).
 
-    Documents are segment ids, of which there is no most: ``max_docs`` is not needed, and no lane is NaN for it. Inside
-    ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests.
-    Raises BadInput for types other than bf16, a head width that is no multiple of 8 or above 256, and a JAX without
-    these kernels.
+    Documents are passed as segment ids. There is no limit on their number: ``max_docs`` is not needed and no lane
+    becomes NaN. Inside ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of
+    kernels, for tests. Raises BadInput for types other than bf16, a head width that is no multiple of 8 or above 256,
+    and a JAX without these kernels.
     """
     _check("splash", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:
@@ -232,20 +226,19 @@ def splash(
 
 
 def nan_where_overflown(q_BTHK: jax.Array, offsets_BO: jax.Array) -> jax.Array:
-    """Make the queries NaN in lanes of more documents than slots, and with them outputs, gradients and the loss.
+    """Make the queries NaN in lanes with more documents than slots, and with them outputs, gradients and the loss.
 
-    Queries, because they come out of a normalisation or rotation into which this fuses; outputs would be read and
-    written once more.
+    Queries, because this fuses into the normalisation or rotation that computes them; outputs would cost a pass.
     """
     overflown_B = offsets_BO[:, -1] < q_BTHK.shape[1]
     return q_BTHK * jnp.where(overflown_B, jnp.nan, 1).astype(q_BTHK.dtype)[:, None, None, None]
 
 
 def _slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Return (starts, ends) ``[B, M]``. The last slot ends with the lane, so that no token is left without one.
+    """Return (starts, ends) ``[B, M]``. The last slot ends with the lane, so that every token has a slot.
 
-    Kernels do not write outputs of tokens outside of every slot; in a lane that overflows these would be whatever
-    was in memory, where NaN is promised.
+    Kernels do not write outputs of tokens outside of every slot; in a lane that overflows these would be uninitialised
+    memory, where NaN is promised.
     """
     end_B1 = jnp.full_like(offsets_BO[:, :1], length)
     return offsets_BO[:, :-1], jnp.concatenate([offsets_BO[:, 1:-1], end_B1], axis=1)

@@ -1,15 +1,15 @@
-"""Composed-head attention (DCMHA) that keeps the scores of each head on the chip: Pallas on Triton.
+"""Attention with composed heads (DCMHA), forward and backward: Pallas (Triton backend).
 
-A program takes one block of queries and the blocks of keys that it sees, head by head: scores and their softmax, then
-what all heads mix to, then the output of each head. Of scores only the mixture leaves the chip, once for all heads and
-in the dtype of the values: ``[B, T, N * SIZE]`` for N blocks of keys. The backward pass reads it instead of multiplying
-queries and keys again, and keeps its gradient likewise. Three kernels: dmixed and dgive from gradients and values, dq
-and dtake from queries and keys, both over blocks of queries; dk and dv over blocks of keys. Nothing is added
-atomically: the same input gives the same bits.
+One program handles a block of queries and the blocks of keys that it sees: per head it computes scores and softmax,
+accumulates the mixed probabilities of all heads, then computes each head's output. Only the mixed probabilities are
+written to memory, in the dtype of the values: ``[B, T, N * SIZE]`` for N blocks of keys. The backward pass reads them
+instead of recomputing scores, and stores their gradient likewise. It has three kernels: dmixed and dgive from gradients
+and values, dq and dtake from queries and keys, both over blocks of queries; dk and dv over blocks of keys. Nothing is
+added atomically: the same input gives the same bits.
 
-Of memory each kernel reads queries, keys, values and gradients once. Through L2 it reads a block once for each block
-that it belongs with (of 64 tokens, 3 in a window of 112). For each head dq reads those keys and the gradient of the
-mixture twice, and dk_dv the mixture and its gradient once, rather than hold them in registers.
+Each kernel reads queries, keys, values and gradients from memory once. From L2 it reads a block once for each block
+that sees it (of 64 tokens, 3 in a window of 112). For each head dq reads those keys and the gradient of the mixture
+twice, and dk_dv the mixture and its gradient once, rather than hold them in registers.
 
 The reference in plain JAX is :func:`jspeed.model.heads.composed`. Like those of
 :mod:`jspeed.model.kernels.fused_attention` these kernels were run by JAX's interpreter and compiled for sm_90; no GPU
@@ -27,8 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.model.kernels.attention_backends import Refused, name_gpus_to_pallas
-from jspeed.model.kernels.fused_attention import LOG2_E, MASKED
+from jspeed.model.kernels.attention_backends import Refused, register_gpus_with_pallas
+from jspeed.model.kernels.fused_attention import LOG2_E, MASKED, dot, like, tokens
 
 SIZE = 64  # tokens of a block
 MOST_BLOCKS = 3  # that a block of queries sees, with its own
@@ -49,10 +49,10 @@ def compose(
     window: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Mix the heads' softmax by ``take_BTH``, fp32, for the values of all, times ``give_BTH``: ``[B, T, H, K]``.
+    """Return ``give_h * (sum_h' take_h' softmax_h') v_h`` for each head h: ``[B, T, H, K]``.
 
     Queries, keys, values and ``give_BTH`` are bf16, and so is the result; scores, softmax and sums are fp32.
-    ``take_BTH`` is as it multiplies: scaled by the caller. ``ids_BT``, int32 and not negative, number the documents of
+    ``take_BTH``, fp32, is already normalised. ``ids_BT``, int32 and not negative, number the documents of
     each lane; a query sees its document's last ``window`` tokens, itself among them. ``interpret=True`` runs JAX's
     interpreter of kernels, in any float type, for tests. Inside ``jax.shard_map`` this needs ``check_vma=False``.
 
@@ -61,14 +61,14 @@ def compose(
     """
     width, most = q_BTHK.shape[-1], (MOST_BLOCKS - 1) * SIZE + 1
     if width not in (16, 32, 64, 128):
-        raise Refused(f"composed heads in own kernels: the head width must be 16, 32, 64 or 128, found {width}")
+        raise Refused(f"composed-heads kernel: head width must be 16, 32, 64 or 128, found {width}")
     if not 1 <= window <= most:
-        raise Refused(f"composed heads in own kernels: the window must be 1 to {most} tokens, found {window}")
+        raise Refused(f"composed-heads kernel: window must be 1 to {most} tokens, found {window}")
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTHK), ("give", give_BTH)):
         if x.dtype != jnp.bfloat16 and not interpret:
-            raise Refused(f"composed heads in own kernels take bfloat16, found {name} in {x.dtype}")
+            raise Refused(f"composed-heads kernel: needs bfloat16, found {name} in {x.dtype}")
     if not interpret:
-        name_gpus_to_pallas()
+        register_gpus_with_pallas()
     return _compose(q_BTHK, k_BTHK, v_BTHK, take_BTH, give_BTH, ids_BT, scale, window, interpret)
 
 
@@ -82,7 +82,7 @@ def _forward(q, k, v, take_BTH, give_BTH, ids_BT, scale, window, interpret):
     blocks = 1 + pl.cdiv(min(window, q.shape[1]) - 1, SIZE)  # of keys that a block of queries sees, its own among them
     mixed_BTS = jax.ShapeDtypeStruct((*q.shape[:2], blocks * SIZE), v.dtype)
     kernel = partial(_forward_kernel, scale=scale, window=window)
-    out, *kept = _call("forward", kernel, q, arrays, (_like(q), mixed_BTS, _like(take_BTH)), blocks, interpret)
+    out, *kept = _call("forward", kernel, q, arrays, (like(q), mixed_BTS, like(take_BTH)), blocks, interpret)
     return out, (*arrays, *kept)
 
 
@@ -91,7 +91,7 @@ def _backward(scale, window, interpret, kept, g):
     blocks, seen = mixed_BTS.shape[-1] // SIZE, {"scale": scale, "window": window}
 
     def run(name, kernel, arrays, results):
-        return _call(name, kernel, q, arrays, tuple(map(_like, results)), blocks, interpret)
+        return _call(name, kernel, q, arrays, tuple(map(like, results)), blocks, interpret)
 
     dmixed_BTS, dgive_BTH = run("dmixed", _dmixed_kernel, (v, g, give_BTH, mixed_BTS), (mixed_BTS, give_BTH))
     of_scores = take_BTH, ids_BT, lse_BTH, dmixed_BTS
@@ -113,7 +113,7 @@ def _call(
     blocks: int,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """Run ``kernel`` once for every block of tokens and lane; it gets that lane of every array."""
+    """Run ``kernel`` once for every block of tokens and lane; its references are to that lane of every array."""
     lanes, length, heads, width = q_BTHK.shape
     warps, stages = LAUNCH[name]
 
@@ -139,7 +139,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, take_ref, give_ref, ids_ref, out_ref, m
 
     def mix(h, mixed):
         q = _load(q_ref, rows, h)
-        scores = [_dot(q, _load(k_ref, keys, h), rows_of_both=True) * (scale * LOG2_E) for keys in visited]
+        scores = [dot(q, _load(k_ref, keys, h), rows_of_both=True) * (scale * LOG2_E) for keys in visited]
         scores = [jnp.where(_seen(rows, keys, first), x, MASKED) for keys, x in zip(visited, scores, strict=True)]
         top = reduce(jnp.maximum, [jnp.max(x, axis=1) for x in scores])
         weights = [jnp.exp2(x - top[:, None]) for x in scores]
@@ -154,7 +154,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, take_ref, give_ref, ids_ref, out_ref, m
         _store(mixed_ref, rows, m, _columns(n))
 
     def give(h, _):
-        out = _sum(_dot(m, _load(v_ref, keys, h)) for m, keys in zip(mixed, visited, strict=True))
+        out = _sum(dot(m, _load(v_ref, keys, h)) for m, keys in zip(mixed, visited, strict=True))
         _store(out_ref, rows, out.astype(out_ref.dtype) * _load(give_ref, rows, h)[:, None], h)
 
     lax.fori_loop(0, _heads(q_ref), give, None)
@@ -166,7 +166,7 @@ def _dmixed_kernel(v_ref, g_ref, give_ref, mixed_ref, dmixed_ref, dgive_ref):
 
     def add(h, dmixed):
         g = _load(g_ref, rows, h)
-        products = [_dot(g, _load(v_ref, keys, h), rows_of_both=True) for keys in visited]
+        products = [dot(g, _load(v_ref, keys, h), rows_of_both=True) for keys in visited]
         dgive = _sum(jnp.sum(m.astype(jnp.float32) * x, axis=1) for m, x in zip(mixed, products, strict=True))
         _store(dgive_ref, rows, dgive, h)
         give = _load(give_ref, rows, h).astype(jnp.float32)
@@ -187,7 +187,7 @@ def _dq_kernel(q_ref, k_ref, take_ref, ids_ref, lse_ref, dmixed_ref, dq_ref, dta
         def visit(n):
             keys = _away(rows, 1 + n - len(visited))
             k, dmixed = _load(k_ref, keys, h), _load(dmixed_ref, rows, _columns(n))
-            weights = _weights(_dot(q, k, rows_of_both=True), scale, lse[:, None])
+            weights = _weights(dot(q, k, rows_of_both=True), scale, lse[:, None])
             return k, dmixed, jnp.where(_seen(rows, keys, first), weights, 0.0)
 
         def add(n, dtake):
@@ -197,7 +197,7 @@ def _dq_kernel(q_ref, k_ref, take_ref, ids_ref, lse_ref, dmixed_ref, dq_ref, dta
         def multiply(n, dq):
             k, dmixed, weights = visit(n)
             dscores = take[:, None] * weights * (dmixed - dtake[:, None])
-            return dq + _dot(dscores.astype(k.dtype), k)
+            return dq + dot(dscores.astype(k.dtype), k)
 
         dtake = lax.fori_loop(0, len(visited), add, jnp.zeros(SIZE, jnp.float32))
         dq = lax.fori_loop(0, len(visited), multiply, jnp.zeros(q.shape, jnp.float32))
@@ -214,31 +214,31 @@ def _dk_dv_kernel(
     keys, blocks = _own(), mixed_ref.shape[1] // SIZE
     last = _last(ids_ref, keys, [_away(keys, n) for n in range(blocks)], window)
 
-    def place(n):
-        """Queries of n blocks later, and where their mixture for these keys is: as many blocks before their own."""
+    def later(n):
+        """Queries n blocks later, and the columns of their mixture for these keys."""
         return _away(keys, n), _columns(blocks - 1 - n)
 
     def one_head(h, _):
         k = _load(k_ref, keys, h)
 
         def from_scores(n, dk):  # transposed: a row is a key
-            rows, columns = place(n)
+            rows, columns = later(n)
             q, dmixed = _load(q_ref, rows, h), _load(dmixed_ref, rows, columns).T
             take, lse, dtake = (_load(ref, rows, h)[None] for ref in (take_ref, lse_ref, dtake_ref))
-            weights = _weights(_dot(k, q, rows_of_both=True), scale, lse)
+            weights = _weights(dot(k, q, rows_of_both=True), scale, lse)
             weights = jnp.where(_seen_by(keys, rows, last), weights, 0.0)
             dscores = take * weights * (dmixed - dtake)
-            return dk + _dot(dscores.astype(q.dtype), q)
+            return dk + dot(dscores.astype(q.dtype), q)
 
         def from_values(n, dv):
-            rows, columns = place(n)
+            rows, columns = later(n)
             g, mixed = _load(g_ref, rows, h), _load(mixed_ref, rows, columns).T
             give = _load(give_ref, rows, h)[None].astype(jnp.float32)
-            return dv + _dot((mixed * give).astype(g.dtype), g)
+            return dv + dot((mixed * give).astype(g.dtype), g)
 
-        nothing = jnp.zeros(k.shape, jnp.float32)
-        _store(dk_ref, keys, lax.fori_loop(0, blocks, from_scores, nothing) * scale, h)
-        _store(dv_ref, keys, lax.fori_loop(0, blocks, from_values, nothing), h)
+        zeros = jnp.zeros(k.shape, jnp.float32)
+        _store(dk_ref, keys, lax.fori_loop(0, blocks, from_scores, zeros) * scale, h)
+        _store(dv_ref, keys, lax.fori_loop(0, blocks, from_values, zeros), h)
 
     lax.fori_loop(0, _heads(k_ref), one_head, None)
 
@@ -268,12 +268,8 @@ def _columns(n: Any) -> Any:
     return pl.ds(n * SIZE, SIZE)
 
 
-def _tokens(part: Any) -> jax.Array:
-    return part.start + jnp.arange(part.size)
-
-
 def _first(ids_ref: Any, rows: Any, visited: Iterable[Any], window: int) -> jax.Array:
-    """First key that each query sees: they are side by side and end with the query, so that counting them is enough."""
+    """First key that each query sees: keys are adjacent and end with the query, so counting them is enough."""
     t, of_t = _numbered(ids_ref, rows)
     keys = (_numbered(ids_ref, part) for part in visited)
     seen = (_near(t[:, None], s[None], of_t[:, None], of_s[None], window) for s, of_s in keys)
@@ -289,8 +285,8 @@ def _last(ids_ref: Any, keys: Any, visited: Iterable[Any], window: int) -> jax.A
 
 
 def _numbered(ids_ref: Any, part: Any) -> tuple[jax.Array, jax.Array]:
-    """Tokens, and their documents."""
-    return _tokens(part), _load(ids_ref, part, fill=-1)
+    """Tokens and their document ids."""
+    return tokens(part), _load(ids_ref, part, fill=-1)
 
 
 def _near(t, s, document_of_t, document_of_s, window):
@@ -298,23 +294,18 @@ def _near(t, s, document_of_t, document_of_s, window):
 
 
 def _seen(rows: Any, keys: Any, first: jax.Array) -> jax.Array:
-    s = _tokens(keys)[None]
-    return (first[:, None] <= s) & (s <= _tokens(rows)[:, None])
+    s = tokens(keys)[None]
+    return (first[:, None] <= s) & (s <= tokens(rows)[:, None])
 
 
 def _seen_by(keys: Any, rows: Any, last: jax.Array) -> jax.Array:
-    t = _tokens(rows)[None]
-    return (_tokens(keys)[:, None] <= t) & (t <= last[:, None])
+    t = tokens(rows)[None]
+    return (tokens(keys)[:, None] <= t) & (t <= last[:, None])
 
 
 def _weights(products, scale, lse):
     """Softmax of scores, by the log-sum-exp of each query."""
     return jnp.exp2(products * (scale * LOG2_E) - lse)
-
-
-def _dot(a, b, rows_of_both=False):
-    """``a @ b``, or ``a @ b.T``, in fp32."""
-    return lax.dot_general(a, b, (((1,), (1 if rows_of_both else 0,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _sum(parts: Iterable[jax.Array]) -> jax.Array:
@@ -335,11 +326,7 @@ def _store(ref: Any, part: Any, value: jax.Array, *column: Any) -> None:
 
 def _view(ref: Any, part: Any, column: tuple[Any, ...]) -> tuple[Any, jax.Array]:
     """Tokens ``part`` of an array, and which of them are in the lane, to select whole tokens."""
-    tokens = _tokens(part)
+    t = tokens(part)
     view = ref.at[(part, *column)]
-    inside = (0 <= tokens) & (tokens < ref.shape[0])
+    inside = (0 <= t) & (t < ref.shape[0])
     return view, inside.reshape(-1, *(1 for _ in view.shape[1:]))
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,8 +1,8 @@
-"""FP8 copies of a matrix by rows and by columns, in one pass over memory: Pallas on Triton, for Hopper.
+"""Cast a matrix to FP8, row-major and transposed, in one pass over memory: Pallas (Triton backend), for Hopper.
 
-cuBLASLt multiplies FP8 matrices over the last axis of both alone, so what a product takes by rows, the gradient of its
-weight takes by columns. XLA writes both in one pass too, but finds the largest entry in another. This kernel loads a
-block, rounds it, and stores the block, its transpose and its largest entry. It has a reference in plain JAX with the
+cuBLASLt contracts FP8 matrices over the last axis of both only, so the weight gradient needs the transposed copy. XLA
+writes both in one pass too, but computes the amax in another. This kernel loads a block, rounds it, and stores the
+block, its transpose and its amax. It has a reference in plain JAX with the
 same results. No GPU has run it: JAX's interpreter has, and a compiler for sm_90.
 """
 
@@ -23,7 +23,7 @@ BLOCK = 128  # rows and columns of a program, and the bytes that it writes of a 
 WARPS = 8
 
 Copies = tuple[jax.Array, jax.Array, jax.Array]
-"""By rows ``[N, M]``, by columns ``[M, N]``, and the largest of each block, fp32 ``[N / BLOCK, M / BLOCK]``."""
+"""The matrix ``[N, M]``, its transpose ``[M, N]``, and the amax of each block, fp32 ``[N / BLOCK, M / BLOCK]``."""
 
 
 def fits(*sizes: int) -> bool:
@@ -33,21 +33,21 @@ def fits(*sizes: int) -> bool:
 
 @partial(jax.jit, static_argnames=("dtype", "interpret"))  # one trace: equal calls are equal in HLO
 def cast(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> Copies:
-    """Return ``quantise(x, scale, dtype)`` by rows and by columns, and the largest |number| of each block as rounded.
+    """Return ``quantise(x, scale, dtype)``, its transpose, and the amax of each block as rounded.
 
     ``x_NM`` is bf16 or fp32, ``scale`` an fp32 scalar. Raises Refused unless N and M are multiples of BLOCK.
     """
     n, m = x_NM.shape
     if not fits(n, m):
         raise Refused(f"FP8 cast: rows and columns must be multiples of {BLOCK}, found {n} x {m}; use plain JAX")
-    block, turned = (pl.BlockSpec((BLOCK, BLOCK), index) for index in (lambda j, i: (i, j), lambda j, i: (j, i)))
+    block, transposed = (pl.BlockSpec((BLOCK, BLOCK), index) for index in (lambda j, i: (i, j), lambda j, i: (j, i)))
     one = pl.BlockSpec((1, 1), lambda j, i: (i, j))
     results = ((n, m), dtype), ((m, n), dtype), ((n // BLOCK, m // BLOCK), jnp.float32)
     q_NM, q_MN, largest = pl.pallas_call(
         partial(_kernel, dtype),
         grid=(m // BLOCK, n // BLOCK),  # blocks side by side run at once: whole rows are read together
         in_specs=[block, pl.BlockSpec((1,), lambda j, i: (0,))],
-        out_specs=[block, turned, one],
+        out_specs=[block, transposed, one],
         out_shape=[jax.ShapeDtypeStruct(shape, kind) for shape, kind in results],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
@@ -71,11 +71,11 @@ def _kernel(dtype: DTypeLike, x_ref: Any, factor_ref: Any, rows_ref: Any, column
 
 def _rounded(a, dtype):
     limit = float(jnp.finfo(dtype).max)
-    # Not clip, by which NaN is a number on GPUs.
+    # Not jnp.clip: its GPU lowering loses NaN.
     return jnp.where(a > limit, limit, jnp.where(a < -limit, -limit, a)).astype(dtype)
 
 
 def _largest(a, axes=(0, 1)):
-    """The largest |number| of ``a``; NaN if one is: as integers, numbers that are not negative have the same order."""
+    """The amax of ``a``, NaN if one is: as integers, floats that are not negative have the same order."""
     bits = lax.bitcast_convert_type(jnp.abs(a.astype(jnp.float32)), jnp.int32)
     return lax.bitcast_convert_type(jnp.max(bits, axis=axes), jnp.float32)

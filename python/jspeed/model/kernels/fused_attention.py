@@ -1,12 +1,12 @@
-"""Attention over packed lanes as FlashAttention 2 does it, for GPUs whose libraries have none: Pallas on Triton.
+"""FlashAttention-2 kernels for packed lanes, for GPUs without a library that has them: Pallas (Triton backend).
 
-Scores never leave the chip. A query sees one range of keys, so a block of queries visits the blocks of keys from the
+Scores never go to memory. A query sees one range of keys, so a block of queries visits the blocks of keys from the
 first key that its first row sees to its own last row: work and traffic are linear in the window and in the documents'
 lengths. The forward pass keeps the log-sum-exp of every row; the backward pass recomputes scores in two kernels, over
-blocks of queries (dq) and of keys (dk and dv), and adds nothing atomically: the same input gives the same bits.
+blocks of queries (dq) and of keys (dk and dv), and adds zeros atomically: the same input gives the same bits.
 
-JAX deprecated this backend of Pallas in 0.11; its heir (Mosaic GPU) multiplies on tensor cores before Hopper only from
-0.11 on. No GPU has run these kernels: JAX's interpreter has, and compilers for sm_80 to sm_120.
+JAX deprecated this backend of Pallas in 0.11; its successor, Mosaic GPU, supports the tensor cores of GPUs before
+Hopper from 0.11. No GPU has run these kernels: JAX's interpreter has, and compilers for sm_80 to sm_120.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-LOG2_E = 1.4426950408889634  # scores are kept as powers of two, which is what the hardware has
+LOG2_E = 1.4426950408889634  # base-2 exponents: the hardware has exp2
 MASKED = -1e30  # the score of a key that is not seen; finite, because -inf - -inf is NaN
 
 
@@ -74,18 +74,18 @@ def attend(
 def _forward(q, k, v, first_BT, last_BT, scale, mask, interpret):
     run = partial(_call, scale=scale, mask=mask, interpret=interpret)
     statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-    out, lse_BHT = run("forward", _forward_kernel, FORWARD, (q, k, v, first_BT), (_like(q), statistics))
+    out, lse_BHT = run("forward", _forward_kernel, FORWARD, (q, k, v, first_BT), (like(q), statistics))
     return out, (q, k, v, first_BT, last_BT, out, lse_BHT)
 
 
 def _backward(scale, mask, interpret, kept, dout):
     q, k, v, first_BT, last_BT, out, lse_BHT = kept
     run = partial(_call, scale=scale, mask=mask, interpret=interpret)
-    # What softmax takes off every gradient of a score, by row.
-    mean_BHT = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    arrays = q, k, v, dout, lse_BHT, mean_BHT
-    (dq,) = run("dq", _dq_kernel, DQ, (*arrays, first_BT), (_like(q),))
-    dk, dv = run("dk_dv", _dk_dv_kernel, DK_DV, (*arrays, last_BT), (_like(k), _like(v)))
+    # Row sums of out * dout (FlashAttention's delta).
+    delta_BHT = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+    arrays = q, k, v, dout, lse_BHT, delta_BHT
+    (dq,) = run("dq", _dq_kernel, DQ, (*arrays, first_BT), (like(q),))
+    dk, dv = run("dk_dv", _dk_dv_kernel, DK_DV, (*arrays, last_BT), (like(k), like(v)))
     return dq, dk, dv, None, None
 
 
@@ -134,52 +134,52 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, lse_ref, *, blocks,
         out, top, total = carry
         keys = pl.ds(block * blocks.visited, blocks.visited)
         k, v = _load(k_ref, keys), _load(v_ref, keys)
-        scores = jnp.where(_seen_keys(rows, keys, first), _dot(q, k, rows_of_both=True) * (scale * LOG2_E), MASKED)
+        scores = jnp.where(_seen_keys(rows, keys, first), dot(q, k, rows_of_both=True) * (scale * LOG2_E), MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - higher[:, None])
         shrunk = jnp.exp2(top - higher)
-        out = out * shrunk[:, None] + _dot(weights.astype(v.dtype), v)
+        out = out * shrunk[:, None] + dot(weights.astype(v.dtype), v)
         return out, higher, total * shrunk + jnp.sum(weights, axis=1)
 
-    nothing = jnp.zeros(q.shape, jnp.float32), jnp.full(rows.size, -jnp.inf), jnp.zeros(rows.size, jnp.float32)
-    out, top, total = lax.fori_loop(*_key_blocks(first_ref, rows, blocks), visit, nothing)
+    zeros = jnp.zeros(q.shape, jnp.float32), jnp.full(rows.size, -jnp.inf), jnp.zeros(rows.size, jnp.float32)
+    out, top, total = lax.fori_loop(*_key_blocks(first_ref, rows, blocks), visit, zeros)
     _store(out_ref, rows, out / total[:, None])
     _store(lse_ref, rows, top + jnp.log2(total))
 
 
-def _dq_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, mean_ref, first_ref, dq_ref, *, blocks, scale):
+def _dq_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, first_ref, dq_ref, *, blocks, scale):
     rows = _own(blocks)
-    q, dout, lse, mean, first = (_load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, mean_ref, first_ref))
+    q, dout, lse, delta, first = (_load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref, first_ref))
 
     def visit(block, dq):
         keys = pl.ds(block * blocks.visited, blocks.visited)
         k, v = _load(k_ref, keys), _load(v_ref, keys)
-        scores = _dot(q, k, rows_of_both=True) * (scale * LOG2_E)
+        scores = dot(q, k, rows_of_both=True) * (scale * LOG2_E)
         weights = jnp.where(_seen_keys(rows, keys, first), jnp.exp2(scores - lse[:, None]), 0.0)
-        dscores = weights * (_dot(dout, v, rows_of_both=True) - mean[:, None])
-        return dq + _dot(dscores.astype(k.dtype), k)
+        dscores = weights * (dot(dout, v, rows_of_both=True) - delta[:, None])
+        return dq + dot(dscores.astype(k.dtype), k)
 
     dq = lax.fori_loop(*_key_blocks(first_ref, rows, blocks), visit, jnp.zeros(q.shape, jnp.float32))
     _store(dq_ref, rows, dq * scale)
 
 
-def _dk_dv_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, mean_ref, last_ref, dk_ref, dv_ref, *, blocks, scale):
+def _dk_dv_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, last_ref, dk_ref, dv_ref, *, blocks, scale):
     keys = _own(blocks)
     k, v, last = (_load(ref, keys) for ref in (k_ref, v_ref, last_ref))
 
     def visit(block, carry):  # all scores transposed: a row is a key
         dk, dv = carry
         rows = pl.ds(block * blocks.visited, blocks.visited)
-        q, dout, lse, mean = (_load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, mean_ref))
-        s, t = _tokens(keys)[:, None], _tokens(rows)[None, :]
-        scores = _dot(k, q, rows_of_both=True) * (scale * LOG2_E)
+        q, dout, lse, delta = (_load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref))
+        s, t = tokens(keys)[:, None], tokens(rows)[None, :]
+        scores = dot(k, q, rows_of_both=True) * (scale * LOG2_E)
         weights = jnp.where((s <= t) & (t <= last[:, None]), jnp.exp2(scores - lse[None, :]), 0.0)
-        dscores = weights * (_dot(v, dout, rows_of_both=True) - mean[None, :])
-        return dk + _dot(dscores.astype(q.dtype), q), dv + _dot(weights.astype(dout.dtype), dout)
+        dscores = weights * (dot(v, dout, rows_of_both=True) - delta[None, :])
+        return dk + dot(dscores.astype(q.dtype), q), dv + dot(weights.astype(dout.dtype), dout)
 
     end = _scalar(last_ref, _end(keys, last_ref) - 1) // blocks.visited + 1
-    nothing = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = lax.fori_loop(keys.start // blocks.visited, end, visit, (nothing, nothing))
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(keys.start // blocks.visited, end, visit, (zeros, zeros))
     _store(dk_ref, keys, dk * scale)
     _store(dv_ref, keys, dv)
 
@@ -189,12 +189,12 @@ def _own(blocks):
     return pl.ds(pl.program_id(0) * blocks.own, blocks.own)
 
 
-def _tokens(part):
+def tokens(part):
     return part.start + jnp.arange(part.size)
 
 
 def _end(part, ref):
-    """The end of ``part``, or of the lane."""
+    """The end of ``part``, at most that of the lane."""
     return jnp.minimum(part.start + part.size, ref.shape[0])
 
 
@@ -205,11 +205,11 @@ def _key_blocks(first_ref, rows, blocks):
 
 
 def _seen_keys(rows, keys, first):
-    s = _tokens(keys)[None, :]
-    return (first[:, None] <= s) & (s <= _tokens(rows)[:, None])
+    s = tokens(keys)[None, :]
+    return (first[:, None] <= s) & (s <= tokens(rows)[:, None])
 
 
-def _dot(a, b, rows_of_both=False):
+def dot(a, b, rows_of_both=False):
     """``a @ b``, or ``a @ b.T``, in fp32."""
     return lax.dot_general(a, b, (((1,), (1 if rows_of_both else 0,)), ((), ())), preferred_element_type=jnp.float32)
 
@@ -233,8 +233,8 @@ def _inside(ref, part):
     """Which of ``part`` are in the lane, to select whole tokens; None where all are, always."""
     if ref.shape[0] % part.size == 0:
         return None
-    return (_tokens(part) < ref.shape[0]).reshape(-1, *(1 for _ in ref.shape[1:]))
+    return (tokens(part) < ref.shape[0]).reshape(-1, *(1 for _ in ref.shape[1:]))
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)

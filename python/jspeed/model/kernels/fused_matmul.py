@@ -1,6 +1,6 @@
-"""A matmul for Hopper whose epilogue is a function: what it makes of the product is all that goes to memory.
+"""A Hopper matmul with a fused epilogue: only the epilogue's results are written to memory. Pallas (Mosaic GPU).
 
-Pallas (Mosaic GPU): one warpgroup loads, two multiply. The kernels that are made of it: fused_mlp.py.
+One warpgroup loads, two multiply. The kernels built on it: fused_mlp.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels.attention_backends import Refused
 
 ROWS, COLUMNS = 128, 128  # of the output, for one warpgroup; two lie side by side
-STRIP = 64  # columns that leave the registers at once
+STRIP = 64  # columns per epilogue step
 WARPGROUPS = 2
 WIDE = WARPGROUPS * COLUMNS
 LINE = 128  # bytes of the contracted dimension loaded at once, the widest swizzle
@@ -30,20 +30,20 @@ def matmul(
     a_NK: jax.Array,
     b: jax.Array,
     b_in_rows: bool,
-    others: Sequence[jax.Array],
+    scalars: Sequence[jax.Array],
     outputs: Sequence[tuple[str, Any]],
-    finish: Callable[..., tuple[jax.Array, ...]],
+    epilogue: Callable[..., tuple[jax.Array, ...]],
     *,
-    beside_NF: jax.Array | None = None,
+    epilogue_input_NF: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write what ``finish`` makes of it.
+    """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write the results of ``epilogue``.
 
-    ``outputs`` are places and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8 bits alone), ``GN`` one number of
-    each STRIP columns. ``finish(product, others, beside)`` gets fp32 ``[ROWS, STRIP]`` of the product, references to
-    ``others`` and a block of ``beside_NF``, if given, and returns a block of each output: ``[ROWS, STRIP]`` for ``NF``
-    and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they may be of both
-    types. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
+    ``outputs`` are layouts and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8-bit only), ``GN`` one number for
+    each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32 ``[ROWS, STRIP]`` of the product, references to
+    ``scalars`` and a block of ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS, STRIP]`` for
+    ``NF`` and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they may be of
+    two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
     """
     (n, k), f = a_NK.shape, b.shape[0 if b_in_rows else 1]
     for what, size, unit in (("rows", n, ROWS), ("columns", f, WIDE), ("contracted", k, LINE // a_NK.dtype.itemsize)):
@@ -64,7 +64,7 @@ def matmul(
     blocks = {"NF": (ROWS, STRIP), "FN": (STRIP, ROWS)}
     tiled = _tiled(a_NK.dtype, line)
     strips = range(COLUMNS // STRIP)
-    beside = [] if beside_NF is None else [beside_NF]
+    beside = [] if epilogue_input_NF is None else [epilogue_input_NF]
 
     def loads(multiply: Any, context: Any) -> Any:
         b_shape, b_index = ((WIDE, line), lambda s: (0, s)) if b_in_rows else ((line, WIDE), lambda s: (s, 0))
@@ -83,11 +83,8 @@ def matmul(
         )
 
     def kernel(a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
-        refs, read, results = (
-            rest[: len(others)],
-            rest[len(others) : len(others) + len(beside)],
-            rest[len(others) + len(beside) :],
-        )
+        first, last = len(scalars), len(scalars) + len(beside)
+        refs, read, results = rest[:first], rest[first:last], rest[last:]
 
         def scope(allocations: Any, slots: Any, besides: Any, barriers: Any) -> None:
             wg = lax.axis_index("wg")
@@ -119,7 +116,7 @@ def matmul(
                         if place == "NF":
                             slot[...] = value.astype(dtype)
                         else:
-                            _store_turned(slot, value, dtype, interpret)
+                            _store_transposed(slot, value, dtype, interpret)
                         at = (rows, columns_of(strip)) if place == "NF" else (columns_of(strip), rows)
                         copies.append((slot, result.at[at]))
                     plgpu.commit_smem()
@@ -135,7 +132,7 @@ def matmul(
                             # Slots are free again once the copies out of them, of the strip before, have been read.
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             part = product[:, strip * STRIP : (strip + 1) * STRIP]
-                            write(strip, finish(part, refs, *loaded()))
+                            write(strip, epilogue(part, refs, *loaded()))
                             if strip + 1 in strips:  # commit_smem was since the one before was read
                                 load(strip + 1)
 
@@ -156,7 +153,7 @@ def matmul(
 
             plgpu.nd_loop((n // ROWS, f // WIDE), collective_axes="sm")(tile)
 
-        nothing = lambda *_, **__: None  # noqa: E731  what a pipeline computes does not change what it needs
+        nothing = lambda *_, **__: None  # noqa: E731  allocations do not depend on the body of a pipeline
         pl.run_scoped(
             scope,
             loads(nothing, nothing).get_allocations(a_gmem, b_gmem),
@@ -175,7 +172,7 @@ def matmul(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         interpret=interpret,
-    )(a_NK, b, *others, *beside)
+    )(a_NK, b, *scalars, *beside)
 
 
 def _slot(block: tuple[int, int], dtype: Any) -> Any:
@@ -188,20 +185,20 @@ def _tiled(dtype: Any, columns: int) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(min(line, LINE))
 
 
-def _store_turned(slot: Any, value: jax.Array, dtype: Any, interpret: Any) -> None:
+def _store_transposed(slot: Any, value: jax.Array, dtype: Any, interpret: Any) -> None:
     """Store fp32 ``[ROWS, STRIP]`` as ``dtype`` into ``slot``, ``[STRIP, ROWS]``, two rows at once."""
-    if interpret:  # it knows neither layouts nor transposed references
+    if interpret:  # the interpreter knows neither layouts nor transposed references
         slot[...] = value.T.astype(dtype)
     else:
-        # Before the cast: Mosaic turns 16 and 32 bits, between neighbouring lanes.
-        turned = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.transpose_ref(slot, (1, 0))[...] = turned.astype(dtype)
+        # Before the cast: Mosaic transposes 16 and 32 bits, between neighbouring lanes of a warp.
+        transposed = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.transpose_ref(slot, (1, 0))[...] = transposed.astype(dtype)
 
 
 def _mix_types(a_type: Any, b_type: Any) -> None:
-    """Make the wgmma before this one of operands of two FP8 types, as Pallas writes it from JAX 0.11 on.
+    """Give the preceding wgmma operands of two FP8 dtypes, as Pallas writes it from JAX 0.11 on.
 
-    Before, Pallas refuses them and is told that ``b`` is of ``a``'s type, which the instruction alone names.
+    Older Pallas rejects mixed operands: ``b`` is bitcast to ``a``'s dtype and the instruction's text is patched.
     """
     a, b = PTX_TYPES[jnp.dtype(a_type)], PTX_TYPES[jnp.dtype(b_type)]
 
@@ -214,6 +211,7 @@ def _mix_types(a_type: Any, b_type: Any) -> None:
                 if "wgmma.mma_async" in text and f".{a}.{a} " in text:
                     operation.attributes["asm_string"] = ir.StringAttr.get(text.replace(f".{a}.{a} ", f".{a}.{b} "))
                     found += 1
-        assert found, "no wgmma to rename: Mosaic writes it otherwise than JAX 0.10.2 does"
+        if not found:
+            raise Refused("fused matmul: no wgmma to patch, because this JAX writes it otherwise than 0.10.2 does")
 
     rename()

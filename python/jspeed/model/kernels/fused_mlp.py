@@ -1,7 +1,7 @@
-"""Matmuls of the MLP fused with their epilogues: squared ReLU and its gradient; in bf16, or in FP8 both ways round.
+"""MLP matmuls fused with squared ReLU and its gradient; results in bf16, or in FP8 row-major and transposed.
 
-Made of fused_matmul.py. Each has a reference in plain JAX with the same results up to the order of sums.
-:func:`jspeed.model.mlp.mlp` takes them when asked; no recipe asks until a GPU has measured them
+Built on fused_matmul.py. Each has a reference in plain JAX with the same results up to the order of sums.
+:func:`jspeed.model.mlp.mlp` uses them with ``own_kernels``, as jspeed2 asks for; no GPU has timed them
 (benchmarks/kernels.md): they compile, and JAX's interpreter of such kernels runs them on a CPU.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jspeed.model.fp8 import E4M3, E5M2, quantise
+from jspeed.model.fp8 import E4M3, E4M3_MAX, E5M2, E5M2_MAX, quantise
 from jspeed.model.kernels.fused_matmul import LINE, ROWS, STRIP, WIDE, matmul
 
 
@@ -24,23 +24,23 @@ def fits(n: int, d: int, f: int) -> bool:
 def squared_relu_matmul(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the largest ``h`` of each 64, fp32.
+    """Return ``h = relu(x w.T)^2``, bf16 ``[N, F]``; ``h`` over a scale, e4m3; the amax of each 64, fp32.
 
     ``x_ND`` and ``w_FD`` are e4m3. ``scales_2`` are fp32: what the matmul is multiplied by, and what the copy is
-    divided by before it is clipped to 448. The largest are ``[F / 64, N]``, of 64 columns each. Raises Refused
+    divided by before it is clipped to 448. The amax are ``[F / 64, N]``, of 64 columns each. Raises Refused
     unless N is a multiple of 128, F of 256, and D of 128.
     """
 
-    def finish(product, others):
-        (scales,) = others
+    def epilogue(product, scalars):
+        (scales,) = scalars
         pre = (product * scales[0]).astype(jnp.bfloat16).astype(jnp.float32)
         positive = jnp.maximum(pre, 0.0)
         h = (positive * positive).astype(jnp.bfloat16)
         h32 = h.astype(jnp.float32)
-        return h, jnp.minimum(h32 * (1 / scales[1]), 448.0), jnp.max(h32, axis=1)
+        return h, jnp.minimum(h32 * (1 / scales[1]), E4M3_MAX), jnp.max(h32, axis=1)
 
     outputs = [("NF", jnp.bfloat16), ("NF", E4M3), ("GN", jnp.float32)]
-    h_NF, copy_NF, largest_GN = matmul(x_ND, w_FD, True, [scales_2], outputs, finish, interpret=interpret)
+    h_NF, copy_NF, largest_GN = matmul(x_ND, w_FD, True, [scales_2], outputs, epilogue, interpret=interpret)
     return h_NF, copy_NF, largest_GN
 
 
@@ -60,11 +60,11 @@ def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, 
     Raises Refused unless N is a multiple of 128, F of 256, and D of 64.
     """
 
-    def finish(product, _, h):
+    def epilogue(product, _, h):
         return (_gradient(product, h),)
 
     outputs = [("NF", jnp.bfloat16)]
-    return matmul(g_ND, w_DF, False, [], outputs, finish, beside_NF=h_NF, interpret=interpret)[0]
+    return matmul(g_ND, w_DF, False, [], outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret)[0]
 
 
 def squared_relu_gradient_reference(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array) -> jax.Array:
@@ -81,21 +81,21 @@ def _gradient(product: jax.Array, h: jax.Array) -> jax.Array:
 def squared_relu_matmul_fp8(
     x_ND: jax.Array, w_FD: jax.Array, scales_2: jax.Array, *, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``h = relu(x w.T)^2`` over a scale, e4m3 ``[N, F]``; its transpose; the largest ``h`` of each 64, fp32.
+    """Return ``h = relu(x w.T)^2`` over a scale, e4m3 ``[N, F]``; its transpose; the amax of each 64, fp32.
 
     As :func:`squared_relu_matmul` without ``h`` itself, which is not rounded on its way either: the largest,
     ``[F / 64, N]``, are of ``h`` before it is divided and clipped. Takes and refuses the same.
     """
 
-    def finish(product, others):
-        (scales,) = others
+    def epilogue(product, scalars):
+        (scales,) = scalars
         positive = jnp.maximum(product * scales[0], 0.0)
         h = positive * positive
-        scaled = jnp.minimum(h * (1 / scales[1]), 448.0)
+        scaled = jnp.minimum(h * (1 / scales[1]), E4M3_MAX)
         return scaled, scaled, jnp.max(h, axis=1)
 
     outputs = [("NF", E4M3), ("FN", E4M3), ("GN", jnp.float32)]
-    q_NF, q_FN, largest_GN = matmul(x_ND, w_FD, True, [scales_2], outputs, finish, interpret=interpret)
+    q_NF, q_FN, largest_GN = matmul(x_ND, w_FD, True, [scales_2], outputs, epilogue, interpret=interpret)
     return q_NF, q_FN, largest_GN
 
 
@@ -112,7 +112,7 @@ def squared_relu_matmul_fp8_reference(
 def squared_relu_gradient_fp8(
     g_ND: jax.Array, w_FD: jax.Array, h_NF: jax.Array, scales_3: jax.Array, *, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return ``(g w.T) 2 sqrt(h)`` over a scale, e5m2 ``[N, F]``; its transpose; the largest of each 64, fp32.
+    """Return ``(g w.T) 2 sqrt(h)`` over a scale, e5m2 ``[N, F]``; its transpose; the amax of each 64, fp32.
 
     ``g_ND`` is e5m2, ``w_FD`` and ``h_NF`` are e4m3: ``h`` as :func:`squared_relu_matmul_fp8` returns it. ``scales_3``
     are fp32: what the matmul is multiplied by, what ``h`` is, and what the result is divided by before it is clipped
@@ -125,15 +125,17 @@ def squared_relu_gradient_fp8(
     have the 14 bits or so of Hopper's FP8 products, not fp32's as gradients by cuBLASLt have.
     """
 
-    def finish(product, others, h):
-        (scales,) = others
+    def epilogue(product, scalars, h):
+        (scales,) = scalars
         scaled = _scaled_gradient(product, h, scales)
         # The largest of rounded numbers is the largest rounded.
         largest = jnp.max(jnp.abs(scaled), axis=1)
         return scaled, scaled, largest.astype(E5M2).astype(jnp.float32)
 
     outputs = [("NF", E5M2), ("FN", E5M2), ("GN", jnp.float32)]
-    q_NF, q_FN, largest_GN = matmul(g_ND, w_FD, True, [scales_3], outputs, finish, beside_NF=h_NF, interpret=interpret)
+    q_NF, q_FN, largest_GN = matmul(
+        g_ND, w_FD, True, [scales_3], outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret
+    )
     return q_NF, q_FN, largest_GN
 
 
@@ -148,7 +150,7 @@ def squared_relu_gradient_fp8_reference(
 def _scaled_gradient(product: jax.Array, h: jax.Array, scales: Any) -> jax.Array:
     factor = scales[0] * 2.0 * _root(scales[1]) * (1 / scales[2])
     scaled = product * factor * _root(h.astype(jnp.float32))
-    return jnp.minimum(jnp.maximum(scaled, -57_344.0), 57_344.0)
+    return jnp.minimum(jnp.maximum(scaled, -E5M2_MAX), E5M2_MAX)
 
 
 def _root(a: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""Queries and keys normalised and turned in one pass, and one back: Pallas on Triton, for GPUs.
+"""Fused QK-norm and rotary embedding, forward and backward: Pallas (Triton backend).
 
-XLA needs two passes over them, because a row's sum of squares comes before its use, and two over their gradients. A
-program here takes a block of tokens and goes through the heads: it reads the channels of each once, keeps them in
-registers and writes the results; what turns the tokens by is read once for all heads. Nothing but the matmul's output
-is kept for the backward pass, which computes the sums anew. No GPU has run these kernels.
+XLA needs two passes over queries and keys, because a row's sum of squares comes before its use, and two over their
+gradients. Here each program processes a block of tokens, head by head. It reads each head's channels once, keeps them
+in registers and writes the result; the cos/sin tables are read once for all heads. Only the matmul's output is saved
+for the backward pass, which recomputes the sums. No GPU has run these kernels.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jspeed.model.kernels.attention_backends import Refused
-from jspeed.model.layers import rms_norm
 
-PARTS = 4  # of a head: the two that turn with one another, and two that do not turn
+PARTS = 4  # of a head: the two that are rotated with one another, and two that are not
 TOKENS = 32  # of a program
 WARPS = 4
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def norm_and_turn(
+def norm_and_rotate(
     y_BTE: jax.Array,
     cos_TPF: jax.Array,
     sin_TPF: jax.Array,
@@ -35,53 +34,28 @@ def norm_and_turn(
 ) -> tuple[jax.Array, jax.Array]:
     """Return queries and keys, bf16 ``[B, T, H, K]``, of ``y_BTE``, bf16 ``[B, T, 2 H K]``, first all of q, then k.
 
-    Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then channel c turns with
-    channel c + F, F = K / 4, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and all is
-    multiplied by ``factor_B``: 1, or NaN. With ``look_back`` the second half of a key is that of the token before,
-    at the first token its own. Sums are fp32. The gradient is that of ``y_BTE`` alone, rounded once.
+    Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then channel c is rotated
+    with channel c + F, F = K / 4, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and all is
+    multiplied by ``factor_B``: 1, or NaN. With ``look_back`` the second half of a key is that of the token before, at
+    the first token its own. Sums are fp32. Only ``y_BTE`` has a gradient, rounded once.
 
-    Raises Refused for other types, where K is not 4 F, F no power of two, or H no multiple of P.
+    :func:`jspeed.model.positions.queries_and_keys` does the same in plain JAX.
+
+    Raises Refused for other dtypes, where K is not 4 F, F not a power of two, or H not a multiple of P.
     """
     return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret)[0]
-
-
-def norm_and_turn_reference(
-    y_BTE: jax.Array,
-    cos_TPF: jax.Array,
-    sin_TPF: jax.Array,
-    factor_B: jax.Array,
-    heads: int,
-    look_back: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """:func:`norm_and_turn` in plain JAX."""
-    _, columns, count = cos_TPF.shape
-    cos, sin = (x[None, :, None] for x in (cos_TPF, sin_TPF))
-
-    def one(x_BTE: jax.Array) -> jax.Array:
-        shape = *x_BTE.shape[:2], heads, PARTS * count
-        x = rms_norm(x_BTE.reshape(shape)).reshape(*shape[:2], -1, columns, shape[3])
-        first, second = (x[..., n * count : (n + 1) * count].astype(jnp.float32) for n in range(2))
-        turned = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
-        out = jnp.concatenate([turned.astype(x.dtype), x[..., 2 * count :]], axis=-1).reshape(shape)
-        return out * factor_B[:, None, None, None].astype(x.dtype)
-
-    q_BTHK, k_BTHK = map(one, jnp.split(y_BTE, 2, axis=-1))
-    if look_back:
-        own, late = jnp.split(k_BTHK, 2, axis=-1)
-        k_BTHK = jnp.concatenate([own, jnp.concatenate([late[:, :1], late[:, :-1]], axis=1)], axis=-1)
-    return q_BTHK, k_BTHK
 
 
 def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret):
     (_, columns, count), (rows, length, width) = cos_TPF.shape, y_BTE.shape
     if width != 2 * heads * PARTS * count or count & (count - 1) or heads % columns:
         raise Refused(
-            f"normed queries and keys: the kernel takes heads of {PARTS} channels an angle, a power of two of angles "
-            f"and as many heads for each column of positions, found 2 x {heads} heads in {width} channels, {count} "
-            f"angles, {columns} columns; use the plain path"
+            f"QK-norm kernel: needs head width = {PARTS} x angles, a power-of-two number of angles, and heads that "
+            f"position columns divide; found 2 x {heads} heads in {width} channels, {count} angles, {columns} columns; "
+            "use OWN_KERNELS=off"
         )
     if y_BTE.dtype != jnp.bfloat16:
-        raise Refused(f"normed queries and keys: the kernel takes bfloat16, found {y_BTE.dtype}; use the plain path")
+        raise Refused(f"QK-norm kernel: needs bfloat16, found {y_BTE.dtype}; use OWN_KERNELS=off")
     outs = [jax.ShapeDtypeStruct((rows, length, heads * PARTS, count), y_BTE.dtype)] * 2
     arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count)
     q, k = _call(_forward_kernel, arrays, outs, look_back, interpret)
@@ -97,7 +71,7 @@ def _backward(heads, look_back, interpret, kept, gradients):
     return dy.reshape(y_BTE.shape), None, None, None
 
 
-norm_and_turn.defvjp(_forward, _backward)
+norm_and_rotate.defvjp(_forward, _backward)
 
 
 def _in_parts(x_BT: jax.Array, count: int) -> jax.Array:
@@ -142,10 +116,10 @@ def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, q_ref, k_ref, *, look_b
             scale = (_scale(x) * factor)[:, None]
             first, second, *rest = ((part * scale).astype(ref.dtype) for part in x)
             first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-            turned = first * cos + second * sin, second * cos - first * sin
-            for part, value in enumerate((*turned, *rest)):
+            rotated = first * cos + second * sin, second * cos - first * sin
+            for part, value in enumerate((*rotated, *rest)):
                 late = look_back and number == 1 and part >= PARTS // 2
-                for at, mask in _places(ref, rows) if late else [(rows, _inside(ref, rows))]:
+                for at, mask in _key_targets(ref, rows) if late else [(rows, _inside(ref, rows))]:
                     plgpu.store(ref.at[at, head + part], value.astype(ref.dtype), mask=mask)
 
     _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref)
@@ -158,7 +132,7 @@ def _backward_kernel(cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref
             x, late = _read(y_ref, rows, of_y), PARTS // 2 if look_back and number == 1 else PARTS
             g = _read(ref, rows, head, range(late))
             if late < PARTS:
-                moved = (_read(ref, at, head, range(late, PARTS), mask) for at, mask in _places(ref, rows))
+                moved = (_read(ref, at, head, range(late, PARTS), mask) for at, mask in _key_targets(ref, rows))
                 g += [a + b for a, b in zip(*moved, strict=True)]
             first, second, *rest = g
             g = [first * cos - second * sin, first * sin + second * cos, *rest]
@@ -199,7 +173,7 @@ def _load(ref, mask):
 
 
 def _scale(parts):
-    """What ``layers.rms_norm`` multiplies by."""
+    """The factor of ``layers.rms_norm``."""
     mean = _sum(part * part for part in parts) / (PARTS * parts[0].shape[1])
     return lax.rsqrt(mean + jnp.finfo(jnp.float32).eps)
 
@@ -208,8 +182,8 @@ def _sum(parts):
     return jnp.sum(reduce(jnp.add, parts), axis=1)
 
 
-def _places(ref, rows):
-    """Where the second halves of the keys of ``rows`` go: to the next token, and at the first token to it too."""
+def _key_targets(ref, rows):
+    """Where second halves of the keys of ``rows`` are stored: at the next token; the first token's also at itself."""
     after, t = pl.ds(rows.start + 1, rows.size), _tokens(rows)
     return (after, t + 1 < ref.shape[0]), (rows, t == 0)
 

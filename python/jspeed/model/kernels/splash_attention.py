@@ -1,7 +1,7 @@
-"""JAX's own attention kernels for TPUs (splash attention) on packed lanes: blocks, masks, one kernel a kind of layer.
+"""JAX's attention kernels for TPUs (splash attention) on packed lanes: block sizes, masks, one kernel per window.
 
-What is skipped is decided before the program runs: blocks of keys outside of the causal mask or the window. Blocks of
-other documents are computed and masked.
+Blocks of keys outside of the causal mask or the window are skipped, decided at compile time. Blocks of other documents
+are computed and masked.
 """
 
 from functools import cache
@@ -17,7 +17,7 @@ BLOCKS = (512, 256, 128)  # tokens; the kernels take multiples of 128
 
 
 def block_of(length: int) -> int:
-    """Return the tokens of a block: the most that pad a lane of ``length`` by an eighth or less, or else 128.
+    """Return the block size: the largest that pads a lane of ``length`` by an eighth or less, or else 128.
 
     49,152 and 1,024 tokens are whole blocks of 512; 14,464 are padded to 14,848; 640 are five blocks of 128.
     """
@@ -33,7 +33,7 @@ def attend(
     window: int | None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention ``[B, T, H, K]`` in the inputs' type, within documents where ``ids_BT`` (int32) are given.
+    """Causal attention ``[B, T, H, K]`` in the inputs' dtype, within documents where ``ids_BT`` (int32) are given.
 
     Queries are scaled beforehand and rounded once more, to their type. A lane is padded with zeros to whole blocks; no
     token of the lane sees them, and their gradients are zero. Any head width compiles for TPUs; their matmul unit

@@ -1,1 +1,1 @@
-"""What calls of kernels cost whose FLOPs XLA's own text does not say."""
+"""FLOPs of custom calls, which HLO does not contain."""

@@ -1,10 +1,10 @@
-"""FLOPs of attention, which no compiler's text says: cuDNN's, jspeed's own kernels, JAX's for TPUs.
+"""FLOPs of attention custom calls, which HLO does not contain: cuDNN's, jspeed's own, splash attention's on TPUs.
 
 Attention counts the keys that mask, window and longest document leave: 2 matmuls forward, 5 backward, which recomputes
 the scores. jspeed's own attention kernels count whole blocks of keys, as they multiply them, and 7 matmuls backward:
 scores are recomputed in each of two kernels. So does splash attention on TPUs, whose blocks do not end with documents,
-and what it reads again for each block counts again. Composed heads count all blocks that a window reaches, whether in
-sight or not, in 2 matmuls forward and 7 backward.
+and what it reads again for each block counts again. Composed heads count all blocks that a window reaches, masked or
+not, in 2 matmuls forward and 7 backward.
 """
 
 import json

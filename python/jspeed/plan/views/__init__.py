@@ -1,1 +1,1 @@
-"""Views of a plan: tables for the terminal, a picture, a page."""
+"""Views of a plan: tables for the terminal, a plot, an HTML report."""

@@ -1,12 +1,13 @@
-"""What changes from one plan to another, as rows for the terminal and the page: means over the steps of all stages."""
+"""Differences between two plans, as rows for the terminal and the report: means over the steps of all stages."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jspeed.plan.views.plot import fullest
+from jspeed.plan.views.formatting import fullest
 
 Plan = Mapping[str, Any]
+Value = Callable[[Plan], float]
 
 
 def heading(before: Plan, after: Plan) -> list[str]:
@@ -26,34 +27,31 @@ def rows(before: Plan, after: Plan) -> list[list[str]]:
 
 def changes(before: Plan, after: Plan) -> list[tuple[str, float, float]]:
     """Return (what, before, after)."""
-    found: list[tuple[str, float, float]] = []
+    parts = dict.fromkeys(part for plan in (before, after) for part in plan["stages"][-1]["flops_by_part"])
+    values: dict[str, Value] = {
+        "parameters": lambda plan: plan["parameters"],
+        "steps": _steps,
+        "tokens a step": _mean_of("tokens_per_step"),
+        "TFLOPs": _mean_of("flops", unit=1e12),
+        **{f"TFLOPs of {part}": _mean_of("flops_by_part", part, 1e12) for part in parts},
+        "GB moved": _mean_of("bytes_moved", unit=1e9),
+        "GB communicated": lambda p: _mean(p, lambda s: sum(c["bytes"] * c["count"] for c in s["collectives"])) / 1e9,
+        **{f"{kind} kernels": _mean_of("kernels", kind) for kind in after["stages"][-1]["kernels"]},
+        "GB peak": lambda plan: fullest(plan)["memory_bytes"]["peak"] / 1e9,
+        "compute ms": _mean_of("time_ms", "compute"),
+        "memory ms": _mean_of("time_ms", "memory"),
+        "exposed communication ms": _mean_of("time_ms", "exposed_communication"),
+        "predicted ms, low": lambda plan: plan["predicted_step_ms"][0],
+        "seconds to target, low": lambda plan: plan["predicted_seconds"][0],
+        "predicted ms, high": lambda plan: plan["predicted_step_ms"][1],
+        "seconds to target, high": lambda plan: plan["predicted_seconds"][1],
+    }
+    return [(name, get(before), get(after)) for name, get in values.items()]
 
-    def row(name: str, get: Callable[[Plan], float]) -> None:
-        found.append((name, get(before), get(after)))
 
-    def means(name: str, get: Callable[[Plan], float], unit: float = 1.0) -> None:
-        row(name, lambda plan: _mean(plan, get) / unit)
-
-    def last(field: str, *plans: Plan) -> list[str]:
-        return list(dict.fromkeys(key for plan in plans for key in plan["stages"][-1][field]))
-
-    row("parameters", lambda plan: plan["parameters"])
-    row("steps", _steps)
-    means("tokens a step", lambda stage: stage["tokens_per_step"])
-    means("TFLOPs", lambda stage: stage["flops"], 1e12)
-    for part in last("flops_by_part", before, after):
-        means(f"TFLOPs of {part}", lambda stage, part=part: stage["flops_by_part"].get(part, 0.0), 1e12)  # type: ignore[misc]
-    means("GB moved", lambda stage: stage["bytes_moved"], 1e9)
-    means("GB communicated", lambda stage: sum(c["bytes"] * c["count"] for c in stage["collectives"]), 1e9)
-    for kind in last("kernels", after):
-        means(f"{kind} kernels", lambda stage, kind=kind: stage["kernels"][kind])  # type: ignore[misc]
-    row("GB peak", lambda plan: fullest(plan)["memory_bytes"]["peak"] / 1e9)
-    for kind in ("compute", "memory", "exposed_communication"):
-        means(f"{kind.replace('_', ' ')} ms", lambda stage, kind=kind: stage["time_ms"][kind])  # type: ignore[misc]
-    for edge, name in enumerate(("low", "high")):
-        row(f"predicted ms, {name}", lambda plan, edge=edge: plan["predicted_step_ms"][edge])  # type: ignore[misc]
-        row(f"seconds to target, {name}", lambda plan, edge=edge: plan["predicted_seconds"][edge])  # type: ignore[misc]
-    return found
+def _mean_of(field: str, key: str = "", unit: float = 1.0) -> Value:
+    """The mean over the steps of a plan of a stage's ``field``, or of its ``key``."""
+    return lambda plan: _mean(plan, lambda stage: stage[field].get(key, 0.0) if key else stage[field]) / unit
 
 
 def _steps(plan: Plan) -> int:

@@ -1,73 +1,45 @@
-"""Tables that need no compiler: parameters, memory, FLOPs and compute-optimal tokens of a recipe, with formulas."""
-
-from typing import NamedTuple
+"""Print estimates that need no compiler: parameters, memory, FLOPs, compute-optimal tokens, each with its formula."""
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.parallel.layout import cut_dim, partition
+from jspeed.parallel.layout import partition, sharded_dim
+from jspeed.parallel.mesh import row_shards
 from jspeed.plan import chinchilla, estimates
 from jspeed.plan.views.formatting import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.output.console import opening
-from jspeed.sizes import flops_per_token, is_matrix, matmul_parameters, parameter_count, parameters_met
+from jspeed.sizes import active_matmul_parameters, flops_per_token, is_matrix, matmul_parameters, parameter_count
 
-Row = tuple[str, str, str]
-
-
-class Table(NamedTuple):
-    """A title and its rows: (name, value, formula)."""
-
-    title: str
-    rows: list[Row]
+Row = tuple[str, str, str]  # name, formula, value
 
 
-def tables(
-    recipe: Recipe,
-    layout: str = DEFAULT_LAYOUT,
-    devices: int = 8,
-    *,
-    micro_batch: int | None = None,
-    memory: int | None = None,
-) -> list[Table]:
-    """Return the numbers of :mod:`jspeed.plan.estimates` for ``recipe`` on ``devices``, with their formulas.
+def print_estimates(
+    console: Console, recipe: Recipe, layout: str, mesh: Mesh, limit: int, micro_batch: int | None = None
+) -> str:
+    """Print the tables of :mod:`jspeed.plan.estimates`, a formula beside every value; return whether a step fits.
 
-    ``micro_batch`` are tokens a device takes at once (None: as training would choose on a GPU); ``memory`` are the
-    bytes of a device that JAX may take (None: not judged). Raises :class:`BadInput` as
-    :func:`jspeed.plan.estimates.memory` does.
+    ``limit`` are the bytes of a device that JAX may take; ``micro_batch`` the tokens of one (None: as training would
+    choose on a GPU). Raises :class:`BadInput` as :func:`jspeed.plan.estimates.memory` does.
     """
-    return [
-        Table(f"parameters of {recipe.name}", _parameter_rows(recipe)),
-        Table(
-            f"memory of one device of {devices:,}, layout {layout}",
-            _memory_rows(recipe, layout, devices, micro_batch, memory),
+    found = estimates.memory(recipe, estimates.longest_stage(recipe), layout, mesh, micro_batch)
+    tables = {
+        f"parameters of {recipe.name}": _parameter_rows(recipe),
+        f"memory of one device of {mesh.size:,}, layout {layout}": _memory_rows(
+            recipe, layout, mesh, found, limit, micro_batch
         ),
-        Table(
-            "the same state if it were sharded evenly (ZeRO-3), whatever the layout",
-            _even_rows(recipe, devices, memory),
-        ),
-        Table("FLOPs, forward and backward", _flops_rows(recipe)),
-        Table("compute-optimal tokens (Chinchilla's text, not FineWeb)", _token_rows(recipe)),
-    ]
-
-
-def print_tables(
-    console: Console,
-    recipe: Recipe,
-    layout: str = DEFAULT_LAYOUT,
-    devices: int = 8,
-    *,
-    micro_batch: int | None = None,
-    memory: int | None = None,
-) -> None:
-    """Print :func:`tables`, every formula beside its value; raises :class:`BadInput` as that does."""
-    for number, table in enumerate(tables(recipe, layout, devices, micro_batch=micro_batch, memory=memory)):
+        "the same state under ZeRO-3 (evenly sharded)": _zero3_rows(recipe, mesh.size, limit),
+        "FLOPs, forward and backward": _flops_rows(recipe),
+        "compute-optimal tokens (Chinchilla's text, not FineWeb)": _token_rows(recipe),
+    }
+    for number, (title, rows) in enumerate(tables.items()):
         if number:
             console.print()
-        console.print(Text(table.title, style="bold"))
-        opening(console, [(name, formula, value) for name, value, formula in table.rows])
+        console.print(Text(title, style="bold"))
+        opening(console, rows)
+    return estimates.verdict(found, limit)
 
 
 def _parameter_rows(recipe: Recipe) -> list[Row]:
@@ -75,97 +47,104 @@ def _parameter_rows(recipe: Recipe) -> list[Row]:
         rest = f", of which {spec.padding} are padding" if spec.padding else ""
         return " x ".join(f"{name} {size:,}" for name, size in zip(spec.axes, spec.shape, strict=True)) + rest
 
-    rows = [(path, f"{spec.size:,}", formula(spec)) for path, spec in leaves(recipe.parameters)]
-    rows.append(("all", f"{parameter_count(recipe.parameters):,}", "sum"))
+    rows = [(path, formula(spec), f"{spec.size:,}") for path, spec in leaves(recipe.parameters)]
+    rows.append(("all", "sum", f"{parameter_count(recipe.parameters):,}"))
     matrices = ", ".join(path for path, spec in leaves(recipe.parameters) if is_matrix(spec))
-    return [*rows, ("matmul parameters N", f"{matmul_parameters(recipe.parameters):,}", matrices)]
+    return [*rows, ("matmul parameters N", matrices, f"{matmul_parameters(recipe.parameters):,}")]
 
 
-def _memory_rows(recipe: Recipe, layout: str, devices: int, micro_batch: int | None, limit: int | None) -> list[Row]:
-    stage = estimates.widest(recipe)
-    found = estimates.memory(recipe, stage, layout, devices, micro_batch)
-    parts, at_once = estimates.micro_batching(recipe, stage, devices, micro_batch)
-    mesh = estimates.absent_mesh(devices)
+def _memory_rows(
+    recipe: Recipe, layout: str, mesh: Mesh, found: estimates.Memory, limit: int, micro_batch: int | None
+) -> list[Row]:
+    stage = estimates.longest_stage(recipe)
+    parts, at_once = estimates.micro_batching(recipe, stage, mesh, micro_batch)
     specs = leaves(recipe.parameters)
-    cut = [path for path, spec in specs if cut_dim(partition(spec, layout, mesh)) is not None]
-    where = f"1/{devices} of {', '.join(cut)}; the rest replicated" if cut and devices > 1 else "all replicated"
+    rows = []
+    for axis, ways in mesh.shape.items():
+        if cut := [path for path, spec in specs if sharded_dim(partition(spec, layout, mesh), axis) is not None]:
+            rows.append(f"1/{ways} of {', '.join(cut)}")
+    where = "; ".join([*rows, "the rest replicated"]) if rows else "all replicated"
     a_token = found.activations // at_once
     computing = sorted({jnp.dtype(spec.compute or spec.dtype).name for _, spec in specs if is_matrix(spec)})
-    total = sum(found)
-    rows = [
-        ("parameters", size(found.parameters), f"exact: stored, the master copy; {where}"),
-        ("optimizer state", size(found.optimizer), "exact: sharded as its parameters"),
-        ("batch", size(found.batch), f"exact: {recipe.lanes // devices} lanes x {stage.lane_len + 1} tokens x 2 B"),
-        ("gathered parameters", size(found.gathered), "bound: every parameter that is cast or gathered, unsharded"),
-        (
-            "gradients",
-            size(found.gradients),
-            "bound: unsharded in the compute dtype, sharded as stored" + ", fp32 sum" * (parts > 1),
-        ),
-        (
-            "activations",
-            size(found.activations),
-            f"estimate: {at_once:,} tokens x {a_token:,} B in {', '.join(computing)}: "
-            "input and output of every matrix, a row of every table, logits twice",
-        ),
-    ]
-    if at_once > stage.lane_len:
-        rows.append(
-            ("  of one lane", size(stage.lane_len * a_token), f"the smallest micro-batch: {stage.lane_len:,} tokens")
-        )
-    rows.append(("all", size(total), "estimate: not all of it exists at once, and the compiler adds workspace"))
-    if limit is None:
-        return rows
+    lanes, total = recipe.lanes // row_shards(mesh), sum(found)
     fits = estimates.verdict(found, limit)
     why = f"{size(total)} of {size(limit)}; compile to be sure"
     if fits == "no":
         why = f"state and gathered parameters need {size(found.kept + found.gathered)} of {size(limit)}"
-    return [*rows, ("fits", fits, why)]
+    return [
+        ("parameters", f"exact: stored, the master copy; {where}", size(found.parameters)),
+        ("optimizer state", "exact: sharded as its parameters", size(found.optimizer)),
+        (
+            "batch",
+            f"exact: {lanes} lanes x {stage.lane_len + 1} tokens x {recipe.data.dtype.itemsize} B",
+            size(found.batch),
+        ),
+        ("gathered parameters", "bound: every parameter that is cast or gathered, unsharded", size(found.gathered)),
+        (
+            "gradients",
+            "bound: unsharded in the compute dtype, sharded as stored" + ", fp32 sum" * (parts > 1),
+            size(found.gradients),
+        ),
+        (
+            "activations",
+            f"estimate: {at_once:,} tokens x {a_token:,} B in {', '.join(computing)}: "
+            "input and output of every matrix, a row of every table, logits twice",
+            size(found.activations),
+        ),
+        *(
+            [("  of one lane", f"the smallest micro-batch: {stage.lane_len:,} tokens", size(stage.lane_len * a_token))]
+            if at_once > stage.lane_len
+            else []
+        ),
+        ("all", "estimate: not all of it exists at once, and the compiler adds workspace", size(total)),
+        ("fits", why, fits),
+    ]
 
 
-def _even_rows(recipe: Recipe, devices: int, limit: int | None) -> list[Row]:
+def _zero3_rows(recipe: Recipe, devices: int, limit: int) -> list[Row]:
     count = parameter_count(recipe.parameters)
-    sizes = estimates.evenly_cut(count, devices)
+    sizes = estimates.zero3_bytes(count, devices)
     rows = [
-        (name, size(each), f"{each * devices / count:.0f} B x {count:,} / {devices}") for name, each in sizes.items()
+        (name, f"{each * devices / count:.0f} B x {count:,} / {devices}", size(each)) for name, each in sizes.items()
     ]
     total = sum(sizes.values())
-    rows.append(("all", size(total), f"16 B x {count:,} / {devices}, without activations"))
-    if limit is None:
-        return rows
-    return [*rows, ("fits", "yes" if total <= limit else "no", f"{size(total)} of {size(limit)}, without activations")]
+    return [
+        *rows,
+        ("all", f"16 B x {count:,} / {devices}, without activations", size(total)),
+        ("fits", f"{size(total)} of {size(limit)}, without activations", "yes" if total <= limit else "no"),
+    ]
 
 
 def _flops_rows(recipe: Recipe) -> list[Row]:
     first = recipe.stages[0]
     of_head = f", of a head {first.scored:,} rows" if first.scored else ""
-    dense = short(6 * parameters_met(recipe, first))
-    rows, whole = [("matmuls per token", dense, f"6 x N{of_head}: 2 forward, 4 backward")], 0.0
+    dense = short(6 * active_matmul_parameters(recipe, first))
+    rows, whole = [("matmuls per token", f"6 x N{of_head}: 2 forward, 4 backward", dense)], 0.0
     for number, stage in enumerate(recipe.stages, 1):
         each, tokens = flops_per_token(recipe, stage), recipe.tokens_per_step(stage)
         whole += stage.steps * tokens * each
         name = f"stage {number}: " if len(recipe.stages) > 1 else ""
-        keys = short(each - 6 * parameters_met(recipe, stage))
-        rows.append((f"{name}attention per token", keys, "12 x width x keys a query sees, each layer"))
-        rows.append((f"{name}a step", short(tokens * each), f"{tokens:,} tokens x {short(each)}"))
+        keys = short(each - 6 * active_matmul_parameters(recipe, stage))
+        rows.append((f"{name}attention per token", "12 x width x keys a query sees, each layer", keys))
+        rows.append((f"{name}a step", f"{tokens:,} tokens x {short(each)}", short(tokens * each)))
     full = estimates.flops_without_mask(recipe, recipe.stages[-1])
-    rows.append(("per token, mask ignored", short(full), "6 x N + 12 x layers x width x lane, as PaLM's MFU counts"))
-    return [*rows, ("the run", short(whole), "sum of steps x a step; the optimizer's own are not counted")]
+    rows.append(("per token, mask ignored", "6 x N + 12 x layers x width x lane, as PaLM's MFU counts", short(full)))
+    return [*rows, ("the run", "sum of steps x a step; the optimizer's own are not counted", short(whole))]
 
 
 def _token_rows(recipe: Recipe) -> list[Row]:
     n, d = matmul_parameters(recipe.parameters), recipe.tokens
     parameters, tokens = chinchilla.best_for_flops(6 * n * d)
-    slope, _ = chinchilla.line()
+    slope, _ = chinchilla.fit_approach_2()
     fit = f"least L = {chinchilla.E} + {chinchilla.A} / N^{chinchilla.ALPHA} + {chinchilla.B} / D^{chinchilla.BETA}"
     return [
-        ("tokens of the recipe", short(d), f"{d / n:.1f} per matmul parameter N"),
-        ("rule of thumb", short(chinchilla.TOKENS_PER_PARAMETER * n), f"{chinchilla.TOKENS_PER_PARAMETER} x N"),
-        ("approach 2", short(chinchilla.tokens_on_line(n)), f"line through table A3: D ~ N^{slope:.3f}"),
-        ("approach 3", short(chinchilla.best_tokens(n)), fit),
+        ("tokens of the recipe", f"{d / n:.1f} per matmul parameter N", short(d)),
+        ("rule of thumb", f"{chinchilla.TOKENS_PER_PARAMETER} x N", short(chinchilla.TOKENS_PER_PARAMETER * n)),
+        ("approach 2", f"line through table A3: D ~ N^{slope:.3f}", short(chinchilla.tokens_by_approach_2(n))),
+        ("approach 3", fit, short(chinchilla.tokens_by_approach_3(n))),
         (
             "best for this compute",
-            f"N {short(parameters)}, D {short(tokens)}",
             f"the same, with 6 N D = {short(6 * n * d)}",
+            f"N {short(parameters)}, D {short(tokens)}",
         ),
     ]

@@ -1,11 +1,27 @@
-"""Values of a plan as text for tables and pictures."""
+"""Format values of a plan as text for tables and plots."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-NONE = "-"
+from jspeed.numbers import NONE, si
+
 UNITS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))  # seconds in each
+
+
+def fullest(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the stage that needs most memory."""
+    return max(plan["stages"], key=lambda stage: stage["memory_bytes"]["peak"])
+
+
+def memory_by_kind(plan: Mapping[str, Any]) -> dict[str, float]:
+    """Return bytes by kind of the fullest stage, without kinds that have none."""
+    return {kind: value for kind, value in fullest(plan)["memory_by_kind"].items() if value > 0}
+
+
+def limits(plan: Mapping[str, Any]) -> list[str]:
+    """Return the warnings that are neither a finding nor the summary of memory, which both stand elsewhere."""
+    elsewhere = {plan["fit"], *(f"{finding['name']}: {finding['text']}" for finding in plan["doctor"])}
+    return [warning for warning in plan["warnings"] if warning not in elsewhere]
 
 
 def array(buffer: Mapping[str, Any]) -> str:
@@ -18,8 +34,8 @@ def shape(dims: Sequence[int]) -> str:
     return " x ".join(map(str, dims))
 
 
-def figures(value: float | None, unit: float = 1.0) -> str:
-    """Three figures of ``value`` in ``unit``; ``-`` for None."""
+def number(value: float | None, unit: float = 1.0) -> str:
+    """Return three digits of ``value`` in ``unit``; ``-`` for None."""
     if value is None:
         return NONE
     value /= unit
@@ -35,8 +51,7 @@ def size(value: float) -> str:
 
 def short(value: float) -> str:
     """``7.27e8`` as ``727 M``: four figures and an SI prefix."""
-    power = max(0, min(8, math.floor(math.log10(max(value, 1)) / 3)))
-    return f"{value / 1000**power:.4g} {' kMGTPEZY'[power]}".rstrip()
+    return si(value, 4, gap=" ")
 
 
 def percent(value: float, whole: float) -> str:
@@ -45,13 +60,13 @@ def percent(value: float, whole: float) -> str:
     return f"{share:.3g} %" if abs(share) >= 0.1 or not share else "under 0.1 %"
 
 
-def between(span: Sequence[float], unit: str = "") -> str:
+def range_text(span: Sequence[float], unit: str = "") -> str:
     """Return ``[low, high]`` as ``68 to 97 ms``."""
     low, high = span
-    return f"{figures(low)} to {figures(high)} {unit}".rstrip()
+    return f"{number(low)} to {number(high)} {unit}".rstrip()
 
 
 def duration(seconds: Sequence[float]) -> str:
     """Seconds as a range in the unit that suits its end."""
     length, unit = next(unit for unit in UNITS if seconds[1] >= 2 * unit[0] or unit[0] == 1)
-    return between([end / length for end in seconds], unit)
+    return range_text([end / length for end in seconds], unit)

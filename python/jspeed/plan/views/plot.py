@@ -1,4 +1,4 @@
-"""A plan as one picture: the time of every stage, and the memory of a device by kind.
+"""Plot of a plan (SVG): the time of every stage, and the memory of a device by kind.
 
 The same plan gives the same bytes.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
 from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
-from jspeed.plan.views.formatting import between, size
+from jspeed.plan.views.formatting import fullest, memory_by_kind, range_text, size
 from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MIB = 2**20  # bytes; the legend leaves out what is smaller
 
 
 def plan_svg(path: Path, plan: Plan) -> None:
-    """Draw the dict that ``plan.py --json`` writes to ``path``, on white. Raises OSError when that cannot be written.
+    """Draw the dict that ``plan.py --json`` writes to ``path``, on white. Raises BadInput when that cannot be written.
 
     Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels and exposed
     communication, end to end; under them all communication, and the predicted step as a range.
@@ -58,16 +58,6 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
     return svg((4.8, sum(heights) + 0.3 + 0.2 * heading), draw, background)
 
 
-def fullest(plan: Plan) -> Mapping[str, Any]:
-    """Return the stage that needs most memory."""
-    return max(plan["stages"], key=lambda stage: stage["memory_bytes"]["peak"])
-
-
-def memory_by_kind(plan: Plan) -> dict[str, float]:
-    """Return bytes by kind of the fullest stage, without kinds that have none."""
-    return {kind: value for kind, value in fullest(plan)["memory_by_kind"].items() if value > 0}
-
-
 def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     """Draw the bars of every stage, first stage on top, and under them the predicted range."""
     axes.set_title("milliseconds of one step", loc="left", fontsize=10, color=INK)
@@ -83,7 +73,7 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
         low, high = stage["predicted_ms"]
         height = row + 0.3
         axes.plot([low, high], [height, height], color=INK, linewidth=1.4, marker="|", markersize=6, zorder=3)
-        label = between([low, high], "ms")
+        label = range_text([low, high], "ms")
         axes.annotate(label, (high, height), (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
         right = max(right, left, times["communication"], high)
     axes.set_yticks(range(len(stages)), [printable(stage["name"], 16) for stage in stages], parse_math=False)

@@ -1,4 +1,4 @@
-"""A plan as one self-contained HTML page: the tables of the terminal and the picture.
+"""A plan as one self-contained HTML report: the tables of the terminal and the plot.
 
 The page is a pure function of the dict that ``plan.py --json`` writes. It loads no other file and runs no script.
 """
@@ -11,7 +11,7 @@ from markupsafe import Markup
 from jspeed.files import write_whole
 from jspeed.pages import render
 from jspeed.pages.plots import INK, PALE
-from jspeed.plan.views.formatting import between, duration, figures
+from jspeed.plan.views.formatting import duration, limits, number, range_text
 from jspeed.plan.views.plot import drawing
 from jspeed.plan.views.tables import Plan, doctor, stages, tables
 
@@ -19,17 +19,17 @@ ALT = "Bars of compute, memory and communication time of every stage, and of dev
 
 
 def plan_html(path: Path, plan: Plan) -> None:
-    """Write the report of ``plan`` to ``path``: one file without a script. Raises OSError when that cannot be."""
+    """Write the report of ``plan`` to ``path``: one file without a script. Raises BadInput when it cannot."""
     write_whole(path, page(plan))
 
 
 def page(plan: Plan) -> str:
-    """Return the report as HTML text, what matters most at the top."""
+    """Return the report as HTML text, headline numbers first."""
     first = {"stages": stages(plan), "doctor": doctor(plan)}
     return render(
         "plan/views/report.html",
         title=f"{plan['recipe']} on {plan['target']}",
-        plan=plan,
+        plan={**plan, "warnings": limits(plan)},
         cards=cards(plan),
         figure=figure(plan),
         tables=first | {"rest": list(tables(plan))},
@@ -37,12 +37,12 @@ def page(plan: Plan) -> str:
 
 
 def cards(plan: Plan) -> dict[str, str]:
-    """Return what matters most, by name."""
+    """Return the headline numbers by name."""
     cost = plan["predicted_cost"]
     return {
-        "step": between(plan["predicted_step_ms"], "ms"),
+        "step": range_text(plan["predicted_step_ms"], "ms"),
         "time to target": duration(plan["predicted_seconds"]),
-        f"cost at {figures(cost['per_device_hour'])} {cost['currency']} a device and hour": between(
+        f"cost at {number(cost['per_device_hour'])} {cost['currency']} per device-hour": range_text(
             (cost["low"], cost["high"]), cost["currency"]
         ),
         "devices": f"{plan['devices']} x {plan['device_kind']}",
@@ -52,7 +52,7 @@ def cards(plan: Plan) -> dict[str, str]:
 
 
 def figure(plan: Plan) -> Markup:
-    """Return the picture as an SVG element in the colours of the page."""
+    """Return the plot as an SVG element in the colours of the page."""
     svg = drawing(plan, heading=False)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = svg.replace(INK, "currentColor").replace(PALE, "var(--line)")

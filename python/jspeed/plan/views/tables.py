@@ -1,19 +1,28 @@
-"""A plan as tables of text, which terminal and page show."""
+"""A plan as tables of text for the terminal and the HTML report."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jspeed.plan.views import compare
-from jspeed.plan.views.formatting import NONE, array, between, figures, percent, shape, size
-from jspeed.plan.views.plot import fullest
+from jspeed.plan.views.formatting import (
+    NONE,
+    array,
+    fullest,
+    memory_by_kind,
+    number,
+    percent,
+    range_text,
+    shape,
+    size,
+)
 
 Plan = Mapping[str, Any]
 DIGITS = re.compile(r"(under )?[-+]?[\d,.]+(e[-+]?\d+)?( (to [\d,.]+|x [\d,.]+|[kMG]?B|ms|%))*")
 
 
 class Table(NamedTuple):
-    """Title, names of the columns, rows of text, and what is said above them."""
+    """Title, names of the columns, rows of text, and a note."""
 
     title: str
     head: Sequence[str]
@@ -34,26 +43,28 @@ class Table(NamedTuple):
 def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
     head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms", "peak",
-            "TFLOPs", "moved", "at once"]  # fmt: skip
+            "TFLOPs", "moved", "micro-batch"]  # fmt: skip
     kinds = ("compute", "memory", "communication", "exposed_communication")
     rows = [
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
          f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
-         between(s["predicted_ms"]), *(figures(s["time_ms"][kind]) for kind in kinds), size(s["memory_bytes"]["peak"]),
-         figures(s["flops"], 1e12), size(s["bytes_moved"]), f"{at_once(s)} x {s['micro_batches']:,}"]
+         range_text(s["predicted_ms"]), *(number(s["time_ms"][kind]) for kind in kinds),
+         size(s["memory_bytes"]["peak"]), number(s["flops"], 1e12), size(s["bytes_moved"]),
+         f"{micro_batch(s)} x {s['micro_batches']:,}"]
         for s in plan["stages"]
     ]  # fmt: skip
     note = (
         "One device, one step; (1/2) is the first of two. Compute and memory are compute-bound and memory-bound "
-        "kernels; with the exposed communication they add up to the roofline of the step. Peak: of memory; at once: "
-        "tokens of a micro-batch (of a row whose logits exist at once, if not all). *: another stage's program."
+        "kernels; with the exposed communication they add up to the roofline of the step. Peak: of memory. "
+        "micro-batch: tokens x number; in parentheses the tokens of a head-loss chunk; remat: layers are recomputed. "
+        "*: shares another stage's program."
     )
     return Table("stages", head, rows, note)
 
 
 def doctor(plan: Plan) -> Table:
     """Return the doctor's findings."""
-    rows = [[f["level"], f["name"], f["text"], figures(f["value"]), figures(f["threshold"])] for f in plan["doctor"]]
+    rows = [[f["level"], f["name"], f["text"], number(f["value"]), number(f["threshold"])] for f in plan["doctor"]]
     return Table("doctor", ["level", "finding", "what", "value", "threshold"], rows)
 
 
@@ -61,18 +72,12 @@ def tables(plan: Plan) -> Iterator[Table]:
     """Yield the other tables, in the order of the page."""
     stage, device = fullest(plan), plan["device_memory_bytes"]
     limits = {"peak": stage["memory_bytes"]["peak"], "JAX may take": plan["memory_limit_bytes"], "a device has": device}
-    memory = {kind: value for kind, value in stage["memory_by_kind"].items() if value > 0} | limits
+    memory = memory_by_kind(plan) | limits
     rows = [[kind, size(value), percent(value, device)] for kind, value in memory.items()]
     yield Table(f"memory of one device, {stage['name']}", ["kind", "size", "of the device"], rows)
     rows = [[size(b["bytes"]), array(b), b["source"] or NONE, b["op"] or NONE] for b in stage["largest_buffers"]]
     yield Table("largest buffers", ["buffer", "array", "source", "from"], rows)
-    head = ["layout", "mesh", "tokens at once", "peak memory", "fits", "predicted step"]
-    rows = [
-        [s["layout"], ", ".join(f"{axis}={n}" for axis, n in s["mesh"].items()), at_once(s),
-         size(s["peak_bytes"]), yes(s["fits"]), between(s["predicted_ms"], "ms")]
-        for s in plan.get("search", ())
-    ]  # fmt: skip
-    yield Table("layouts and micro-batches tried", head, rows, "Best first.")
+    yield searched(plan)
     if before := plan.get("against"):
         note = "One device, means over all steps."
         yield Table("against another recipe", compare.heading(before, plan), compare.rows(before, plan), note)
@@ -80,11 +85,11 @@ def tables(plan: Plan) -> Iterator[Table]:
         ("part of the model", "flops_by_part", "One device, one step."),
         ("dtype", "flops_by_dtype", ""),
     ):
-        yield by_stage(plan, f"TFLOPs by {title}", key, lambda value: figures(value, 1e12), note)
+        yield by_stage(plan, f"TFLOPs by {title}", key, lambda value: number(value, 1e12), note)
     head = ["source", "name", "dtype", "shape", "times", "TFLOPs", "redundancy"]
     rows = [
-        [m["source"] or NONE, m["name"], m["dtype"], shape(m["shape"]), f"{m['count']:,}", figures(m["flops"], 1e12),
-         figures(m["redundancy"])]
+        [m["source"] or NONE, m["name"], m["dtype"], shape(m["shape"]), f"{m['count']:,}", number(m["flops"], 1e12),
+         number(m["redundancy"])]
         for m in plan["matmuls"]
     ]  # fmt: skip
     yield Table("matmuls", head, rows, "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.")
@@ -92,7 +97,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield collectives(plan)
     head = ["recipe", "measured ms", "predicted", "error", "", "source"]
     rows = [
-        [c["recipe"], figures(c["measured_ms"]), between(c["predicted_ms"], "ms"), percent(c["error"], 1),
+        [c["recipe"], number(c["measured_ms"]), range_text(c["predicted_ms"], "ms"), percent(c["error"], 1),
          "fitted" if c["used_to_fit"] else "held out", c["source"]]
         for c in plan["calibration"]
     ]  # fmt: skip
@@ -100,6 +105,17 @@ def tables(plan: Plan) -> Iterator[Table]:
     rows = [[kind.replace("_", " "), percent(share, 1)] for kind, share in plan["fractions"].items()]
     yield Table("assumed fraction of the peak", ["kind", "share"], rows)
     yield facts(plan["facts"])
+
+
+def searched(plan: Plan) -> Table:
+    """Return the layouts and micro-batches of a search."""
+    head = ["layout", "mesh", "micro-batch", "peak memory", "fits", "predicted step"]
+    rows = [
+        [s["layout"], ", ".join(f"{axis}={n}" for axis, n in s["mesh"].items()), micro_batch(s), size(s["peak_bytes"]),
+         yes_no(s["fits"]), range_text(s["predicted_ms"], "ms") if s["predicted_ms"] else NONE]
+        for s in plan.get("search", ())
+    ]  # fmt: skip
+    return Table("layouts and micro-batches tried", head, rows, "Best first.")
 
 
 def by_stage(plan: Plan, title: str, key: str, show: Callable[[Any], str], note: str = "") -> Table:
@@ -119,11 +135,14 @@ def collectives(plan: Plan) -> Table:
         if same not in seen:
             seen.append(same)
             rows += [
-                [stage["name"], c["kind"], c["axis"], f"{c['count']:,}", size(c["bytes"]), c["dtype"], yes(c["async"]),
-                 figures(c["ms"]), figures(c["compute_ms_between"]), figures(c["exposed_ms"]), c["source"] or NONE]
+                [stage["name"], c["kind"], c["axis"], f"{c['count']:,}", size(c["bytes"]), c["dtype"],
+                 yes_no(c["async"]), number(c["ms"]), number(c["compute_ms_between"]), number(c["exposed_ms"]),
+                 c["source"] or NONE]
                 for c in stage["collectives"]
             ]  # fmt: skip
-    return Table("collectives", head, rows, "A stage that is not listed has the same collectives as one that is.")
+    listed = {row[0] for row in rows}
+    note = "A stage that is not listed has the same collectives as one that is."
+    return Table("collectives", head, rows, note if len(listed) < len(plan["stages"]) else "")
 
 
 def facts(found: Mapping[str, Any]) -> Table:
@@ -131,17 +150,17 @@ def facts(found: Mapping[str, Any]) -> Table:
     rows = []
     for name, value in found.items():
         if name != "sources":
-            each = [f"{k} {figures(v)}" for k, v in value.items()] if isinstance(value, dict) else [figures(value)]
+            each = [f"{k} {number(v)}" for k, v in value.items()] if isinstance(value, dict) else [number(value)]
             rows.append([name.replace("_", " "), ", ".join(each), found["sources"].get(name, NONE)])
     return Table("facts of the device", ["fact", "value", "source"], rows)
 
 
-def yes(value: bool) -> str:
+def yes_no(value: bool) -> str:
     """Return ``yes`` or ``no``."""
     return "yes" if value else "no"
 
 
-def at_once(row: Mapping[str, Any]) -> str:
-    """Return the tokens of a micro-batch, and of a row those whose logits exist at once where these are not all."""
-    chunk, again = row.get("head_chunk"), row.get("remat", False)
-    return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "") + " recomputed" * again
+def micro_batch(row: Mapping[str, Any]) -> str:
+    """Return the tokens of a micro-batch, those of a head-loss chunk in parentheses, and whether remat is on."""
+    chunk = row.get("head_chunk")
+    return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "") + ", remat" * row.get("remat", False)

@@ -1,4 +1,4 @@
-"""A plan as tables for the terminal; a comparison of two plans; the table of a search."""
+"""Print a plan, a comparison of two plans, a search or the bytes moved as terminal tables."""
 
 import sys
 from collections.abc import Mapping
@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from jspeed.plan.views import compare
-from jspeed.plan.views.tables import Table, at_once, stages, tables
+from jspeed.plan.views.formatting import limits, number, range_text
+from jspeed.plan.views.tables import Table, micro_batch, stages, tables
+from jspeed.plan.views.tables import searched as search_table
 
 Plan = Mapping[str, Any]
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
@@ -25,7 +27,6 @@ def make_console() -> Console:
 def plan(made: Plan, console: Console | None = None) -> None:
     """Print a plan."""
     console = console or make_console()
-    low, high = made["predicted_seconds"]
     step, cost = made["predicted_step_ms"], made["predicted_cost"]
     mesh = ",".join(f"{axis}={size}" for axis, size in made["mesh"].items())
     console.print(
@@ -35,9 +36,9 @@ def plan(made: Plan, console: Console | None = None) -> None:
     console.print(made["fit"], style=None if made["fits"] else "red")
     show(console, stages(made))
     console.print(
-        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, {low:.0f} to {high:.0f} s to the target "
-        f"(fitted {made['fitted_seconds']:.0f}), "
-        f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} a GPU and hour"
+        f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, "
+        f"{range_text(made['predicted_seconds'], 's')} to the target (fitted {number(made['fitted_seconds'])} s), "
+        f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} per device-hour"
     )
     largest = (
         f"{row['source']}, {row['bound']}-bound: {row['seconds']:.1f} s ({row['share']:.0%})"
@@ -51,34 +52,38 @@ def plan(made: Plan, console: Console | None = None) -> None:
         console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
     for finding in made["doctor"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
-    for warning in made["warnings"]:
-        if not any(warning.startswith(f"{finding['name']}:") for finding in made["doctor"]) and warning != made["fit"]:
-            console.print(f"note: {warning}", style="dim")
+    for warning in limits(made):
+        console.print(f"note: {warning}", style="dim")
     console.print("bounds: " + "; ".join(made["bounds"]), style="dim")
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
 
 
+def searched(made: Plan, console: Console | None = None) -> None:
+    """Print the table of a search."""
+    show(console or make_console(), search_table(made))
+
+
 def last_line(html: Path | None) -> None:
-    """Print where the page of the plan is, as an address that a terminal opens, or how to have one."""
+    """Print the address of the report, or how to have one."""
     if html:
-        print(f"as a page: {html.absolute().as_uri()}")
+        print(f"report: {html.absolute().as_uri()}")
     else:
-        print("as a page, with the picture and every stage: --html FILE")
+        print("for a report with plot and all stages: --html FILE")
 
 
-def traffic(found: Plan, console: Console | None = None, lines: int = 40) -> None:
-    """Print :func:`jspeed.plan.traffic.of_last_step`: its sums and its first ``lines``."""
+def traffic(found: Plan, console: Console | None = None) -> None:
+    """Print :func:`jspeed.plan.traffic.of_last_step`: its sums and its first 40 lines."""
     console = console or make_console()
     console.print(
         f"{found['recipe']} on {found['target']}: {found['bytes'] / 1e9:.1f} GB and {found['flops'] / 1e12:.2f} TFLOP "
         f"in {found['kernels']} kernels, {found['roofline_ms']:.1f} ms (fitted {found['fitted_ms']:.1f}), "
-        f"{found['peak_bytes'] / 1e9:.1f} GB of memory with {at_once(found)} tokens at once"
+        f"{found['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {micro_batch(found)}"
     )
     head = ["source", "pass", "kind", "kernels", "GB", "share", "ms"]
     rows = [
         [row["source"], row["pass"], row["kind"], str(row["kernels"]), f"{row['bytes'] / 1e9:.2f}",
          f"{row['bytes'] / found['bytes']:.1%}", f"{1e3 * row['seconds']:.2f}"]
-        for row in found["lines"][:lines]
+        for row in found["lines"][:40]
     ]  # fmt: skip
     note = "One device, the last stage's step; ms of the roofline; collectives are left out."
     show(console, Table("bytes moved", head, rows, note))

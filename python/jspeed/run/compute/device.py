@@ -8,9 +8,10 @@ import jax
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
+from jspeed.model.attention import BACKENDS
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
 from jspeed.parallel.mesh import row_shards
-from jspeed.recipe import ATTENTION, Recipe, Stage
+from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute.split_lanes import numbers_of_pieces
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
@@ -57,7 +58,7 @@ def device_of(
     """
     first = mesh.devices.flat[0]
     cuda = first.platform in GPUS and capability_of(first) is not None
-    known = [name for name in ATTENTION if name != "splash"] if cuda else backends(first, packed=True)
+    known = [name for name in BACKENDS if name != "splash"] if cuda else backends(first, packed=True)
     if attention is not None and attention not in known:
         raise BadInput(
             f"--attention {attention}: on {first.platform} devices the backends are {', '.join(known)}"

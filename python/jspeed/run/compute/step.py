@@ -14,14 +14,14 @@ from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 from jspeed.errors import BadInput
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import (
-    at_use,
     blocks,
     find_layout,
     gather,
     gather_all,
+    gathered_per_layer,
     owned,
     partitions,
-    reduce,
+    reduce_gradient,
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
@@ -52,7 +52,7 @@ def train_step(
     pipeline the micro-batches are the pipeline's.
     """
     cuts, carry_specs = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
-    later = at_use(recipe, layout)
+    later = gathered_per_layer(recipe, layout)
     mean = mean_weight(recipe, tokens)
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), fetch=fetcher(recipe, cuts))
@@ -69,7 +69,7 @@ def train_step(
         grads, kept = accumulators.accumulate(recipe, now, kept, whole, grads)
 
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
-            return grad if owned(spec, cut) else reduce(mesh, grad, cut, done)
+            return grad if owned(spec, cut) else reduce_gradient(mesh, grad, cut, done)
 
         return map_specs(summed, recipe.parameters, grads, cuts, later), kept, row_losses
 
@@ -80,7 +80,7 @@ def train_step(
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
     optimizer = optax.with_extra_args_support(recipe.optimizer())
     due = ctx.phase == recipe.period - 1
-    with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).through_matrices else nullcontext():
+    with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).shards_matrices else nullcontext():
         updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
     params = optax.apply_updates(state["params"], updates)
     done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "carry": kept}
@@ -144,7 +144,7 @@ def evaluate(
     recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
 ) -> jax.Array:
     """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
-    cuts, later = partitions(recipe.parameters, layout, mesh), at_use(recipe, layout)
+    cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), fetch=fetcher(recipe, cuts))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-//! Raw arguments in, a checked configuration out: every refusal of an argument is here.
+//! Check the caller's arguments and build the configuration; all argument errors are here.
 
 use crate::catalog::Catalog;
 use crate::config::{Config, Order, Stage, whole_blocks};
@@ -22,7 +22,7 @@ pub struct StageArguments {
 /// The order of a shuffled stream as the caller gave it.
 #[derive(Debug, Clone)]
 pub struct ShuffleArguments {
-    /// Names the order.
+    /// Seed of the permutation.
     pub seed: i64,
     /// `"block"`, `"shard"` or `"window"`.
     pub unit: String,
@@ -40,7 +40,7 @@ pub struct Arguments {
     /// The token that starts a document.
     pub bos_id: i64,
     /// The only stage, when there is no schedule.
-    pub whole: StageArguments,
+    pub single_stage: StageArguments,
     /// The stages, in order.
     pub schedule: Option<Vec<StageArguments>>,
     /// Which process this is.
@@ -53,7 +53,7 @@ pub struct Arguments {
     pub epochs: Option<i64>,
     /// Ids at or above this are an error.
     pub vocab_size: Option<i64>,
-    /// Whether batches say which targets cross a cut.
+    /// Whether batches have a mask of targets that do not follow their input.
     pub loss_mask: bool,
     /// Batches made ahead.
     pub prefetch: i64,
@@ -64,7 +64,7 @@ pub struct Arguments {
 /// Tokens of a lane when nothing else is said: the first stage of the record.
 pub const LANE_LEN: i64 = 16_384;
 
-const MOST_DOCS: i64 = 1 << 20;
+const MAX_DOCS_LIMIT: i64 = 1 << 20;
 
 impl Config {
     /// Check `arguments` against each other and against the shards.
@@ -73,24 +73,19 @@ impl Config {
     /// [`Error::Argument`] naming the argument, what was expected, what was given and what to do.
     pub fn new(arguments: &Arguments, sources: &Sources) -> Result<Self, Error> {
         let a = arguments;
-        let lanes = within("lanes", a.lanes, 1, i64::from(i32::MAX))?;
-        let process_count = within("process_count", a.process_count, 1, i64::from(i32::MAX))?;
-        let process_index = within("process_index", a.process_index, 0, a.process_count - 1)?;
+        let lanes = in_range("lanes", a.lanes, 1, i64::from(i32::MAX))?;
+        let process_count = in_range("process_count", a.process_count, 1, i64::from(i32::MAX))?;
+        let process_index = in_range("process_index", a.process_index, 0, a.process_count - 1)?;
         if lanes % process_count != 0 {
             return Err(Error::argument(format!(
                 "lanes={lanes} cannot be shared equally by process_count={process_count} processes; choose lanes as a \
                  multiple of process_count"
             )));
         }
-        let bos_id = within("bos_id", a.bos_id, 0, sources.width().largest().into())?;
-        let vocab_size = match a.vocab_size {
-            Some(size) => Some(within("vocab_size", size, 1, i64::from(u32::MAX))?),
-            None => None,
-        };
-        let epochs = match a.epochs {
-            Some(epochs) => Some(within("epochs", epochs, 1, i64::MAX)?),
-            None => None,
-        };
+        let bos_id = in_range("bos_id", a.bos_id, 0, sources.width().largest().into())?;
+        let vocab_size =
+            a.vocab_size.map(|size| in_range("vocab_size", size, 1, i64::from(u32::MAX))).transpose()?;
+        let epochs = a.epochs.map(|epochs| in_range("epochs", epochs, 1, i64::MAX)).transpose()?;
         let stages = stages(a)?;
         let (order, shard_seed) = order(a, &stages)?;
         let config = Self {
@@ -104,7 +99,7 @@ impl Config {
             epochs,
             vocab_size,
             loss_mask: a.loss_mask,
-            prefetch: within("prefetch", a.prefetch, 0, i64::from(i32::MAX))?,
+            prefetch: in_range("prefetch", a.prefetch, 0, i64::from(i32::MAX))?,
         };
         config.check_documents()?;
         config.check_size(sources)?;
@@ -177,8 +172,8 @@ impl Config {
 }
 
 fn stages(a: &Arguments) -> Result<Vec<Stage>, Error> {
-    let Some(schedule) = &a.schedule else { return Ok(vec![stage(&a.whole)?]) };
-    let StageArguments { lane_len, max_doc_len, max_docs, .. } = a.whole;
+    let Some(schedule) = &a.schedule else { return Ok(vec![stage(&a.single_stage)?]) };
+    let StageArguments { lane_len, max_doc_len, max_docs, .. } = a.single_stage;
     if lane_len.or(max_doc_len).or(max_docs).is_some() {
         return Err(Error::argument(
             "lane_len, max_doc_len and max_docs belong to the stages when there is a schedule, but were given beside \
@@ -196,19 +191,10 @@ fn stages(a: &Arguments) -> Result<Vec<Stage>, Error> {
 fn stage(given: &StageArguments) -> Result<Stage, Error> {
     let tokens = i64::from(i32::MAX) - 1;
     Ok(Stage {
-        steps: match given.steps {
-            Some(steps) => Some(within("steps", steps, 1, i64::MAX)?),
-            None => None,
-        },
-        lane_len: within("lane_len", given.lane_len.unwrap_or(LANE_LEN), 1, tokens)?,
-        max_doc_len: match given.max_doc_len {
-            Some(len) => Some(within("max_doc_len", len, 1, tokens)?),
-            None => None,
-        },
-        max_docs: match given.max_docs {
-            Some(docs) => Some(within("max_docs", docs, 1, MOST_DOCS)?),
-            None => None,
-        },
+        steps: given.steps.map(|steps| in_range("steps", steps, 1, i64::MAX)).transpose()?,
+        lane_len: in_range("lane_len", given.lane_len.unwrap_or(LANE_LEN), 1, tokens)?,
+        max_doc_len: given.max_doc_len.map(|len| in_range("max_doc_len", len, 1, tokens)).transpose()?,
+        max_docs: given.max_docs.map(|docs| in_range("max_docs", docs, 1, MAX_DOCS_LIMIT)).transpose()?,
     })
 }
 
@@ -224,7 +210,7 @@ fn order(a: &Arguments, stages: &[Stage]) -> Result<(Order, Option<u64>), Error>
         }
     };
     let Some(ShuffleArguments { seed, unit, block_tokens }) = &a.shuffle else { return Ok((plain, None)) };
-    let seed = within("the seed of Shuffle", *seed, 0, i64::MAX)?;
+    let seed = in_range("the seed of Shuffle", *seed, 0, i64::MAX)?;
     match (unit.as_str(), block_tokens) {
         ("shard", None) => Ok((plain, Some(seed))),
         ("shard", Some(block)) => Err(Error::argument(format!(
@@ -236,7 +222,7 @@ fn order(a: &Arguments, stages: &[Stage]) -> Result<(Order, Option<u64>), Error>
         )),
         ("block", block) => {
             let block_tokens = match block {
-                Some(block) => within("block_tokens", *block, 1, i64::from(i32::MAX))?,
+                Some(block) => in_range("block_tokens", *block, 1, i64::from(i32::MAX))?,
                 None => stages.iter().map(|stage| stage.lane_len).fold(1, least_common_multiple),
             };
             match stages.iter().find(|stage| block_tokens % stage.lane_len != 0) {
@@ -288,7 +274,7 @@ fn least_common_multiple(a: usize, b: usize) -> usize {
     (a / x).saturating_mul(b)
 }
 
-fn within<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
+fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
     let bound = if high == i64::MAX { format!("at least {low}") } else { format!("from {low} to {high}") };
     T::try_from(value).ok().filter(|_| (low..=high).contains(&value)).ok_or_else(|| {
         Error::argument(format!("{name} should be {bound} but is {value}; choose another value"))

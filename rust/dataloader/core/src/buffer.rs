@@ -11,7 +11,7 @@ use crate::header::Width;
 use crate::scan::Tokens;
 use crate::state::Cursor;
 
-/// One cache line of zeros: what buffers are made of, for its alignment.
+/// One cache line of zeros: 64-byte unit of batch memory, for alignment.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C, align(64))]
 pub(crate) struct Line([u8; LINE]);
@@ -31,8 +31,13 @@ pub(crate) fn view_mut<T: Pod>(lines: &mut [Line], len: usize) -> &mut [T] {
     &mut bytemuck::cast_slice_mut(lines)[..len]
 }
 
+/// The memory of `items`.
+#[must_use]
+pub fn bytes_of<T: bytemuck::NoUninit>(items: &[T]) -> &[u8] {
+    bytemuck::cast_slice(items)
+}
+
 /// Buffers that nobody refers to, ready to be filled again.
-#[derive(Default)]
 pub struct Pool {
     free: Mutex<Vec<Vec<Line>>>,
     keep: usize,
@@ -45,9 +50,8 @@ impl Pool {
         Arc::new(Self { free: Mutex::default(), keep })
     }
 
-    /// How many unused buffers it holds.
-    #[must_use]
-    pub fn unused(&self) -> usize {
+    #[cfg(test)]
+    fn unused(&self) -> usize {
         self.free.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
@@ -65,7 +69,7 @@ impl Pool {
     }
 }
 
-/// What a batch has memory for.
+/// Shape of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     /// Lanes of this process.

@@ -1,4 +1,4 @@
-//! A checked configuration: what a stream is made of.
+//! The checked configuration of a stream.
 
 use crate::catalog::Catalog;
 use crate::shuffle::Permutation;
@@ -25,14 +25,14 @@ pub enum Order {
     Contiguous,
     /// Lanes are windows of blocks in a pseudo-random order.
     Shuffled {
-        /// Names the order.
+        /// Seed of the permutation.
         seed: u64,
         /// Tokens of a block.
         block_tokens: usize,
     },
     /// Every lane is a window that starts at a random token of any shard, drawn with replacement.
     Windows {
-        /// Names the draws.
+        /// Seed of the draws.
         seed: u64,
     },
 }
@@ -52,7 +52,7 @@ pub struct Config {
     pub lanes: usize,
     /// The order in which tokens fill lanes.
     pub order: Order,
-    /// Names the order of shards, when another one is wanted than that of their names.
+    /// Seed of the shard order; `None` keeps file-name order.
     pub shard_seed: Option<u64>,
     /// The token that starts a document.
     pub bos_id: u32,
@@ -66,7 +66,7 @@ pub struct Config {
     pub epochs: Option<u64>,
     /// Ids at or above this are an error.
     pub vocab_size: Option<u32>,
-    /// Whether batches say which targets cross a cut.
+    /// Whether batches have a mask of targets that do not follow their input.
     pub loss_mask: bool,
     /// Batches made ahead.
     pub prefetch: usize,

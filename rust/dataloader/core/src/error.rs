@@ -1,16 +1,16 @@
-//! Everything that can go wrong, each as one sentence: what, which file, expected, found, what to do.
+//! The crate's error type. Every message names file, expected, found and remedy.
 
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::header::Fault;
+use crate::header::HeaderError;
 
 /// The one error of this crate. `offset` is in bytes from the start of the file unless it says tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Error {
-    /// An argument, or a call at the wrong time; the text is the whole sentence.
+    /// An argument, or a call at the wrong time; the text is the complete message.
     Argument {
-        /// The sentence.
+        /// The message.
         message: String,
     },
     /// The operating system refused to open or read a shard.
@@ -26,10 +26,10 @@ pub enum Error {
     Format {
         /// The shard.
         path: PathBuf,
-        /// Where the fault lies.
+        /// Byte offset of the fault.
         offset: u64,
         /// What it is.
-        fault: Fault,
+        fault: HeaderError,
     },
     /// A shard changed its size after it was validated.
     Resized {
@@ -74,15 +74,13 @@ pub enum Error {
         found: usize,
         /// The size of the table.
         max_docs: usize,
-        /// The smallest table that this batch fits.
-        fits: usize,
+        /// The smallest table that this batch fits, where all of its lanes were counted.
+        fits: Option<usize>,
     },
     /// A whole epoch went by without a single batch.
     NoBatch {
         /// The first shard.
         path: PathBuf,
-        /// Position in tokens at which the search began.
-        offset: usize,
         /// How many shards were searched.
         shards: usize,
         /// Lanes of a batch.
@@ -112,47 +110,11 @@ pub enum Error {
     Stopped,
 }
 
-/// The families of errors that a caller may want to tell apart.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// A wrong argument.
-    Argument,
-    /// A shard that cannot be opened or read.
-    Shard,
-    /// A file that is not a valid shard.
-    Format,
-    /// A shard that changed while it was in use.
-    Truncated,
-    /// A token id outside the vocabulary.
-    TokenRange,
-    /// More documents than the table holds.
-    DocOverflow,
-    /// A saved state that does not belong here.
-    State,
-    /// A loader in a fork of its process.
-    Forked,
-}
-
 impl Error {
-    /// A wrong argument, with its whole sentence.
+    /// A wrong argument, with its complete message.
     #[must_use]
     pub fn argument(message: impl Into<String>) -> Self {
         Self::Argument { message: message.into() }
-    }
-
-    /// The family of this error.
-    #[must_use]
-    pub fn kind(&self) -> Kind {
-        match self {
-            Self::Argument { .. } | Self::NoBatch { .. } | Self::Stopped => Kind::Argument,
-            Self::Io { .. } => Kind::Shard,
-            Self::Format { .. } => Kind::Format,
-            Self::Resized { .. } | Self::Changed { .. } => Kind::Truncated,
-            Self::TokenRange { .. } => Kind::TokenRange,
-            Self::DocOverflow { .. } => Kind::DocOverflow,
-            Self::State { .. } => Kind::State,
-            Self::Forked { .. } => Kind::Forked,
-        }
     }
 }
 
@@ -187,13 +149,19 @@ impl fmt::Display for Error {
                  ids below {vocab_size} only; use the vocabulary the shard was made with or make the shard again",
                 path.display()
             ),
-            Self::DocOverflow { path, offset, step, lane, found, max_docs, fits } => write!(
-                f,
-                "step {step}, lane {lane} (shard {}, token {offset}) holds {found} documents but \
-                 max_docs={max_docs}; set max_docs to at least {fits}, the most in a lane of this batch",
-                path.display()
-            ),
-            Self::NoBatch { path, shards, lanes, lane_len, bos_id, .. } => {
+            Self::DocOverflow { path, offset, step, lane, found, max_docs, fits } => {
+                write!(
+                    f,
+                    "step {step}, lane {lane} (shard {}, token {offset}) holds {found} documents but \
+                     max_docs={max_docs}; set max_docs to at least ",
+                    path.display()
+                )?;
+                match fits {
+                    Some(fits) => write!(f, "{fits}, the most in a lane of this batch"),
+                    None => write!(f, "{found}, or more where other lanes hold more"),
+                }
+            }
+            Self::NoBatch { path, shards, lanes, lane_len, bos_id } => {
                 write!(f, "no batch of {lanes} lanes x {lane_len} tokens")?;
                 if let Some(bos_id) = bos_id {
                     write!(f, " that start at a document (token {bos_id})")?;

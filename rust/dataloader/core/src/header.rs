@@ -1,4 +1,4 @@
-//! The shard header: 256 little-endian int32, of which three carry meaning.
+//! The shard header: 256 little-endian int32, of which the first three are used.
 
 use std::fmt;
 
@@ -66,7 +66,7 @@ pub fn file_bytes(count: i32, width: Width) -> u64 {
 
 /// What is wrong with a shard's header or size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fault {
+pub enum HeaderError {
     /// The file is shorter than a header; its size in bytes.
     NoHeader(u64),
     /// The first header word is no magic number.
@@ -100,7 +100,7 @@ pub enum Fault {
     },
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for HeaderError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const AGAIN: &str = "copy it again or make it with `jspeed prepare`";
         match self {
@@ -154,25 +154,27 @@ pub fn encode(count: i32, width: Width) -> Vec<u8> {
 ///
 /// # Errors
 /// The fault, with the byte offset at which it lies.
-pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), (u64, Fault)> {
+pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), (u64, HeaderError)> {
     let (Some(magic), Some(version), Some(count), true) =
         (word(bytes, 0), word(bytes, 1), word(bytes, 2), size >= BYTES as u64)
     else {
-        return Err((size, Fault::NoHeader(size)));
+        return Err((size, HeaderError::NoHeader(size)));
     };
     let Some(width) = [Width::Two, Width::Four].into_iter().find(|width| width.magic() == magic) else {
-        return Err((0, Fault::Magic(magic)));
+        return Err((0, HeaderError::Magic(magic)));
     };
     if version != width.version() {
-        return Err((4, Fault::Version { width, found: version }));
+        return Err((4, HeaderError::Version { width, found: version }));
     }
     let tokens = match usize::try_from(count) {
         Ok(tokens) if tokens > 0 => tokens,
-        _ => return Err((8, Fault::Count(count))),
+        _ => return Err((8, HeaderError::Count(count))),
     };
     match size.cmp(&file_bytes(count, width)) {
-        std::cmp::Ordering::Less => Err((size, Fault::Short { count, width, size })),
-        std::cmp::Ordering::Greater => Err((file_bytes(count, width), Fault::Long { count, width, size })),
+        std::cmp::Ordering::Less => Err((size, HeaderError::Short { count, width, size })),
+        std::cmp::Ordering::Greater => {
+            Err((file_bytes(count, width), HeaderError::Long { count, width, size }))
+        }
         std::cmp::Ordering::Equal => Ok((tokens, width)),
     }
 }
@@ -198,19 +200,25 @@ mod tests {
         let good = header(20_240_520, 1, 5);
         let width = Width::Two;
         assert_eq!(parse(&good, 1034), Ok((5, width)));
-        assert_eq!(parse(&good, 1033), Err((1033, Fault::Short { count: 5, width, size: 1033 })));
-        assert_eq!(parse(&good, 1035), Err((1034, Fault::Long { count: 5, width, size: 1035 })));
-        assert_eq!(parse(&good[..1023], 1023), Err((1023, Fault::NoHeader(1023))));
-        assert_eq!(parse(&[], 0), Err((0, Fault::NoHeader(0))));
-        assert_eq!(parse(&header(7, 1, 5), 1034), Err((0, Fault::Magic(7))));
-        assert_eq!(parse(&header(20_240_520, 7, 5), 1034), Err((4, Fault::Version { width, found: 7 })));
-        assert_eq!(parse(&header(20_240_520, 1, 0), 1024), Err((8, Fault::Count(0))));
-        assert_eq!(parse(&header(20_240_520, 1, -1), 1022), Err((1022, Fault::NoHeader(1022))));
-        assert_eq!(parse(&header(20_240_520, 1, -1), 1024), Err((8, Fault::Count(-1))));
+        assert_eq!(parse(&good, 1033), Err((1033, HeaderError::Short { count: 5, width, size: 1033 })));
+        assert_eq!(parse(&good, 1035), Err((1034, HeaderError::Long { count: 5, width, size: 1035 })));
+        assert_eq!(parse(&good[..1023], 1023), Err((1023, HeaderError::NoHeader(1023))));
+        assert_eq!(parse(&[], 0), Err((0, HeaderError::NoHeader(0))));
+        assert_eq!(parse(&header(7, 1, 5), 1034), Err((0, HeaderError::Magic(7))));
+        assert_eq!(
+            parse(&header(20_240_520, 7, 5), 1034),
+            Err((4, HeaderError::Version { width, found: 7 }))
+        );
+        assert_eq!(parse(&header(20_240_520, 1, 0), 1024), Err((8, HeaderError::Count(0))));
+        assert_eq!(parse(&header(20_240_520, 1, -1), 1022), Err((1022, HeaderError::NoHeader(1022))));
+        assert_eq!(parse(&header(20_240_520, 1, -1), 1024), Err((8, HeaderError::Count(-1))));
         let (wide, width) = (header(20_240_801, 7, 5), Width::Four);
         assert_eq!(parse(&wide, 1044), Ok((5, width)));
-        assert_eq!(parse(&wide, 1034), Err((1034, Fault::Short { count: 5, width, size: 1034 })));
-        assert_eq!(parse(&header(20_240_801, 1, 5), 1044), Err((4, Fault::Version { width, found: 1 })));
+        assert_eq!(parse(&wide, 1034), Err((1034, HeaderError::Short { count: 5, width, size: 1034 })));
+        assert_eq!(
+            parse(&header(20_240_801, 1, 5), 1044),
+            Err((4, HeaderError::Version { width, found: 1 }))
+        );
     }
 
     proptest! {

@@ -1,4 +1,4 @@
-//! Where one source's lanes lie: the walk over its shards that fills some lanes of a batch.
+//! Choose which tokens of one shard set go into which lanes (rows) of a batch.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::catalog::{Catalog, Shard};
 use crate::config::{Config, Order, Stage, whole_blocks};
 use crate::error::Error;
-use crate::readahead::Ahead;
+use crate::readahead::ReadAhead;
 use crate::reader::{Backend, Readers};
 use crate::shuffle::{Permutation, draw};
 use crate::state::Place;
@@ -21,41 +21,41 @@ pub(crate) struct Piece {
     pub(crate) cut: bool,
 }
 
-/// Where a walk led.
-pub(crate) enum Walked {
-    /// To these pieces of this process's lanes.
-    To { pieces: Vec<Piece>, after: Place, dropped: usize },
-    /// To the end of the last epoch.
+/// Result of planning a batch.
+pub(crate) enum Planned {
+    /// The pieces of this process's lanes.
+    Lanes { pieces: Vec<Piece>, after: Place, dropped: usize },
+    /// The last epoch has ended.
     End { dropped: usize },
 }
 
 /// The pieces in one shard, or in one epoch of blocks, and the token after the last.
-struct Plan {
+struct Pieces {
     pieces: Vec<Piece>,
     end: usize,
 }
 
 /// The lanes of a batch that one source fills.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct LaneRequest<'a> {
     pub(crate) step: u64,
     pub(crate) stage: &'a Stage,
     /// Their numbers, counted over all processes; at least one.
     pub(crate) lanes: &'a [usize],
 }
 
-/// The walk over one source.
-pub(crate) struct Walk {
+/// Plans the lanes that one source fills, batch after batch.
+pub(crate) struct LanePlanner {
     pub(crate) catalog: Arc<Catalog>,
     pub(crate) readers: Readers,
     config: Arc<Config>,
     stop: Arc<AtomicBool>,
-    ahead: Ahead,
+    ahead: ReadAhead,
     /// Blocks before each shard, then their total; empty unless blocks are shuffled.
     blocks: Vec<usize>,
 }
 
-impl Walk {
+impl LanePlanner {
     pub(crate) fn new(
         catalog: Arc<Catalog>,
         config: Arc<Config>,
@@ -70,16 +70,16 @@ impl Walk {
                 Some(*total)
             }));
         }
-        Self { catalog, readers: Readers::new(backend), config, stop, ahead: Ahead::default(), blocks }
+        Self { catalog, readers: Readers::new(backend), config, stop, ahead: ReadAhead::default(), blocks }
     }
 
     /// Find the tokens of all `wanted` lanes from `from` on, in one shard.
-    pub(crate) fn find(&mut self, from: Place, wanted: Wanted<'_>) -> Result<Walked, Error> {
+    pub(crate) fn find(&mut self, from: Place, wanted: LaneRequest<'_>) -> Result<Planned, Error> {
         let (mut at, mut dropped) = (from, 0);
         let mut from_the_start = (at.shard, at.offset) == (0, 0);
         let plan = loop {
             if self.config.epochs.is_some_and(|epochs| at.epoch >= epochs) {
-                return Ok(Walked::End { dropped });
+                return Ok(Planned::End { dropped });
             }
             if self.stop.load(Ordering::Relaxed) {
                 return Err(Error::Stopped);
@@ -88,9 +88,9 @@ impl Walk {
             if let Some(plan) = self.plan(&at, wanted)? {
                 break plan;
             }
-            dropped += self.end(&at) - at.offset;
+            dropped += self.segment_len(&at) - at.offset;
             at = Place { shard: at.shard + 1, offset: 0, ..at };
-            if at.shard == self.rounds() {
+            if at.shard == self.segments_per_epoch() {
                 if from_the_start {
                     return Err(self.no_batch(wanted));
                 }
@@ -98,31 +98,24 @@ impl Walk {
                 at = Place { epoch: at.epoch + 1, shard: 0, offset: 0 };
             }
         };
-        let held = match self.config.order {
+        let used = match self.config.order {
             Order::Documents => wanted.stage.lane_len + 1,
             Order::Windows { .. } => 0,
             Order::Contiguous | Order::Shuffled { .. } => wanted.stage.lane_len,
         };
-        dropped += plan.end - at.offset - wanted.lanes.len() * held;
+        dropped += plan.end - at.offset - wanted.lanes.len() * used;
         let after = Place { offset: plan.end, ..at };
         self.read_ahead(&after);
-        Ok(Walked::To { pieces: plan.pieces, after, dropped })
+        Ok(Planned::Lanes { pieces: plan.pieces, after, dropped })
     }
 
-    /// The error of a lane with more documents than its table.
-    pub(crate) fn overflow(&self, first: (usize, usize), place: (u64, usize), numbers: [usize; 3]) -> Error {
-        let ((shard, offset), (step, lane), [found, max_docs, fits]) = (first, place, numbers);
-        let path = self.catalog.shards()[shard].path.clone();
-        Error::DocOverflow { path, offset, step, lane, found, max_docs, fits }
-    }
-
-    /// How many rounds an epoch has: one for each shard, or one over all of them.
-    fn rounds(&self) -> usize {
+    /// Shards visited one after another, or 1 when the order mixes shards.
+    fn segments_per_epoch(&self) -> usize {
         if self.config.order.mixes_shards() { 1 } else { self.catalog.shards().len() }
     }
 
-    /// Tokens of the round in which `at` lies.
-    fn end(&self, at: &Place) -> usize {
+    /// Tokens of the segment in which `at` lies.
+    fn segment_len(&self, at: &Place) -> usize {
         if self.config.order.mixes_shards() {
             self.catalog.num_tokens()
         } else {
@@ -139,7 +132,7 @@ impl Walk {
             return;
         }
         let mut next = Place { shard: at.shard + 1, ..*at };
-        if next.shard == self.rounds() {
+        if next.shard == self.segments_per_epoch() {
             next = Place { epoch: at.epoch + 1, shard: 0, ..*at };
         }
         let (shard, here) = (self.shard_of(&next), self.shard_of(at));
@@ -149,7 +142,7 @@ impl Walk {
         }
     }
 
-    fn plan(&mut self, at: &Place, wanted: Wanted<'_>) -> Result<Option<Plan>, Error> {
+    fn plan(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Pieces>, Error> {
         match self.config.order {
             Order::Documents => self.plan_documents(at, wanted),
             Order::Contiguous => Ok(self.plan_contiguous(at, wanted)),
@@ -159,11 +152,11 @@ impl Walk {
     }
 
     /// The rules of modded-nanogpt: a lane is filled with documents, each from its first token and cut at
-    /// `max_doc_len` or at the end of the lane; what is cut off is passed over. The last document of a shard
-    /// ends with the shard. A batch that the shard cannot complete is given up, and with it the shard.
-    fn plan_documents(&mut self, at: &Place, wanted: Wanted<'_>) -> Result<Option<Plan>, Error> {
+    /// `max_doc_len` or at the end of the lane; the cut-off rest is skipped. The last document of a shard
+    /// ends with the shard. If the shard has too few tokens left for a whole batch, they are dropped.
+    fn plan_documents(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Pieces>, Error> {
         let Config { bos_id, loss_mask, .. } = *self.config;
-        let Wanted { step, stage, lanes } = wanted;
+        let LaneRequest { step, stage, lanes } = wanted;
         let (local, shard) = (self.config.local_lanes(), self.shard_of(at));
         let tokens = self.catalog.shards()[shard].tokens;
         let width = stage.lane_len + 1;
@@ -201,15 +194,20 @@ impl Walk {
             if let Some(index) = documents.iter().position(|(count, _)| *count > max_docs) {
                 reader.unchanged()?;
                 let (found, offset) = documents[index];
-                let fits = documents.iter().map(|(count, _)| *count).max().unwrap_or(found);
-                return Err(self.overflow((shard, offset), (step, lanes[index]), [found, max_docs, fits]));
+                let fits = documents.iter().map(|(count, _)| *count).max();
+                let (path, lane) = (self.catalog.shards()[shard].path.clone(), lanes[index]);
+                return Err(Error::DocOverflow { path, offset, step, lane, found, max_docs, fits });
             }
         }
-        Ok(Some(Plan { pieces, end }))
+        Ok(Some(Pieces { pieces, end }))
     }
 
     /// Lane after lane, window after window; a shard is left when its lanes and their last target do not fit.
-    fn plan_contiguous(&self, at: &Place, Wanted { stage, lanes, .. }: Wanted<'_>) -> Option<Plan> {
+    fn plan_contiguous(
+        &self,
+        at: &Place,
+        LaneRequest { stage, lanes, .. }: LaneRequest<'_>,
+    ) -> Option<Pieces> {
         let (local, shard) = (self.config.local_lanes(), self.shard_of(at));
         let end = lanes.len().checked_mul(stage.lane_len)?.checked_add(at.offset)?;
         if end >= self.catalog.shards()[shard].tokens {
@@ -219,7 +217,7 @@ impl Walk {
         let pieces = lanes.iter().zip(starts).filter(|(lane, _)| local.contains(lane));
         let piece =
             |(&lane, start)| Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false };
-        Some(Plan { pieces: pieces.map(piece).collect(), end })
+        Some(Pieces { pieces: pieces.map(piece).collect(), end })
     }
 
     /// As contiguous, over the blocks of all shards in the order of this epoch; a window that would cross the
@@ -227,10 +225,10 @@ impl Walk {
     fn plan_blocks(
         &self,
         at: &Place,
-        Wanted { stage, lanes, .. }: Wanted<'_>,
+        LaneRequest { stage, lanes, .. }: LaneRequest<'_>,
         seed: u64,
         block_tokens: usize,
-    ) -> Option<Plan> {
+    ) -> Option<Pieces> {
         let count = *self.blocks.last()?;
         let permutation = Permutation::new(count as u64, seed, at.epoch);
         let local = self.config.local_lanes();
@@ -251,13 +249,13 @@ impl Walk {
             }
             end += stage.lane_len;
         }
-        Some(Plan { pieces, end })
+        Some(Pieces { pieces, end })
     }
 
-    /// As nanoGPT: every lane starts at any token that has `lane_len` more after it in its shard. What a step
-    /// draws depends on its number alone, so the place never moves.
-    fn plan_windows(&self, at: &Place, wanted: Wanted<'_>, seed: u64) -> Option<Plan> {
-        let Wanted { step, stage, lanes } = wanted;
+    /// As nanoGPT: every lane starts at any token that has `lane_len` more after it in its shard. The
+    /// draws depend on the step number only, so the saved position stays 0.
+    fn plan_windows(&self, at: &Place, wanted: LaneRequest<'_>, seed: u64) -> Option<Pieces> {
+        let LaneRequest { step, stage, lanes } = wanted;
         let starts = |shard: &Shard| shard.tokens.saturating_sub(stage.lane_len);
         let shards = self.catalog.shards();
         let total: usize = shards.iter().map(starts).sum();
@@ -272,14 +270,13 @@ impl Walk {
             Some(Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false })
         };
         let pieces = lanes.iter().filter(|lane| local.contains(lane)).map(piece).collect::<Option<_>>()?;
-        Some(Plan { pieces, end: at.offset })
+        Some(Pieces { pieces, end: at.offset })
     }
 
-    fn no_batch(&self, Wanted { stage, lanes, .. }: Wanted<'_>) -> Error {
+    fn no_batch(&self, LaneRequest { stage, lanes, .. }: LaneRequest<'_>) -> Error {
         let shards = self.catalog.shards();
         Error::NoBatch {
             path: shards[0].path.clone(),
-            offset: 0,
             shards: shards.len(),
             lanes: lanes.len(),
             lane_len: stage.lane_len,

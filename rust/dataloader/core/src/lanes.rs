@@ -1,6 +1,6 @@
-//! The stream: which tokens fill which lane of which batch.
+//! The stream of batches: assign tokens to lanes (a lane is one row of a batch: packed documents).
 //!
-//! Every process walks the boundaries of all lanes, so that all stand at the same place after every batch,
+//! Every process planners the boundaries of all lanes, so that all stand at the same place after every batch,
 //! and copies only its own lanes. In a mixture each source fills the lanes that fall to it as if it were alone.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use crate::buffer::{Batch, Pool, Shape};
 use crate::config::{Config, Order};
 use crate::error::Error;
-use crate::lane_ranges::{Piece, Walk, Walked, Wanted};
+use crate::lane_ranges::{LanePlanner, LaneRequest, Piece, Planned};
 use crate::reader::Backend;
 use crate::sources::Sources;
 use crate::state::Cursor;
@@ -31,7 +31,7 @@ pub struct Stream {
     config: Arc<Config>,
     pool: Arc<Pool>,
     cursor: Cursor,
-    walks: Vec<Walk>,
+    planners: Vec<LanePlanner>,
 }
 
 impl Stream {
@@ -45,10 +45,11 @@ impl Stream {
         stop: &Arc<AtomicBool>,
         backend: Backend,
     ) -> Self {
-        let walk =
-            |catalog: &Arc<_>| Walk::new(Arc::clone(catalog), Arc::clone(&config), Arc::clone(stop), backend);
-        let walks = sources.catalogs().map(walk).collect();
-        Self { sources, config, pool, cursor, walks }
+        let planner = |catalog: &Arc<_>| {
+            LanePlanner::new(Arc::clone(catalog), Arc::clone(&config), Arc::clone(stop), backend)
+        };
+        let planners = sources.catalogs().map(planner).collect();
+        Self { sources, config, pool, cursor, planners }
     }
 
     /// Make the next batch.
@@ -64,18 +65,18 @@ impl Stream {
         };
         let (bytes_before, switches_before) = self.counts();
         let mut after = Cursor { step: step + 1, places: self.cursor.places.clone() };
-        let (mut found, mut dropped, mut ended) = (Vec::with_capacity(self.walks.len()), 0, false);
+        let (mut found, mut dropped, mut ended) = (Vec::with_capacity(self.planners.len()), 0, false);
         for (source, lanes) in self.lanes_of_sources().iter().enumerate() {
             if lanes.is_empty() {
                 continue;
             }
-            match self.walks[source].find(after.places[source], Wanted { step, stage, lanes })? {
-                Walked::To { pieces, after: place, dropped: passed } => {
+            match self.planners[source].find(after.places[source], LaneRequest { step, stage, lanes })? {
+                Planned::Lanes { pieces, after: place, dropped: passed } => {
                     after.places[source] = place;
                     found.push((source, pieces));
                     dropped += passed;
                 }
-                Walked::End { dropped: passed } => (ended, dropped) = (true, dropped + passed),
+                Planned::End { dropped: passed } => (ended, dropped) = (true, dropped + passed),
             }
         }
         if ended {
@@ -109,7 +110,7 @@ impl Stream {
     fn lanes_of_sources(&self) -> Vec<Vec<usize>> {
         let lanes = self.config.lanes;
         let first = self.cursor.step.wrapping_mul(lanes as u64);
-        let mut all = vec![Vec::with_capacity(lanes); self.walks.len()];
+        let mut all = vec![Vec::with_capacity(lanes); self.planners.len()];
         for lane in 0..lanes {
             all[self.sources.of_lane(first.wrapping_add(lane as u64))].push(lane);
         }
@@ -118,7 +119,7 @@ impl Stream {
 
     /// Bytes read and shards switched so far.
     fn counts(&self) -> (u64, u64) {
-        let readers = self.walks.iter().map(|walk| &walk.readers);
+        let readers = self.planners.iter().map(|planner| &planner.readers);
         readers.fold((0, 0), |(bytes, switches), readers| {
             (bytes + readers.bytes_read(), switches + readers.switches())
         })
@@ -127,13 +128,13 @@ impl Stream {
     /// Copy the pieces of one lane into its row of a batch and fill its table of documents and its mask.
     fn fill(&mut self, batch: &mut Batch, source: usize, pieces: &[Piece]) -> Result<(), Error> {
         let (Shape { lane_len, max_docs, .. }, step) = (batch.shape(), self.cursor.step);
-        let walk = &mut self.walks[source];
+        let planner = &mut self.planners[source];
         let first = &pieces[0];
         let row = first.lane - self.config.local_lanes().start;
         let (mut ends, mut cuts) = (Vec::with_capacity(pieces.len()), Vec::new());
         let mut filled = 0;
         for Piece { shard, range, cut, .. } in pieces {
-            let reader = walk.readers.get(&walk.catalog, *shard)?;
+            let reader = planner.readers.get(&planner.catalog, *shard)?;
             batch.copy(row, filled, reader.tokens(range.clone())?);
             if filled < lane_len {
                 ends.push(lane_len.min(filled + range.len()));
@@ -144,15 +145,16 @@ impl Stream {
                 cuts.push(filled - 1);
             }
         }
-        walk.readers.get(&walk.catalog, first.shard)?.unchanged()?;
+        planner.readers.get(&planner.catalog, first.shard)?.unchanged()?;
         self.check_range(batch, row, source, pieces)?;
         if let (Some(max_docs), false) = (max_docs, self.config.order == Order::Documents) {
             let starts = batch.row(row).positions(self.config.bos_id);
             ends = starts.into_iter().filter(|at| (1..lane_len).contains(at)).collect();
             ends.push(lane_len);
             if ends.len() > max_docs {
-                let (place, numbers) = ((step, first.lane), [ends.len(), max_docs, ends.len()]);
-                return Err(self.walks[source].overflow((first.shard, first.range.start), place, numbers));
+                let path = self.planners[source].catalog.shards()[first.shard].path.clone();
+                let (offset, lane, found) = (first.range.start, first.lane, ends.len());
+                return Err(Error::DocOverflow { path, offset, step, lane, found, max_docs, fits: None });
             }
         }
         batch.set_documents(row, &ends);
@@ -167,7 +169,7 @@ impl Stream {
         let mut before = 0;
         for Piece { shard, range, .. } in pieces {
             if at < before + range.len() {
-                let path = self.walks[source].catalog.shards()[*shard].path.clone();
+                let path = self.planners[source].catalog.shards()[*shard].path.clone();
                 let offset = range.start + at - before;
                 return Err(Error::TokenRange { path, offset, token: tokens.at(at), vocab_size });
             }

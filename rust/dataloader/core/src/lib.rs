@@ -30,7 +30,7 @@ pub use arguments::{Arguments, ShuffleArguments, StageArguments};
 pub use buffer::Batch;
 pub use catalog::Catalog;
 pub use config::Config;
-pub use error::{Error, Kind};
+pub use error::Error;
 pub use prefetch::{Loader, Next, Wait};
 pub use sources::Sources;
 pub use state::Value;

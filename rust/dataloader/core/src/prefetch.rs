@@ -1,4 +1,4 @@
-//! A stream that runs ahead of its consumers: one thread, a bounded queue, and the state of what was delivered.
+//! Prefetching: one producer thread, a bounded queue, and the state of the batches delivered so far.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -110,7 +110,7 @@ impl Loader {
         Ok(Self::new(sources, config, arguments.backend()?))
     }
 
-    /// What was checked and agreed on.
+    /// The checked configuration.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
@@ -125,11 +125,11 @@ impl Loader {
         self.start_locked(&mut self.shared.lock())
     }
 
-    /// Wait for the next batch, but not longer than `patience`.
+    /// Wait for the next batch, but not longer than `timeout`.
     ///
     /// # Errors
     /// The loader is closed, or its stream failed; the same error again on every later call.
-    pub fn next(&self, wait: &mut Wait, patience: Duration) -> Result<Next, Error> {
+    pub fn next(&self, wait: &mut Wait, timeout: Duration) -> Result<Next, Error> {
         self.check_process()?;
         let mut inner = self.shared.lock();
         self.start_locked(&mut inner)?;
@@ -143,7 +143,7 @@ impl Loader {
             inner = self
                 .shared
                 .changed
-                .wait_timeout_while(inner, patience, idle)
+                .wait_timeout_while(inner, timeout, idle)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
             inner.waiting -= 1;
@@ -248,7 +248,7 @@ impl Loader {
         Ok(())
     }
 
-    /// Forget everything that was made ahead and tell the thread to stop; the caller joins it without the lock.
+    /// Drop prefetched batches and tell the thread to stop; the caller joins it without the lock.
     fn halt(&self, inner: &mut Inner) -> Option<JoinHandle<()>> {
         inner.queue.clear();
         inner.end = None;

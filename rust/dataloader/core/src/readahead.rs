@@ -1,4 +1,4 @@
-//! Reading ahead: while the second half of a shard is consumed, the kernel is asked for the next one, bit by bit.
+//! Read-ahead: while the second half of a shard is consumed, the next shard is prefetched piecewise (fadvise).
 
 use std::fs::File;
 
@@ -6,12 +6,12 @@ use crate::catalog::{Shard, open_regular};
 
 /// The one shard that is being read ahead.
 #[derive(Default)]
-pub(crate) struct Ahead {
+pub(crate) struct ReadAhead {
     shard: Option<(usize, Option<File>)>,
     advised: u64,
 }
 
-impl Ahead {
+impl ReadAhead {
     /// Ask for as much of the next shard as the current one is consumed past its half; a failure costs only time.
     ///
     /// In pieces, because one request for a whole cold shard would keep the thread from making batches.
@@ -49,14 +49,14 @@ mod tests {
     use crate::header::Width;
 
     #[test]
-    fn half_way_through_it_begins_and_at_the_end_all_of_one_shard_was_asked_for() {
+    fn advises_the_next_shard_in_proportion_to_the_second_half() {
         let path = std::env::temp_dir().join(format!("jspeed-ahead-{}", std::process::id()));
         std::fs::write(&path, [0; 3024]).unwrap();
         let next = Shard { path: path.clone(), tokens: 1000, width: Width::Two };
-        let mut ahead = Ahead::default();
+        let mut ahead = ReadAhead::default();
         ahead.advise(1, &next, 500, 1000);
         assert!(ahead.shard.is_none());
-        let asked = |ahead: &mut Ahead, index, consumed| {
+        let asked = |ahead: &mut ReadAhead, index, consumed| {
             ahead.advise(index, &next, consumed, 1000);
             (ahead.shard.as_ref().map(|(open, _)| *open), ahead.advised)
         };

@@ -1,4 +1,4 @@
-//! Reading tokens of one shard without ever being killed by a file that shrank.
+//! Read the tokens of one shard; a truncated file gives an error, not SIGBUS.
 //!
 //! Touching a mapped page beyond the end of its file raises SIGBUS, so every range is populated by
 //! `madvise(MADV_POPULATE_READ)` before it is touched; where the kernel has no such advice the shard is read by
@@ -20,14 +20,13 @@ use crate::error::Error;
 use crate::header::{self, Width};
 use crate::scan::Tokens;
 
-/// Tokens made readable at a time when scanning: 64 KiB of uint16, so that little is read that no lane needs.
+/// Tokens populated at a time while scanning (64 KiB of uint16): small, so that few unneeded pages are read.
 const CHUNK: usize = 1 << 15;
 
 /// How shards are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backend {
     /// Mapped, with `pread` where the kernel lacks what that needs.
-    #[default]
     Map,
     /// Always `pread`.
     Pread,
@@ -75,6 +74,7 @@ impl Reader {
         }
         // SAFETY: the mapping is read-only and private to this reader. Another process may still change the file:
         // ranges are populated before they are touched and `unchanged` is called before a copy is used.
+        #[expect(unsafe_code, reason = "mapping a file that others may change has no safe interface")]
         let map =
             if backend == Backend::Map && CAN_POPULATE { unsafe { Mmap::map(&file) }.ok() } else { None };
         let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
@@ -129,7 +129,7 @@ impl Reader {
             if stop.load(Ordering::Relaxed) {
                 return Err(Error::Stopped);
             }
-            // What is ready already is looked through first: a document costs no system call of its own.
+            // Scan the populated range first: a document costs no system call of its own.
             if !self.ready.contains(&from) {
                 self.make_ready(&(from..from + 1), self.chunk_from(from))?;
             }

@@ -1,4 +1,4 @@
-//! Runs of tokens of either width, and looking for ids in them, 64 at a time so that the compiler vectorises it.
+//! Search uint16 or uint32 tokens for ids, 64 at a time so that the compiler vectorises it.
 
 use crate::header::Width;
 

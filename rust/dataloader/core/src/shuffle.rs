@@ -1,7 +1,7 @@
 //! A pseudo-random permutation of `0..size`, keyed by seed and epoch, with constant memory and seek.
 //!
 //! A balanced Feistel network permutes the smallest power of four that holds `size`; results outside the
-//! range are put through it again (cycle walking), so at most four rounds of it are expected.
+//! range are put through it again (cycle walking), so at most four passes are expected.
 
 const ROUNDS: usize = 8;
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -101,7 +101,7 @@ impl Sources {
         self.catalogs().map(|catalog| catalog.num_tokens()).sum()
     }
 
-    /// Names the data of all sets; for one set its own fingerprint.
+    /// Identifies the data of all sets; for one set its own fingerprint.
     #[must_use]
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
@@ -109,7 +109,7 @@ impl Sources {
 
     /// The set that fills a lane, for the number of the lane counted over the whole stream.
     ///
-    /// A function of that number alone, so that it needs no state, and every run of lanes has close to its share.
+    /// A function of that number alone, stateless, and close to the weights over any consecutive lanes.
     #[must_use]
     pub fn of_lane(&self, lane: u64) -> usize {
         let place = lane.wrapping_mul(GOLDEN);

@@ -1,4 +1,4 @@
-//! Where a stream stands, as a few integers and strings that outlive the process.
+//! The saved state of a stream: position and configuration identity, as integers and strings.
 
 use std::sync::Arc;
 
@@ -126,7 +126,7 @@ fn names(source: usize) -> [String; 3] {
     ["epoch", "shard", "offset"].map(|name| format!("{name}{end}"))
 }
 
-/// What a position means anything for: the data and every setting that the order of tokens depends on.
+/// The data fingerprint and settings that a position is valid for.
 fn identity(config: &Config, sources: &Sources) -> Vec<(&'static str, Value)> {
     let align = if config.order == Order::Documents { "bos" } else { "none" };
     let shuffle = match (config.order, config.shard_seed) {

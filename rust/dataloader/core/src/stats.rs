@@ -1,4 +1,4 @@
-//! What a loader has done and how long its consumer waited.
+//! Statistics of a loader: batches, bytes, and how long its consumer waited.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Any bytes as a shard: the header is refused or exact, and the index of documents is that of a plain loop.
+//! Fuzz the shard parser: bytes are refused or parsed exactly, and documents are found as by a plain loop.
 //!
 //! `cargo +nightly fuzz run shard` in `rust/dataloader`, or on a stable compiler with `RUSTC_BOOTSTRAP=1`.
 #![no_main]

@@ -77,7 +77,7 @@ pub fn arguments(lanes: i64, stages: &[(i64, i64, Option<i64>)]) -> Arguments {
         lanes,
         align: Some("bos".to_owned()),
         bos_id: 0,
-        whole: StageArguments::default(),
+        single_stage: StageArguments::default(),
         schedule: Some(stages.iter().map(stage).collect()),
         process_index: 0,
         process_count: 1,

@@ -58,21 +58,21 @@ def test_data_that_fit(folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "message"),
     [
-        ({"format_version": 99}, "format_version should be 1 but is 99"),
+        ({"format_version": 99}, "'format_version': expected 1, found 99"),
         ({"vocab_size": 10, "bos_id": None}, "at token position .* but its manifest.json says 10 ids"),
         ({"vocab_size": 300}, "holds tokens of bytes with 300 ids but recipe stdlib has room for 257; .*VOCAB=300"),
-        ({"tokenizer": "gpt2"}, "holds tokens of gpt2 but recipe stdlib reads those of bytes; "),
-        ({"tokenizer": 3}, "tokenizer should be a name but is 3"),
-        ({"files": []}, "files should be a list of one or more"),
+        ({"tokenizer": "gpt2"}, "holds tokens of gpt2 but recipe stdlib expects bytes tokens; "),
+        ({"tokenizer": 3}, "'tokenizer': expected a name, found 3"),
+        ({"files": []}, "'files': expected a list of one or more"),
     ],
 )
-def test_a_manifest_that_does_not(folder, changes, sentence):
+def test_a_manifest_that_does_not(folder, changes, message):
     import re
 
     describe(folder, **changes)
-    assert re.search(sentence, outcome(folder))
+    assert re.search(message, outcome(folder))
 
 
 def test_no_manifest_but_something_of_its_name(folder):
@@ -92,11 +92,11 @@ def test_ids_that_the_recipe_has_no_room_for(folder, split):
     assert f"{path} holds token id 257 at token position 7 but recipe stdlib has room for 257 ids; " in outcome(folder)
 
 
-def test_lanes_that_start_at_documents_need_marks(folder, tmp_path):
+def test_lanes_that_start_at_documents_need_separators(folder, tmp_path):
     source = (setup.find("stdlib").path).read_text()
     recipe = tmp_path / "aligned.py"
     recipe.write_text(source.replace("bos_id=256, shuffle_block=LANE_LEN", 'bos_id=256, align="bos"'))
     describe(folder, bos_id=None)
-    assert "without a mark between documents but the lanes of recipe" in outcome(folder, recipe)
+    assert "without a document separator but the lanes of recipe" in outcome(folder, recipe)
     describe(folder, bos_id=10)
-    assert "in which 10 marks a document but recipe" in outcome(folder, recipe)
+    assert "whose document separator is 10, but recipe" in outcome(folder, recipe)
