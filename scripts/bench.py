@@ -1,8 +1,8 @@
 """``jspeed bench`` from a checkout: ``python scripts/bench.py``."""
 
-from jspeed.standard_streams import starts
+from jspeed.standard_streams import exit_on_ctrl_c
 
-starts(__name__)
+exit_on_ctrl_c(__name__)
 
 from jspeed.commands.main import main
 

@@ -1,8 +1,8 @@
 """``jspeed launch`` from a checkout: ``python scripts/launch.py``."""
 
-from jspeed.standard_streams import starts
+from jspeed.standard_streams import exit_on_ctrl_c
 
-starts(__name__)
+exit_on_ctrl_c(__name__)
 
 from jspeed.commands.main import main
 

@@ -70,9 +70,9 @@ def test_evaluate_refuses_what_would_have_no_effect(tmp_path, words, arguments):
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("cannot be looked at (File name too long)", ["sample.py", "x" * 5000]),
-        ("cannot be looked at (File name too long)", ["leaderboard.py", "verify", "x" * 5000]),
-        ("cannot be looked at (Too many levels of symbolic links)", ["leaderboard.py", "verify", "loop"]),
+        ("cannot be accessed (File name too long)", ["sample.py", "x" * 5000]),
+        ("cannot be accessed (File name too long)", ["leaderboard.py", "verify", "x" * 5000]),
+        ("cannot be accessed (Too many levels of symbolic links)", ["leaderboard.py", "verify", "loop"]),
         ("does not exist", ["launch.py", "x" * 5000]),
         ("does not exist", ["leaderboard.py", "compare", "x" * 5000 + ".py", "stdlib"]),
         ("no recipe '", ["leaderboard.py", "compare", "x" * 5000, "stdlib"]),

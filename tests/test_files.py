@@ -1,7 +1,9 @@
-"""Files without room: a sentence, and neither half a file nor half a line."""
+"""Atomic file writes: a full disk gives an error message and leaves neither half a file nor half a line."""
 
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +63,10 @@ def test_json_of_any_depth_is_json_or_not(tmp_path):
     os.mkfifo(tmp_path / "pipe.json")
     with pytest.raises(OSError, match="not a regular file"):
         read_json(tmp_path / "pipe.json")
+
+
+def test_a_written_file_has_the_mode_that_the_umask_allows(tmp_path):
+    code = f"from pathlib import Path; from jspeed import files; files.write_whole(Path({str(tmp_path / 'f')!r}), '')"
+    for umask, mode in ((0o077, 0o600), (0o022, 0o644)):
+        subprocess.run([sys.executable, "-c", code], check=True, umask=umask)
+        assert (tmp_path / "f").stat().st_mode & 0o777 == mode

@@ -1,4 +1,4 @@
-"""What scripts print when nobody reads, nothing fits or nothing can be encoded; Ctrl-C while they import."""
+"""Standard streams of scripts: closed pipes, full disks, narrow encodings, C++ logs; Ctrl-C during imports."""
 
 import ast
 import os
@@ -50,7 +50,7 @@ ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTH
 
 
 @pytest.mark.parametrize("variables", ASCII, ids=["PYTHONIOENCODING", "LC_ALL"])
-def test_what_a_terminal_cannot_show_is_escaped(tmp_path, variables):
+def test_unencodable_characters_are_escaped(tmp_path, variables):
     done = run(tmp_path, variables=variables)
     assert (done.returncode, (tmp_path / "done").exists()) == (0, True), done.stderr[-300:]
     assert done.stdout.count(rb"\xdc") == 2000 * 50 and done.stderr.count(rb"\xdc") == 2000 * 50
@@ -58,7 +58,7 @@ def test_what_a_terminal_cannot_show_is_escaped(tmp_path, variables):
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_reader_that_goes_away_ends_printing_and_not_the_work(tmp_path, unread, code, unbuffered):
+def test_a_closed_pipe_ends_printing_and_not_the_work(tmp_path, unread, code, unbuffered):
     done = run(tmp_path, code, stdout=unread, stderr=unread, variables={"PYTHONUNBUFFERED": unbuffered})
     assert done.returncode == code and (tmp_path / "done").exists()
     done = run(tmp_path, code, stdout=unread)
@@ -66,7 +66,7 @@ def test_a_reader_that_goes_away_ends_printing_and_not_the_work(tmp_path, unread
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 2), (1, 1)])
-def test_output_that_does_not_fit_is_said_at_the_end(tmp_path, code, expected):
+def test_output_on_a_full_disk_is_an_error_at_the_end(tmp_path, code, expected):
     with open("/dev/full", "wb") as full:
         done = run(tmp_path, code, stdout=full)
     assert done.returncode == expected and (tmp_path / "done").exists()
@@ -75,30 +75,31 @@ def test_output_that_does_not_fit_is_said_at_the_end(tmp_path, code, expected):
     assert b"Traceback" not in done.stderr
 
 
-def test_streams_that_are_closed(tmp_path):
+def test_closed_streams(tmp_path):
     run(tmp_path)
     (tmp_path / "done").unlink()
     words = ["sh", "-c", f"{sys.executable} works.py >&- 2>&-"]
     assert subprocess.run(words, cwd=tmp_path, timeout=60).returncode == 0 and (tmp_path / "done").exists()
 
 
-def test_control_characters_are_text():
+def test_control_characters_are_escaped():
     assert escaped("a\tb\nÜ \N{SNOWMAN}") == "a\tb\nÜ \N{SNOWMAN}"
     assert escaped("\x1b[31m\x00\r\x7f\x9b2J") == r"\x1b[31m\x00\x0d\x7f\x9b2J"
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_ctrl_c_is_settled_before_the_imports_that_take_seconds(path: Path):
+def test_scripts_handle_ctrl_c_before_their_slow_imports(path: Path):
     _, first, second, *_ = ast.parse(path.read_text(encoding="utf-8")).body
     assert (
-        ast.unparse(first) == "from jspeed.standard_streams import starts" and ast.unparse(second) == "starts(__name__)"
+        ast.unparse(first) == "from jspeed.standard_streams import exit_on_ctrl_c"
+        and ast.unparse(second) == "exit_on_ctrl_c(__name__)"
     )
 
 
 def test_ctrl_c_while_a_script_imports(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     (tmp_path / "script.py").write_text(
-        "from jspeed.standard_streams import starts\n\nstarts(__name__)\n\nimport slow\n"
+        "from jspeed.standard_streams import exit_on_ctrl_c\n\nexit_on_ctrl_c(__name__)\n\nimport slow\n"
     )
     with subprocess.Popen(
         [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -111,7 +112,7 @@ def test_ctrl_c_while_a_script_imports(tmp_path):
 
 def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
     (tmp_path / "script.py").write_text(
-        "from jspeed.standard_streams import starts\n\nstarts(__name__)\n\n"
+        "from jspeed.standard_streams import exit_on_ctrl_c\n\nexit_on_ctrl_c(__name__)\n\n"
         "import time\nfrom jspeed.errors import run_script\n"
         "def main():\n    try:\n        print('working', flush=True)\n        time.sleep(60)\n"
         "    finally:\n        print('clean')\n\nrun_script(main)\n"
@@ -129,13 +130,13 @@ LOGGED = """
 import os, sys
 from jspeed import standard_streams
 
-standard_streams.guard()
+standard_streams.harden_streams()
 with standard_streams.without_logs():
     os.write(2, b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\\n")
     os.write(2, b"I0000 00:00:1795377060.652110   17481 cudart_stub.cc:31] Could not find cuda drivers\\n")
     os.write(2, b"W1122 19:51:00.123456   17481 any.cc:7] careful\\n")
     os.write(2, b"E0000 00:00:1795377060.7   17481 any.cc:9] failed\\n")
-    print("Ü, said by Python", file=sys.stderr)
+    print("Ü, from Python", file=sys.stderr)
     {last}
 os.write(2, b"I0000 00:00:1.5   1 later.cc:1] after it\\n")
 """
@@ -159,7 +160,6 @@ def test_logs_of_libraries_are_hidden_for_as_long_as_nothing_fails(tmp_path, las
 
 
 def test_logs_without_standard_error(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "from jspeed import standard_streams\nstandard_streams.guard()\nwith standard_streams.without_logs(): 1\n"
-    )
+    lines = "from jspeed import standard_streams as streams\nstreams.harden_streams()\nwith streams.without_logs(): 1\n"
+    (tmp_path / "script.py").write_text(lines)
     assert subprocess.run(["sh", "-c", f"{sys.executable} script.py 2>&-"], cwd=tmp_path).returncode == 0

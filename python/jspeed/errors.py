@@ -16,7 +16,7 @@ FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reachin
 class BadInput(Exception):
     """The user gave something that cannot work.
 
-    Its text is one sentence that names what and where, what was expected, what was found and what to do.
+    Its text is a one-line error message: what and where, what was expected, what was found and what to do.
     """
 
 
@@ -34,9 +34,9 @@ def say(line: str) -> None:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known word closest to ``word``, or an empty string."""
+    """Return ``" (did you mean 'x'?)"`` for the known word closest to ``word``, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean '{close[0]}'?" if close else ""
+    return f" (did you mean '{close[0]}'?)" if close else ""
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
@@ -46,15 +46,15 @@ def first_line(error: BaseException, most: int = 200) -> str:
 
 
 @contextmanager
-def as_sentences() -> Iterator[None]:
-    """Turn :class:`BadInput` into its sentence and exit code 2, Ctrl-C into 130, and what nobody foresaw into 70."""
+def exit_codes() -> Iterator[None]:
+    """Map exceptions to exit codes: :class:`BadInput` 2 with its message, Ctrl-C 130, all else 70 with a traceback."""
     try:
         yield
     except BadInput as error:
         say(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, standard_streams.leave)  # a second one need not wait for what is cleaned up
+        signal.signal(signal.SIGINT, standard_streams.exit_130)  # a second one does not wait for clean-up
         sys.exit(130)
     except Exception:
         traceback.print_exc()
@@ -62,21 +62,19 @@ def as_sentences() -> Iterator[None]:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Call a script's ``main`` under :func:`as_sentences` and exit with what it returns.
+    """Call a script's ``main`` under :func:`exit_codes` and exit with what it returns.
 
-    A reader of its output that goes away ends printing and nothing else. Output that a full disk has not taken ends
-    printing too; it is said at the end, and 0 becomes exit code 2.
+    When the reader of stdout closes the pipe, printing stops and the work continues. When stdout cannot be written, the
+    error is reported at the end and exit code 0 becomes 2.
     """
-    standard_streams.guard()
-    standard_streams.started()
+    standard_streams.harden_streams()
+    standard_streams.restore_ctrl_c()
     try:
-        with as_sentences():
+        with exit_codes():
             sys.exit(main() or 0)
     except SystemExit as end:
-        if lost := standard_streams.lost_output():
-            say(
-                f"error: standard output could not be written ({lost.strerror}); make room there, and look at the files"
-            )
+        if lost := standard_streams.stdout_error():
+            say(f"error: standard output could not be written ({lost.strerror}); free space; results are in the files")
             end.code = end.code or 2
         raise
 

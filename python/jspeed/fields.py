@@ -1,4 +1,4 @@
-"""Values checked against annotations: type, range, finite numbers; and the hash of a recipe's. No jax in here.
+"""Check values against type annotations: types, ranges, finite numbers; and hash a recipe's fields. No jax in here.
 
 ``lanes: Count`` in a dataclass, or in a TypedDict of what a JSON file holds, says what ``lanes`` may be, once;
 :func:`misfits` and :func:`check_json` read it.
@@ -25,19 +25,19 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be besides its type: in words, and how to tell."""
+    """A condition on a value besides its type: description and predicate."""
 
     expected: str
     holds: Callable[[Any], object]
 
 
-def whole(least: int, most: int = MOST) -> Rule:
+def integer(least: int, most: int = MOST) -> Rule:
     """Return the rule of whole numbers from ``least`` to ``most``."""
     return Rule(f"a whole number from {least} to {most}", lambda value: least <= value <= most)
 
 
-Count = Annotated[int, whole(1)]
-CountOrZero = Annotated[int, whole(0)]
+Count = Annotated[int, integer(1)]
+CountOrZero = Annotated[int, integer(0)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, Rule("a finite number of 0 or more", lambda value: value >= 0)]
 FolderName = Annotated[
@@ -62,22 +62,22 @@ TESTS: dict[Any, Callable[[Any], bool]] = {
 
 
 def misfits(value: Any, hint: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (where, what was expected, what was found) for all in ``value`` that is not as its type ``hint`` says.
+    """Yield (where, what was expected, what was found) for all in ``value`` that does not match its type ``hint``.
 
-    ``hint`` is a type, a dataclass (all of its fields are looked at), ``X | None``, ``tuple[X, ...]``, a Callable, a
+    ``hint`` is a type, a dataclass (its fields are checked too), ``X | None``, ``tuple[X, ...]``, a Callable, a
     Mapping or a Literal, perhaps Annotated with :class:`Rule`. Every float must be finite; a bool is no number.
     """
-    for place, wanted, found in _misfits(value, shape(hint), where):
+    for place, wanted, found in _misfits(value, check_of(hint), where):
         yield place, wanted, shown(found)
 
 
 def check_json(value: Any, hint: Any) -> None:
-    """Raise BadInput naming the first place in ``value``, as JSON has it, that is not as its type ``hint`` says.
+    """Raise BadInput naming the first place in ``value``, parsed from JSON, that does not match its type ``hint``.
 
     ``hint`` is as of :func:`misfits`, a TypedDict (other keys are free), ``list[X]`` or ``dict[str, X]``; a text beside
     the rules of an Annotated is the unit.
     """
-    for where, wanted, item in _misfits(value, shape(hint), ""):
+    for where, wanted, item in _misfits(value, check_of(hint), ""):
         for in_python, in_json in (("True or False", "true or false"), ("None", "null")):
             wanted = wanted.replace(in_python, in_json)
         place = f"field '{where}': " if where else ""
@@ -85,80 +85,82 @@ def check_json(value: Any, hint: Any) -> None:
         raise BadInput(f"{place}expected {wanted}{fields}, found {found(item)}")
 
 
-class Shape(NamedTuple):
-    """What a hint asks of a value: in words, how to tell of the value itself, and what of each (key, value) inside."""
+class Check(NamedTuple):
+    """A type hint as a test: description, predicate, and the (key, value, check) of what is inside a value."""
 
     expected: str
     holds: Callable[[Any], object]
-    inside: Callable[[Any], Iterable[tuple[str | int, Any, "Shape"]]] | None = None
+    inside: Callable[[Any], Iterable[tuple[str | int, Any, "Check"]]] | None = None
 
 
-def _fits(value: Any, shape: Shape) -> bool:
-    return not any(_misfits(value, shape, ""))
+def _fits(value: Any, check: Check) -> bool:
+    return not any(_misfits(value, check, ""))
 
 
-def _misfits(value: Any, shape: Shape, where: str) -> Iterator[tuple[str, str, Any]]:
-    if not shape.holds(value):
-        yield where, shape.expected, value
-    elif shape.inside:
-        for key, item, each in shape.inside(value):
-            if each.inside or not each.holds(item):  # the place of a leaf that is right need not be spelled
+def _misfits(value: Any, check: Check, where: str) -> Iterator[tuple[str, str, Any]]:
+    if not check.holds(value):
+        yield where, check.expected, value
+    elif check.inside:
+        for key, item, each in check.inside(value):
+            if each.inside or not each.holds(item):  # skip the path of correct leaves
                 place = f"{where}[{key}]" if isinstance(key, int) else f"{where}.{key}".lstrip(".")
                 yield from _misfits(item, each, place)
 
 
 @cache
-def shape(hint: Any) -> Shape:
-    """Return what ``hint`` asks for; hints as in :func:`misfits` and :func:`check_json`."""
+def check_of(hint: Any) -> Check:
+    """Return ``hint`` as a test; hints as in :func:`misfits` and :func:`check_json`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return _annotated(shape(args[0]), args[1:])
+        return _annotated(check_of(args[0]), args[1:])
     if origin in (Union, types.UnionType):
-        return _union([shape(each) for each in args if each is not type(None)], type(None) in args)
+        return _union([check_of(each) for each in args if each is not type(None)], type(None) in args)
     if origin in (list, tuple, dict) and args:
-        of, each = origin, shape(args[-1] if origin is dict else args[0])
+        of, each = origin, check_of(args[-1] if origin is dict else args[0])
         items: Any = dict.items if of is dict else enumerate
-        return Shape(WORDS[of], lambda v: isinstance(v, of), lambda v: ((key, item, each) for key, item in items(v)))
+        return Check(WORDS[of], lambda v: isinstance(v, of), lambda v: ((key, item, each) for key, item in items(v)))
     if is_typed_dict(hint):
-        return Shape(WORDS[dict], lambda v: isinstance(v, dict), _keys(hint))
+        return Check(WORDS[dict], lambda v: isinstance(v, dict), _keys(hint))
     if isinstance(hint, type) and is_dataclass(hint):
-        hints = [(f.name, shape(get_type_hints(hint, include_extras=True)[f.name])) for f in fields(hint)]
+        hints = [(f.name, check_of(get_type_hints(hint, include_extras=True)[f.name])) for f in fields(hint)]
         inside = lambda v: ((name, getattr(v, name), each) for name, each in hints)  # noqa: E731
-        return Shape(f"a {hint.__name__}", lambda v: isinstance(v, hint), inside)
+        return Check(f"a {hint.__name__}", lambda v: isinstance(v, hint), inside)
     if origin is Literal:
-        return Shape(" or ".join(map(repr, args)), lambda v: v in args)
+        return Check(" or ".join(map(repr, args)), lambda v: v in args)
     if hint is Any:
-        return Shape("anything", lambda v: v is not MISSING)
+        return Check("anything", lambda v: v is not MISSING)
     if origin is Callable:
-        return Shape("a function", callable)
-    return Shape(
+        return Check("a function", callable)
+    return Check(
         WORDS.get(kind := origin or hint, f"a {kind.__name__}"), TESTS.get(kind) or (lambda v: isinstance(v, kind))
     )
 
 
-def _annotated(base: Shape, extras: tuple[Any, ...]) -> Shape:
+def _annotated(base: Check, extras: tuple[Any, ...]) -> Check:
     rules = [each for each in extras if isinstance(each, Rule)]
     unit = "".join(f" ({each})" for each in extras if isinstance(each, str))
     words = (rules[0].expected if rules else base.expected) + unit
-    return Shape(words, lambda v: _fits(v, base) and all(rule.holds(v) for rule in rules), base.inside)
+    return Check(words, lambda v: _fits(v, base) and all(rule.holds(v) for rule in rules), base.inside)
 
 
-def _union(shapes: list[Shape], or_none: bool) -> Shape:
+def _union(shapes: list[Check], or_none: bool) -> Check:
     words = " or ".join([each.expected for each in shapes] + ["None"] * or_none)
     if len(shapes) == 1 and or_none:
         [one] = shapes
         inside = one.inside
-        return Shape(words, lambda v: v is None or one.holds(v), inside and (lambda v: () if v is None else inside(v)))
-    return Shape(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
+        return Check(words, lambda v: v is None or one.holds(v), inside and (lambda v: () if v is None else inside(v)))
+    return Check(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
 
 
-def _keys(hint: Any) -> Callable[[dict], Iterator[tuple[str, Any, Shape]]]:
-    """What is inside a TypedDict ``hint``."""
+def _keys(hint: Any) -> Callable[[dict], Iterator[tuple[str, Any, Check]]]:
+    """The fields of a TypedDict ``hint`` and their checks."""
     hints = get_type_hints(hint, include_extras=True)
     optional = {name for name, each in hints.items() if get_origin(each) is NotRequired}
-    shapes = [(name, shape(get_args(h)[0] if name in optional else h), name in optional) for name, h in hints.items()]
+    shapes = [
+        (name, check_of(get_args(h)[0] if name in optional else h), name in optional) for name, h in hints.items()
+    ]
 
-    def inside(value: dict) -> Iterator[tuple[str, Any, Shape]]:
+    def inside(value: dict) -> Iterator[tuple[str, Any, Check]]:
         for name, each, may_lack in shapes:
             if not may_lack or name in value:
                 yield name, value.get(name, MISSING), each
@@ -167,21 +169,21 @@ def _keys(hint: Any) -> Callable[[dict], Iterator[tuple[str, Any, Shape]]]:
 
 
 def expected(hint: Any) -> str:
-    """Return what ``hint`` asks for, in words."""
-    return shape(hint).expected
+    """Return the description of ``hint``."""
+    return check_of(hint).expected
 
 
 def shown(value: Any) -> str:
-    """Return ``value`` as a sentence can hold it, shortened, with its type where it is no plain value."""
+    """Return ``value`` for an error message, shortened, with its type unless it is text, a bool or None."""
     try:
         text = reprlib.repr(value)
-    except Exception:  # a whole number of more digits than Python prints, an object that cannot say what it is
+    except Exception:  # a whole number of more digits than Python prints, a failing __repr__
         text = "something unprintable"
     return text if value is None or isinstance(value, bool | str) else f"{text} ({type(value).__name__})"
 
 
 def found(value: Any) -> str:
-    """Return what a sentence says was found in a JSON file: the value and its type."""
+    """Return a value from a JSON file for an error message, with its type."""
     if value is MISSING:
         return "no such field"
     return "null" if value is None else f"{reprlib.repr(value)} ({type(value).__name__})"

@@ -19,6 +19,9 @@ from jspeed.errors import BadInput, NoRoom
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+UMASK = os.umask(0o077)  # it can only be read by setting it
+os.umask(UMASK)
+
 
 def cache_folder() -> Path:
     """Return the folder for prepared data and compiled programs: ``$JSPEED_CACHE`` or the user's cache."""
@@ -30,13 +33,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
     Raises :class:`NoRoom` on a full disk, and :class:`BadInput` for another reason why it cannot be written.
     """
-    with whole(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does."""
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which becomes ``path`` at the end; raises as :func:`write_whole` does.
+
+    The content is on disk before the name is, but the folder is not synced. An OSError inside counts as one of writing.
+    """
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         os.close(handle)
@@ -44,7 +50,7 @@ def whole(path: Path) -> Iterator[Path]:
             yield Path(name)
             with open(name, "rb") as file:
                 os.fsync(file.fileno())
-                os.fchmod(file.fileno(), 0o644)
+                os.fchmod(file.fileno(), 0o666 & ~UMASK)
             os.replace(name, path)
         except BaseException:
             Path(name).unlink(missing_ok=True)

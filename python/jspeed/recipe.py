@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, misfits, whole
+from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
 from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -166,8 +166,8 @@ class Data:
     """
 
     name: FolderName
-    vocab_size: Annotated[int, whole(1, MOST_IDS)]
-    bos_id: Annotated[int, whole(0, MOST_IDS - 1)]
+    vocab_size: Annotated[int, integer(1, MOST_IDS)]
+    bos_id: Annotated[int, integer(0, MOST_IDS - 1)]
     align: Literal["bos"] | None = None
     shuffle_block: Count | None = None
     windows: Literal["random"] | None = None
@@ -223,7 +223,7 @@ class Recipe:
     eval_tokens: Count
     eval_len: Count
     attention_width: Count
-    layers: Annotated[int, whole(1, MOST_LAYERS)]
+    layers: Annotated[int, integer(1, MOST_LAYERS)]
     eval_windows: tuple[Count, ...] = ()
     alike: bool = False
     heads: Count | None = None

@@ -13,22 +13,30 @@ from contextlib import contextmanager
 
 
 class Stream(io.FileIO):
-    """Standard output or error. What cannot be written goes nowhere from then on; ``failure`` says why."""
+    """Standard output or error. After a write error all output is discarded; ``failure`` keeps the error."""
 
     failure: OSError | None = None
 
     def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
-        """Write to the descriptor, or to nowhere when its reader has gone or its disk is full."""
+        """Write to the descriptor; discard the data when its reader has gone or its disk is full."""
         try:
             return super().write(data)
         except BlockingIOError:
             raise
         except OSError as error:
             self.failure = error
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            _discard(self.fileno())
             return len(data)
+
+
+def _discard(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _nowhere() -> io.TextIOWrapper:
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 _streams: dict[str, Stream] = {}
@@ -36,56 +44,56 @@ _streams: dict[str, Stream] = {}
 LOGS = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\]")
 
 
-def guard() -> None:
-    """Let ``sys.stdout`` and ``sys.stderr`` take any character and outlive whoever reads them; once, in a script."""
+def harden_streams() -> None:
+    """Escape unencodable characters and survive closed pipes on ``sys.stdout`` and ``sys.stderr``. Call once."""
     # While Python itself ends it gives SIGINT back to the system, and a second Ctrl-C then would decide the exit code.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     for name in ("stdout", "stderr"):
         old: io.TextIOWrapper | None = getattr(sys, name)
-        if old is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))
+        if old is None:  # closed by the parent process
+            setattr(sys, name, _nowhere())
         elif old is getattr(sys, f"__{name}__"):
             old.flush()
-            raw = _streams[name] = Stream(old.fileno(), "w", closefd=False)
-            new = io.TextIOWrapper(
-                raw if old.write_through else io.BufferedWriter(raw),  # type: ignore[type-var]
-                encoding=old.encoding,
-                errors="backslashreplace",
-                newline="\n",
-                line_buffering=old.line_buffering,
-                write_through=old.write_through,
-            )
-            setattr(sys, name, new)
+            _streams[name] = stream = Stream(old.fileno(), "w", closefd=False)
+            setattr(sys, name, _text(stream, old.encoding, old.line_buffering, old.write_through))
 
 
-def only_first_prints(first: bool) -> None:
-    """Of several processes let the first alone print to standard output; standard error stays everybody's.
+def _text(stream: Stream, encoding: str, line_buffering: bool, write_through: bool = False) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        stream if write_through else io.BufferedWriter(stream),  # type: ignore[type-var]
+        encoding=encoding,
+        errors="backslashreplace",
+        newline="\n",
+        line_buffering=line_buffering,
+        write_through=write_through,
+    )
 
-    What libraries in C++ write there, as gloo does of its connections, goes nowhere; with NCCL_DEBUG to standard error.
+
+def stdout_of_process_0_only(first: bool) -> None:
+    """Of several processes only process 0, the ``first``, prints to stdout; stderr is unchanged.
+
+    What C++ libraries such as gloo print to stdout is discarded, or goes to stderr with NCCL_DEBUG.
     """
     sys.stdout.flush()
     if first:
-        stream = Stream(os.dup(1), "w")
-        raw = io.BufferedWriter(stream)  # type: ignore[type-var]
-        sys.stdout = io.TextIOWrapper(
-            raw, encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True
-        )
-        _streams["stdout"] = stream
+        _streams["stdout"] = stream = Stream(os.dup(1), "w")
+        sys.stdout = _text(stream, "utf-8", line_buffering=True)
     else:
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = _nowhere()
         _streams.pop("stdout", None)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(2 if "NCCL_DEBUG" in os.environ else nowhere, 1)
-    os.close(nowhere)
+    if "NCCL_DEBUG" in os.environ:
+        os.dup2(2, 1)
+    else:
+        _discard(1)
 
 
-def has_reader() -> bool:
-    """Whether somebody still takes what is printed on standard output."""
+def stdout_open() -> bool:
+    """Whether standard output can still be written."""
     return "stdout" not in _streams or _streams["stdout"].failure is None
 
 
-def lost_output() -> OSError | None:
-    """Flush both streams; return why standard output is not complete, unless its reader has just gone away."""
+def stdout_error() -> OSError | None:
+    """Flush both streams; return the error that made standard output incomplete, unless its reader closed the pipe."""
     sys.stdout.flush()
     sys.stderr.flush()
     failure = _streams["stdout"].failure if "stdout" in _streams else None
@@ -107,34 +115,34 @@ def _controls(character: str) -> bool:
     return (character < " " and character not in "\n\t") or "\x7f" <= character <= "\x9f"
 
 
-def starts(name: str) -> None:
-    """Let Ctrl-C end a script (module ``name`` is ``__main__``) at once while it imports: first call of the file.
+def exit_on_ctrl_c(name: str) -> None:
+    """Let Ctrl-C end a script (module ``name`` is ``__main__``) at once while it imports. Call first in the file.
 
-    In the middle of an import an exception is a traceback, and an exit that cleans up can be a segmentation fault.
+    During an import an exception would print a traceback, and an exit with clean-up can be a segmentation fault.
     """
     if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_130)
 
 
-def started() -> None:
-    """From here on Ctrl-C is KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is leave:
+def restore_ctrl_c() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is exit_130:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def without_logs() -> Iterator[None]:
-    """Keep what C++ libraries log off a script's standard error, unless JSPEED_DEBUG is set.
+    """Hide C++ log lines on a script's standard error, unless JSPEED_DEBUG is set.
 
-    JAX's CUDA plugin writes to the descriptor before its log level can be set, so that is what is redirected: for as
-    long as a plugin is loaded or started, no longer. Errors and all that is no log come out in the end; where an
-    exception does, everything.
+    JAX's CUDA plugin writes to the descriptor before its log level can be set, so the descriptor is redirected while a
+    plugin is loaded or started. Errors and other lines are printed at the end; after an exception, everything is.
     """
+    if not _streams or os.environ.get("JSPEED_DEBUG"):
+        yield
+        return
     try:
-        if not _streams or os.environ.get("JSPEED_DEBUG"):
-            raise OSError
         kept, file = os.dup(2), tempfile.TemporaryFile()
-    except OSError:  # nothing to hide, no standard error, or no room for a file
+    except OSError:  # no standard error, or no room for a file
         yield
         return
     hidden: re.Pattern[bytes] | None = LOGS
@@ -157,10 +165,10 @@ def without_logs() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let Ctrl-C end a script at once while it imports, as :func:`starts` does, but once it has begun; no C++ logs."""
+    """For imports of a running script: Ctrl-C ends it at once (:func:`exit_on_ctrl_c`), C++ logs are hidden."""
     ours = bool(_streams) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
-        signal.signal(signal.SIGINT, leave)
+        signal.signal(signal.SIGINT, exit_130)
     try:
         with without_logs():
             yield
@@ -169,6 +177,6 @@ def importing() -> Iterator[None]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def leave(*_: object) -> None:
-    """End with Ctrl-C's exit code and without cleaning up; a handler of SIGINT."""
+def exit_130(*_: object) -> None:
+    """Exit with Ctrl-C's code and without clean-up; a handler of SIGINT."""
     os._exit(130)

@@ -1,4 +1,4 @@
-"""scripts/launch.py with small programs in place of a training run: places, output, failures, signals, restarts."""
+"""scripts/launch.py with small programs in place of a training run: ranks, output, failures, signals, restarts."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ def launch(tmp_path):
         process.communicate()
 
 
-def test_every_process_knows_its_place(launch):
+def test_every_process_gets_its_rank(launch):
     program = "print(*(os.environ[n] for n in ('RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','MASTER_ADDR')), "
     program += "os.environ['MASTER_PORT'], sys.argv[1:])"
     done = launch(
@@ -157,28 +157,53 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
         ("--nproc-per-node ²", "--nproc-per-node ² run"),
         ("--nproc-per-node 100000000", "--dry-run --nproc-per-node 100000000 run"),
         ("at most 65,536 processes", "--dry-run --nnodes 1000000000 run"),
-        ("--master-port 99999999", "--master-port 99999999 run"),
-        *((f"--grace {grace}", f"--grace {grace} run") for grace in ("nan", "inf", "-1.0", "1e+300")),
+        ("--master-port 99999999: expected a whole number from 1 to 65535", "--master-port 99999999 run"),
+        *(
+            (f"--grace {grace}: expected seconds from 0", f"--grace {grace} run")
+            for grace in ("nan", "inf", "-1.0", "1e+300")
+        ),
         ("--results no/all.json: there is no folder no", "--results no/all.json run"),
         ("did you mean 'run'?", "rum"),
-        ("has no flag --nproc-pr-node; did you mean '--nproc-per-node'?", "--nproc-pr-node 2 run"),
+        ("has no flag --nproc-pr-node (did you mean '--nproc-per-node'?)", "--nproc-pr-node 2 run"),
         ("jspeed launch needs run|SCRIPT.py", ""),
+        ("port, up to 65535", "--master-port 65535 --max-restarts 3 run"),
+        ("jspeed run has no flag --stepz", "--standalone --nproc-per-node 3 run --stepz 3"),
     ],
 )
-def test_bad_flags_are_a_sentence(word, flags):
+def test_bad_flags_are_an_error_message(word, flags):
     with pytest.raises(BadInput) as caught:
         parse(COMMAND, flags.split(), "jspeed launch")()
     assert word in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_launcher_needs_no_jax():
-    code = "import jspeed.cluster.launch, sys; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys, monkeypatch, tmp_path):
+    (tmp_path / "run").write_text("a file of that name is ./run")
+    monkeypatch.chdir(tmp_path)
+    for end in ([], ["--"]):
+        words = ["--nproc_per_node=2", "--dry-run", "--prefix", *end, "run", "--seed", "2", "--no-sample"]
+        assert parse(COMMAND, words, "jspeed launch")() == 0
+        _, *lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2 and lines[1].startswith("RANK=1 WORLD_SIZE=2 ")
+        assert lines[1].endswith(f"{sys.executable} -u -P -m jspeed run --seed 2 --no-sample")
 
 
-def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys):
-    words = ["--nproc_per_node=2", "--dry-run", "--prefix", "run", "--seed", "2", "--dry-run"]
+def test_a_dry_run_of_one_node_has_its_address(capsys):
+    words = ["--standalone", "--master-addr", "elsewhere", "--dry-run", "run"]
     assert parse(COMMAND, words, "jspeed launch")() == 0
-    _, *lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 and lines[1].startswith("RANK=1 WORLD_SIZE=2 ")
-    assert lines[1].endswith(f"{sys.executable} -u -P -m jspeed run --seed 2 --dry-run")
+    assert "MASTER_ADDR=127.0.0.1 " in capsys.readouterr().out
+
+
+def test_results_that_cannot_be_read_or_written_change_no_exit_code_but_0(launch, tmp_path):
+    program = """
+    open(os.environ["JSPEED_RESULT"], "w").write("{half")
+    os.rename("there", "gone")
+    sys.exit(int(os.environ["CODE"]))
+    """
+    for code, expected in ((0, 2), (1, 1)):
+        (tmp_path / "there").mkdir()
+        done = launch("--results there/all.json", program.replace('os.environ["CODE"]', str(code)))
+        assert done.returncode == expected and "error: there/all.json cannot be written" in done.stderr
+        (tmp_path / "gone").rmdir()
+    program = """open(os.environ["JSPEED_RESULT"], "w").write("{half")"""
+    assert launch("--results all.json", program).returncode == 0
+    assert json.loads((tmp_path / "all.json").read_text()) == [{"rank": 0, "exit_code": 0}]

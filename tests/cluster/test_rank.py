@@ -1,8 +1,8 @@
-"""Who a process is, from the variables that each launcher sets."""
+"""The rank of a process, and its GPUs, from the variables that each launcher sets."""
 
 import pytest
 
-from jspeed.cluster.rank import Rank, find_rank, local_devices
+from jspeed.cluster.rank import Rank, find_rank, local_devices, visible_gpus
 from jspeed.errors import BadInput
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
@@ -60,10 +60,14 @@ def test_flags_come_before_variables():
         ("--process-id", {}, ("b:9", 8)),
         ("HOST:PORT", {}, ("b", 8, 1)),
         *(("HOST:PORT", {}, (f"b:{port}", 8, 1)) for port in ("²", "0", "65536", "9" * 5000)),
-        ("JAX_COORDINATOR_ADDRESS", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, ()),
+        ("JAX_COORDINATOR_ADDRESS", OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ()),
+        ("RANK is not set", {"OMPI_COMM_WORLD_SIZE": "3"}, ()),
+        # RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID and nothing else.
+        ("LOCAL_WORLD_SIZE", {name: TORCHRUN[name] for name in TORCHRUN if name != "LOCAL_WORLD_SIZE"}, ()),
+        ("LOCAL_WORLD_SIZE", TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, ()),
     ],
 )
-def test_half_of_the_facts_is_a_sentence(word, environment, flags):
+def test_incomplete_variables_are_an_error(word, environment, flags):
     with pytest.raises(BadInput, match=word):
         find_rank(environment, *flags)
 
@@ -75,7 +79,22 @@ def test_gpus_are_divided_over_the_processes_of_a_node():
     assert local_devices(Rank(1, 2, None, 1, 2), eight) == [4, 5, 6, 7]
     # srun --gpus-per-task=1 shows each process its own GPU only, as number 0.
     assert local_devices(Rank(1, 2, None, 1, 8), {"CUDA_VISIBLE_DEVICES": "5"}) == [0]
+    # srun --gpus-per-task=2 shows each process its own two.
+    two = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    for per_task in ("2", "h100:2"):
+        assert local_devices(Rank(1, 2, None, 1, 2), two | {"SLURM_GPUS_PER_TASK": per_task}) == [0, 1]
+    # With --gpu-bind=none each sees all four.
+    four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "SLURM_GPUS_PER_TASK": "2"}
+    assert local_devices(Rank(1, 2, None, 1, 2), four) == [2, 3]
     assert local_devices(Rank(1, 2, None, 1, 2), {"CUDA_VISIBLE_DEVICES": ""}) is None
     assert local_devices(Rank(1, 2, None, 1, 2), eight | {"JAX_LOCAL_DEVICE_IDS": "3"}) is None
     with pytest.raises(BadInput, match="8 GPUs cannot be divided over 3"):
         local_devices(Rank(1, 3, None, 1, 3), eight)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("", 0), ("-1", 0), ("NoDevFiles", 0), ("0,1", 2), ("0, 2", 2), ("1,-1,2", 1), ("GPU-8932f937,MIG-1a", 2)],
+)
+def test_hidden_gpus_do_not_count(visible, count):
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count

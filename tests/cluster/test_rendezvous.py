@@ -1,4 +1,4 @@
-"""Processes meet, or each learns in one sentence why not; here they are threads."""
+"""Rendezvous: all processes connect, or each gets one error message with the reason. Threads stand for processes."""
 
 import socket
 import threading
@@ -8,27 +8,27 @@ from contextlib import suppress
 
 import pytest
 
-from jspeed.cluster.rendezvous import free_port, is_open, meet, reserved_port
+from jspeed.cluster.rendezvous import free_port, is_open, rendezvous, reserved_port
 from jspeed.errors import BadInput
 
 from ..multi_process import said
 
 
-def port_of(met):
-    port, lines = met
+def port_of(meeting):
+    port, lines = meeting
     for line in lines.values():
         line.close()
     return port
 
 
 def meeting(port, *guests, seconds=10, late=0.0):
-    """The port that :func:`meet` gave to each of ``(index, count)``, or the sentence; process 0 comes ``late``."""
+    """The port or the error message that each of ``guests``, (index, count), gets; process 0 comes ``late``."""
 
     def visit(guest):
         if not guest[0]:
             time.sleep(late)
         try:
-            return port_of(meet("127.0.0.1", port, *guest, seconds, 10 + guest[0]))
+            return port_of(rendezvous("127.0.0.1", port, *guest, seconds, 10 + guest[0]))
         except BadInput as error:
             return str(error)
 
@@ -37,13 +37,13 @@ def meeting(port, *guests, seconds=10, late=0.0):
 
 
 @pytest.mark.parametrize("late", [0.0, 1.0])
-def test_all_hear_of_the_first_ones_port_and_the_agreed_one_is_free_again(late):
+def test_all_get_the_port_of_process_0_and_the_agreed_one_is_free_again(late):
     agreed = free_port()
     for _ in range(2):
         assert meeting(agreed, (0, 3), (1, 3), (2, 3), late=late) == [10] * 3
 
 
-def test_a_reserved_port_is_for_a_service_that_shares_its_port_alone():
+def test_only_a_socket_with_reuse_port_can_listen_on_a_reserved_port():
     with reserved_port() as port:
         for family, host in [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]:
             with pytest.raises(OSError, match="already in use"):
@@ -58,8 +58,8 @@ def test_a_reserved_port_is_for_a_service_that_shares_its_port_alone():
 def test_the_connections_end_with_the_process():
     port = free_port()
     with ThreadPoolExecutor(3) as pool:
-        guests = [pool.submit(meet, "127.0.0.1", port, index, 3, 10, 9) for index in (1, 2)]
-        _, lines = meet("127.0.0.1", port, 0, 3, 10, 9)
+        guests = [pool.submit(rendezvous, "127.0.0.1", port, index, 3, 10, 9) for index in (1, 2)]
+        _, lines = rendezvous("127.0.0.1", port, 0, 3, 10, 9)
         (_, one), (_, two) = (guest.result() for guest in guests)
     assert sorted(lines) == [1, 2] and all(map(is_open, (*lines.values(), one[0], two[0])))
     two[0].close()
@@ -70,37 +70,38 @@ def test_the_connections_end_with_the_process():
     lines[2].close()
 
 
-def test_who_has_not_come_is_named():
+def test_missing_processes_are_named():
     port = free_port()
     first, second = meeting(port, (0, 4), (2, 4), seconds=0.5)
-    assert first == second and "these have not come: 1, 3;" in first and str(port) in first
+    assert first == second and "these are missing: 1, 3;" in first and str(port) in first
     (alone,) = meeting(port, (1, 2), seconds=0.5)
     assert f"process 1 of 2 waited 0.5 s for process 0 at 127.0.0.1:{port} (Connection refused)" in alone
 
 
-def test_another_count_is_everybodys_error():
+def test_a_wrong_world_size_is_an_error_for_all():
     first, second = meeting(free_port(), (0, 2), (1, 3))
     assert first == second and "process 1 was started as one of 3 but process 0 as one of 2" in first
 
 
-def test_a_rank_that_comes_twice_is_sent_away_and_the_others_meet():
+def test_a_duplicate_rank_is_refused_and_the_others_connect():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         two = pool.submit(meeting, port, (0, 3), (1, 3))
         time.sleep(1)
-        assert "another process is process 1 of 3 already" in said(lambda: meet("127.0.0.1", port, 1, 3, 10, 9))
-        third = port_of(meet("127.0.0.1", port, 2, 3, 10, 9))
+        assert "another process is process 1 of 3 already" in said(lambda: rendezvous("127.0.0.1", port, 1, 3, 10, 9))
+        third = port_of(rendezvous("127.0.0.1", port, 2, 3, 10, 9))
         assert two.result() == [third, third]
 
 
-def test_one_that_died_while_it_waited_is_replaced_and_strangers_are_ignored():
+def test_a_process_that_died_while_waiting_is_replaced_and_strangers_are_ignored():
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(meet, "127.0.0.1", port, 0, 3, 20, 9)
+        first = pool.submit(rendezvous, "127.0.0.1", port, 0, 3, 20, 9)
         time.sleep(0.5)
         for words in (
             b'{"greeting": "jspeed 1", "index": 1, "count": 3}\n',
             b"GET / HTTP/1.1\r\n\r\n",
+            b'{"greeting": "jspeed 1"}\n',
             b"x" * 9000,
             b"",
         ):
@@ -109,10 +110,12 @@ def test_one_that_died_while_it_waited_is_replaced_and_strangers_are_ignored():
         assert meeting(port, (1, 3), (2, 3)) == [port_of(first.result())] * 2
 
 
-def test_a_port_that_is_taken_or_speaks_something_else():
+def test_a_port_that_is_taken_or_serves_something_else():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"cannot listen on port {port} (Address already in use)" in said(lambda: meet("", port, 0, 2, 5, 9))
+        assert f"cannot listen on port {port} (Address already in use)" in said(
+            lambda: rendezvous("", port, 0, 2, 5, 9)
+        )
 
         def answer():
             with suppress(OSError):  # when the test is over
@@ -121,4 +124,4 @@ def test_a_port_that_is_taken_or_speaks_something_else():
                         guest.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        assert "(something else answers there)" in said(lambda: meet("127.0.0.1", port, 1, 2, 0.5, 9))
+        assert "(another service answers there)" in said(lambda: rendezvous("127.0.0.1", port, 1, 2, 0.5, 9))

@@ -12,6 +12,7 @@ import pytest
 from jspeed.commands import main
 from jspeed.commands.flags import Command, Fields, File, Folder, Group, Wants, examples, parse
 from jspeed.errors import BadInput
+from jspeed.fields import Count, CountOrZero, Positive
 
 TOP = Group(main.ABOUT, main.COMMANDS, main.load, main.EXAMPLES)
 
@@ -70,20 +71,20 @@ def test_examples_of_all_name_commands():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("runn", "jspeed has no command 'runn'; did you mean 'run'?"),
-        ("--hepl", "jspeed has no flag '--hepl'; did you mean '--help'?"),
-        ("leaderboard ad", "jspeed leaderboard has no command 'ad'; did you mean 'add'?"),
-        ("run --stepz 3", "jspeed run has no flag --stepz; did you mean '--steps'?"),
+        ("runn", "jspeed has no command 'runn' (did you mean 'run'?)"),
+        ("--hepl", "jspeed has no flag '--hepl' (did you mean '--help'?)"),
+        ("leaderboard ad", "jspeed leaderboard has no command 'ad' (did you mean 'add'?)"),
+        ("run --stepz 3", "jspeed run has no flag --stepz (did you mean '--steps'?)"),
         ("run --no-resum", "did you mean '--no-resume'?"),
-        ("run stdlbi", "recipe 'stdlbi' is unknown; did you mean 'stdlib'?"),
-        ("run a b", "jspeed run: 'b' is one word too many"),
+        ("run stdlbi", "recipe 'stdlbi' is unknown (did you mean 'stdlib'?)"),
+        ("run a b", "jspeed run: unexpected argument 'b'"),
         ("run --steps", "Missing value for argument '--steps'"),
         ("run --steps --resume", "Missing value for argument '--steps'"),
         ("run --steps 2.5", "--steps '2.5': expected a whole number"),
         ("run --target-loss low", "--target-loss 'low': expected a number"),
         ("run --data=", "--data: found an empty path"),
         ("run --seed 'a\nb'", r"--seed 'a\nb': expected a whole number"),
-        ("prepare text a --out b --end-of-text befor", "--end-of-text befor: give one of before, after, none; did you"),
+        ("prepare text a --out b --end-of-text befor", "--end-of-text befor: give one of before, after, none (did you"),
         ("prepare text a", "jspeed prepare text needs --out DIR: folder to make"),
         ("export", "jspeed export needs MODEL: a run directory"),
         ("leaderboard add", "jspeed leaderboard add needs RUN_DIR ...: directories of runs"),
@@ -170,3 +171,29 @@ def test_completion_knows_commands_and_flags_at_every_depth(capsys, monkeypatch)
     assert not ended.value.code
     for word in ("leaderboard", "reproduce", "--nproc-per-node", "--max-minutes", "shakespeare-char", "--val-fraction"):
         assert f"'{word}'" in script or f'"{word}"' in script, word
+
+
+def checked(
+    few: Annotated[Count, Wants("N")] = 1, rate: Positive | None = None, some: tuple[CountOrZero, ...] = ()
+) -> None:
+    """Take what fits."""
+    global got
+    got = (few, rate, some)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--few 0", "--few 0: expected a whole number from 1 to 2147483647"),
+        (f"--few {'9' * 4000}", "9': expected a whole number from 1 to"),
+        ("--few x", "--few 'x': expected a whole number; see --help"),
+        ("--rate nan", "--rate nan: expected a finite number above 0"),
+        ("--rate inf", "--rate inf: expected a finite number above 0"),
+        ("--some 1 -2", "--some -2: expected a whole number from 0 to"),
+    ],
+)
+def test_the_rule_of_an_annotation_is_checked(words, expected):
+    parse(Command(checked), "--few 2 --rate 0.5 --some 0 3".split(), "checked")()
+    assert got == (2, 0.5, (0, 3))
+    with pytest.raises(BadInput, match=re.escape(expected)):
+        parse(Command(checked), words.split(), "checked")

@@ -113,7 +113,9 @@ def test_bad_output(tmp_path, monkeypatch):
 
 
 def test_bad_tokenizer(tmp_path):
-    with pytest.raises(BadInput, match=r"tokenizer 'gpt3' is unknown; did you mean 'gpt2'\?.* and any tokenizer.json"):
+    with pytest.raises(
+        BadInput, match=r"tokenizer 'gpt3' is unknown \(did you mean 'gpt2'\?\).* and any tokenizer.json"
+    ):
         tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", "gpt3")
 
 

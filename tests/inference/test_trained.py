@@ -168,7 +168,7 @@ def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, m
 def test_sampling_ends_when_nobody_reads_on(run, capsys, monkeypatch):
     taken = []
     monkeypatch.setattr("jspeed.inference.generate.write", lambda *_: (taken.append(n) or ["x"] for n in range(100)))
-    monkeypatch.setattr(sample_, "has_reader", lambda: len(taken) < 3)
+    monkeypatch.setattr(sample_, "stdout_open", lambda: len(taken) < 3)
     sample_.sample(run.run_dir, prompt="a")
     assert len(taken) == 3
 

@@ -53,7 +53,7 @@ def test_abandoning_takes_back_what_is_ours_only(tmp_path):
 
 
 def test_a_failure_while_opening_leaves_no_directory(tmp_path, monkeypatch):
-    monkeypatch.setattr("jspeed.run.run_directory.everyones", lambda *_: [True, False])
+    monkeypatch.setattr("jspeed.run.run_directory.gather", lambda *_: [True, False])
     assert "not all processes see" in said(lambda: start(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

@@ -30,14 +30,18 @@ TRAINER = """
     recipe, folder = sys.argv[1], Path(sys.argv[sys.argv.index("--run-dir") + 1])
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
     told = Path(sys.argv[0]).with_name("told").read_text().split()
-    if told[:1] == [str(seed)]:
+    if told[:1] == [str(seed)] and "left" not in told:
         sys.exit(int(told[1]))
     planned = next(run for run in read_plan(folder.parent / "plan.json")["runs"] if run["folder"] == folder.name)
     steps = int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else None
     plan = place_in_plan(folder, planned["recipe_hash"], seed, steps)
     seconds = (30.0 if "adamw" in recipe else 20.0) + 0.1 * seed
-    make_run(folder, seconds, seed, 1.39 + 0.001 * seed, plan=plan, recipe=planned["recipe"])
+    stopped = told[:1] == [str(seed)] and "--resume" not in sys.argv
+    loss, status = (None, {{"status": "interrupted"}}) if stopped else (1.39 + 0.001 * seed, {{}})
+    make_run(folder, seconds, seed, loss, plan=plan, recipe=planned["recipe"], **status)
     Path(sys.argv[0]).with_name("calls").open("a").write(" ".join(sys.argv[1:]) + "\\n")
+    if stopped:
+        sys.exit(int(told[1]))
 """
 
 
@@ -103,7 +107,7 @@ def test_a_plan_is_not_for_several_processes(trainer, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(BadInput, match="--plan makes its runs in one process each"):
+    with pytest.raises(BadInput, match="in one process each"):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
 
 
@@ -116,6 +120,22 @@ def test_a_run_that_fails_stops_the_series(trainer):
         preregistered.run_series(Options("stdlib", run_dir=trainer / "s"), "n=3")
     assert ended.value.code == 143
     assert len(calls(trainer)) == 1
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_an_interrupted_run_is_resumed_or_stays_without_a_result(trainer, capfd, monkeypatch, checkpoint):
+    """It left a run.json, as Ctrl-C, SIGTERM and a full disk do; then the command is given again, twice."""
+    options = Options("stdlib", run_dir=trainer / "s")
+    (trainer / "told").write_text("2 130 left")
+    with pytest.raises(SystemExit) as ended:
+        preregistered.run_series(options, "n=3")
+    assert ended.value.code == 130 and len(calls(trainer)) == 2
+    monkeypatch.setattr(preregistered, "newest", lambda folder: (20 if checkpoint else None, []))
+    for _ in range(2):
+        assert preregistered.run_series(options, "n=3") == (0 if checkpoint else 1)
+        assert ("note: 2-stdlib-s2 was interrupted" in capfd.readouterr().out) != checkpoint
+    resumed = [line for line in calls(trainer) if "--resume" in line]
+    assert len(calls(trainer)) == 3 + checkpoint and [("--seed 2" in line) for line in resumed] == [True] * checkpoint
 
 
 def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
@@ -142,16 +162,17 @@ def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
     assert not (trainer / "x").exists()
 
 
-def test_sigterm_reaches_the_run_and_its_code_comes_back(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_reaches_the_run_and_its_code_comes_back(tmp_path, number):
     program = (
-        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); print('up', flush=True)"
+        f"import signal, sys, time; signal.signal({int(number)}, lambda *_: sys.exit(143)); print('up', flush=True)"
     )
     parent = "import sys; from jspeed.series.preregistered import run_child; sys.exit(run_child(sys.argv[1:]))"
     command = [sys.executable, "-c", parent, sys.executable, "-c", f"{program}; time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout and process.stdout.readline() == "up\n"
         time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         assert process.wait(30) == 143
 
 

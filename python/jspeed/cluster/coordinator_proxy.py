@@ -23,7 +23,7 @@ def start_proxy(host: str, port: int) -> int:
 
 
 def _join(near: socket.socket, host: str, port: int) -> None:
-    for _ in range(25):  # process 0 may not have started its service yet; JAX asks again
+    for _ in range(25):  # process 0 may not have started its service yet; JAX retries
         with suppress(OSError):
             far = socket.create_connection((host.strip("[]"), port), timeout=5)
             break
@@ -34,14 +34,14 @@ def _join(near: socket.socket, host: str, port: int) -> None:
     far.settimeout(None)
     for end in (near, far):
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _start(_pump, far, near)  # its end is not passed on to JAX
+    _start(_pump, far, near)  # end of file is not forwarded to JAX
     _pump(near, far)
     with near, far, suppress(OSError):  # JAX has closed its end
         far.shutdown(socket.SHUT_RDWR)
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copy until ``source`` ends; drop what ``sink`` no longer takes."""
+    """Copy until ``source`` ends; discard data once ``sink`` is closed."""
     with suppress(OSError):
         while data := source.recv(1 << 16):
             with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Join several processes by ``jax.distributed``; share values between them, and check what must be equal on all.
+"""Join several processes by ``jax.distributed``; broadcast and gather values, and check what must be equal on all.
 
-:mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles errors. In a single
-process every function here does nothing.
+:mod:`jspeed.cluster.rank` finds the rank of a process, :mod:`jspeed.cluster.failure` handles errors. In a
+single process every function here does nothing.
 """
 
 import json
@@ -9,19 +9,31 @@ import os
 import socket
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
 from jspeed.cluster.coordinator_proxy import start_proxy
 from jspeed.cluster.rank import Rank, find_rank, local_devices
-from jspeed.cluster.rendezvous import WAIT_SECONDS, meet, reserved_port
-from jspeed.cluster.timeout import with_timeout
+from jspeed.cluster.rendezvous import rendezvous, reserved_port
+from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
 from jspeed.errors import BadInput
 
-HEARTBEAT_SECONDS = "JSPEED_HEARTBEAT_SECONDS"  # how long a process may be silent before it counts as dead
+LIMIT = 3600  # seconds to wait for a value; process 0 may first have to prepare data, and its death is noticed sooner
+# JAX aborts with a stack trace, or raises an error of its own, when one of its time limits expires: ours come first.
+JAX_LIMIT = 86_400
 
 Result = TypeVar("Result")
+
+
+class Store(Protocol):
+    """What jspeed uses of the client of JAX's key-value store, whose class is private."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...  # noqa: D102
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...  # noqa: D102
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...  # noqa: D102
+    def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...  # noqa: D102
+
 
 _rank: Rank | None = None
 _joined = False
@@ -31,7 +43,8 @@ connections: dict[int, socket.socket] = {}  # by the peer's rank: process 0 has 
 def initialise(coordinator: str | None = None, processes: int | None = None, process_id: int | None = None) -> None:
     """Join the other processes, once; later calls do nothing. Call before anything asks JAX for devices.
 
-    Raises :class:`BadInput` when they have not all come after ``JSPEED_WAIT_SECONDS`` (120).
+    The arguments are process 0's HOST:PORT, the number of processes and the index of this one; without them the
+    launcher's variables say it. Raises :class:`BadInput` when one is missing after ``JSPEED_WAIT_SECONDS`` (120).
     """
     global _rank, _joined
     if _rank is not None:
@@ -40,20 +53,19 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     if rank is None:
         return
     _rank = rank
-    wait, silence = seconds_of(WAIT_SECONDS, 120), silence_seconds()
+    wait, silence = wait_limit(), heartbeat_limit()
     devices = local_devices(rank, os.environ)
     host, _, agreed_port = (rank.coordinator or _detected(rank)).rpartition(":")
-    # With the service on, SIGTERM would be noted by JAX and then ignored.
+    # With the service on, JAX would take SIGTERM and ignore it.
     jax.config.update("jax_enable_preemption_service", False)
     # gRPC would use a site's HTTP proxy between nodes; JAX only warns of that.
     os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
     jax.config.update("jax_check_proxy_envs", False)
 
     with reserved_port() as own_port:  # process 0's is the service's
-        port, met = meet(host, int(agreed_port), rank.index, rank.count, wait, own_port)
-        connections.update(met)
+        port, peers = rendezvous(host, int(agreed_port), rank.index, rank.count, wait, own_port)
+        connections.update(peers)
         address = f"127.0.0.1:{start_proxy(host, port)}" if rank.index else f"{host}:{port}"
-        # JAX aborts with a stack trace when one of its own timeouts expires, so they are longer than ours.
         join = partial(
             jax.distributed.initialize,
             address,
@@ -62,7 +74,7 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
             local_device_ids=devices,
             cluster_detection_method="deactivate",
             coordinator_bind_address=f"[::]:{port}",
-            initialization_timeout=86_400,
+            initialization_timeout=JAX_LIMIT,
             heartbeat_timeout_seconds=int(2 * silence) + 1,
             shutdown_timeout_seconds=int(2 * silence) + 1,
         )
@@ -70,8 +82,8 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
             with_timeout(wait, join)
         except TimeoutError:
             raise BadInput(
-                f"process {rank.index} of {rank.count} met the others but JAX could not connect them at {host}:{port} "
-                f"in {wait:g} s; nodes must reach each other at every port, so check the firewall between them"
+                f"process {rank.index} of {rank.count} registered, but JAX did not connect at {host}:{port} within "
+                f"{wait:g} s; open all ports between the nodes"
             ) from None
     _joined = True
 
@@ -88,27 +100,10 @@ def _detected(rank: Rank) -> str:
         reason = "JAX knows no such launcher"
     if found is None:
         raise BadInput(
-            f"where process 0 is cannot be told from the launcher's variables ({reason}); say so with "
+            f"the launcher's variables do not give the address of process 0 ({reason}); give it with "
             "--coordinator HOST:PORT --processes N --process-id I"
         )
     return found
-
-
-def seconds_of(name: str, default: float) -> float:
-    """The environment variable ``name`` as a number of seconds above 0. Raises :class:`BadInput`."""
-    text = os.environ.get(name, str(default))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds < 1e9:
-        raise BadInput(f"the environment variable {name} is {text!r}; expected a number of seconds above 0")
-    return seconds
-
-
-def silence_seconds() -> float:
-    """How long a process may be silent before it counts as dead: ``JSPEED_HEARTBEAT_SECONDS`` (60)."""
-    return seconds_of(HEARTBEAT_SECONDS, 60)
 
 
 def process_count() -> int:
@@ -121,25 +116,29 @@ def process_index() -> int:
     return _rank.index if _rank else 0
 
 
-def is_alone() -> bool:
+def single_process() -> bool:
     """Whether this is a single process: no launcher, variable or flag says otherwise."""
     return _rank is None
 
 
-def client() -> Any:
-    """The key-value store that all processes share, or None before they have joined and for a process alone.
-
-    JAX keeps it in a private module.
-    """
+def client() -> Store | None:
+    """The key-value store that all processes share, or None before they have joined and in a single process."""
     from jax._src import distributed
 
     return distributed.global_state.client if _joined else None
 
 
-def share(name: str, value: str, seconds: float = 3600) -> str:
+def joined_store() -> Store:
+    """The store of :func:`client`, for code that runs only once the processes have joined."""
+    store = client()
+    assert store is not None
+    return store
+
+
+def broadcast(name: str, value: str) -> str:
     """Return process 0's ``value`` on every process. Use each ``name`` once.
 
-    The limit covers what process 0 may have to do first, such as preparing data; its death is noticed sooner.
+    Raises :class:`BadInput` when it has not come after an hour.
     """
     store = client()
     if store is None:
@@ -147,11 +146,14 @@ def share(name: str, value: str, seconds: float = 3600) -> str:
     if process_index() == 0:
         store.key_value_set(f"jspeed/{name}", value)
         return value
-    return _awaited(name, seconds, lambda: store.blocking_key_value_get(f"jspeed/{name}", int(1000 * seconds)))
+    return _awaited(name, lambda: store.blocking_key_value_get(f"jspeed/{name}", 1000 * JAX_LIMIT))
 
 
-def everyones(name: str, value: Any) -> list[Any]:
-    """Return the ``value``, any JSON, of every process. Use each ``name`` once."""
+def gather(name: str, value: Any) -> list[Any]:
+    """Return the ``value``, any JSON, of every process, in no set order. Use each ``name`` once.
+
+    Raises :class:`BadInput` as :func:`barrier` does.
+    """
     store = client()
     if store is None:
         return [value]
@@ -160,29 +162,29 @@ def everyones(name: str, value: Any) -> list[Any]:
     return [json.loads(text) for _, text in store.key_value_dir_get(f"jspeed/{name}/")]
 
 
-def barrier(name: str, seconds: float = 3600) -> None:
-    """Return when all processes have called this. Use each ``name`` once."""
+def barrier(name: str) -> None:
+    """Return when all processes have called this. Use each ``name`` once.
+
+    Raises :class:`BadInput` when one has not after an hour.
+    """
     store = client()
     if store is not None:
-        _awaited(name, seconds, lambda: store.wait_at_barrier(f"jspeed/{name}", int(1000 * seconds)))
+        _awaited(name, lambda: store.wait_at_barrier(f"jspeed/{name}", 1000 * JAX_LIMIT))
 
 
-def _awaited(name: str, seconds: float, wait: Callable[[], Result]) -> Result:
+def _awaited(name: str, wait: Callable[[], Result]) -> Result:
     try:
-        return with_timeout(seconds, wait)
+        return with_timeout(LIMIT, wait)
     except TimeoutError:
-        raise BadInput(f"process {process_index()} waited {seconds:g} s for the others ({name})") from None
+        raise BadInput(f"process {process_index()} waited {LIMIT:g} s for the others ({name})") from None
 
 
-def same_everywhere(facts: Mapping[str, Any]) -> None:
-    """Return when all processes have given the ``facts`` of process 0; raises :class:`BadInput` with the first other.
-
-    It also is a barrier: no process passes before all have come.
-    """
+def require_equal(facts: Mapping[str, Any]) -> None:
+    """Check that ``facts`` are equal on all processes, and wait for all; BadInput names the first that differs."""
     if client() is None:
         return
     mine = json.loads(json.dumps(facts, default=str))
-    first = json.loads(share("facts", json.dumps(mine)))
+    first = json.loads(broadcast("facts", json.dumps(mine)))
     for name, value in mine.items():
         if first.get(name) != value:
             raise BadInput(

@@ -2,8 +2,8 @@
 
 import threading
 
-from jspeed.cluster.distributed import client, process_count, process_index
-from jspeed.cluster.failure import pause, tell, when_told
+from jspeed.cluster.distributed import joined_store, process_count, process_index
+from jspeed.cluster.failure import on_message, publish, sleep_unless_over
 
 _REQUEST, _STEPS = "stop", "jspeed/steps/"
 
@@ -21,7 +21,7 @@ class GracefulStop:
         self._stop: tuple[int, str] | None = None
         self._why: str | None = None
         self._sent = False
-        when_told(_REQUEST, self._agree)
+        on_message(_REQUEST, self._agree)
 
     def request(self, why: str) -> None:
         """Request a stop; ``why`` is the status to record. Safe in a signal handler; the first request counts."""
@@ -33,7 +33,7 @@ class GracefulStop:
             return self._why
         if self._why and not self._sent:
             self._sent = True
-            tell(_REQUEST, self._why)
+            publish(_REQUEST, self._why)
         with self._lock:
             if self._stop and step >= self._stop[0]:
                 return self._stop[1]
@@ -41,10 +41,10 @@ class GracefulStop:
         return None
 
     def _agree(self, why: str) -> None:
-        store = client()
+        store = joined_store()
         with self._lock:
             store.key_value_set(f"{_STEPS}{process_index()}", str(self._step))
             steps: list[str] = []
-            while len(steps) < process_count() and not pause(0.05):
+            while len(steps) < process_count() and not sleep_unless_over(0.05):
                 steps = [value for _, value in store.key_value_dir_get(_STEPS)]
             self._stop = max(map(int, steps), default=self._step) + 1, why

@@ -15,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
@@ -29,48 +29,45 @@ from jspeed.files import write_whole
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
 RESULT = "JSPEED_RESULT"  # the file where a process leaves its result, for --results
-MOST_PROCESSES = 65_536  # of all nodes
-MOST_SECONDS = 86_400
+FAILURE_GRACE = 10.0  # the most seconds from SIGTERM to SIGKILL after a failure: nothing is left to save
+MOST_PROCESSES = 65_536  # of all nodes; no run has as many, and --dry-run prints a line for each
 ENDED = {0, 1, 2, 130, 143}  # exit codes that a restart would not change: done, target missed, bad input, stopped
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: flags as torchrun names them."""
+    """What to start: flags as torchrun names them, ``grace`` in seconds, ``results`` the file for --results."""
 
     command: tuple[str, ...]
-    nnodes: int = 1
-    node_rank: int = 0
-    nproc_per_node: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 29_500
-    max_restarts: int = 0
-    standalone: bool = False
-    prefix: bool = False
-    grace: float = 30.0
-    results: Path | None = None
+    nnodes: int
+    node_rank: int
+    nproc_per_node: int
+    master_addr: str
+    master_port: int
+    max_restarts: int
+    standalone: bool
+    prefix: bool
+    grace: float
+    results: Path | None
 
 
-def check(launch: Launch, dry: bool = False) -> None:
-    """Raise :class:`BadInput` for what cannot be launched; a ``dry`` run may name this machine alone."""
-    if launch.nnodes < 1 or not 0 <= launch.node_rank < launch.nnodes:
+def check(launch: Launch) -> None:
+    """Raise :class:`BadInput` for flags that do not go together."""
+    if launch.node_rank >= launch.nnodes:
         raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
     if launch.standalone and launch.nnodes > 1:
         raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
     if launch.nnodes * launch.nproc_per_node > MOST_PROCESSES:
         asked = f"--nnodes {launch.nnodes} --nproc-per-node {launch.nproc_per_node}"
         raise BadInput(f"{asked}: at most {MOST_PROCESSES:,} processes can make a run; give fewer")
-    if not 0 < launch.master_port < 65_536:
-        raise BadInput(f"--master-port {launch.master_port}: expected a port, a whole number from 1 to 65535")
-    if launch.nnodes > 1 and launch.master_addr in ("127.0.0.1", "localhost") and not dry:
-        say("launch: --master-addr is this machine itself; other machines cannot reach it")
-    if launch.max_restarts < 0:
-        raise BadInput(f"--max-restarts {launch.max_restarts}: must be 0 or more")
-    if not 0 <= launch.grace <= MOST_SECONDS:
-        raise BadInput(f"--grace {launch.grace}: expected seconds from 0 to {MOST_SECONDS}")
+    if launch.master_port + launch.max_restarts > 65_535 and not launch.standalone:
+        raise BadInput(
+            f"--master-port {launch.master_port} --max-restarts {launch.max_restarts}: each restart uses the next "
+            "port, up to 65535; give a smaller port or fewer restarts"
+        )
 
 
-def processes_of(text: str) -> int:
+def parse_nproc(text: str) -> int:
     """Return how many processes ``--nproc-per-node`` means. Raises :class:`BadInput`."""
     if text in ("gpu", "auto"):
         count = visible_gpus(os.environ)
@@ -88,19 +85,22 @@ def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[s
     Every attempt has its own port, so that no process joins one of the attempt before.
     """
     count = launch.nproc_per_node
-    found: dict[str, int | str] = {
+    values = {
         "RANK": node * count + local,
         "WORLD_SIZE": launch.nnodes * count,
         "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": node,
+        "MASTER_ADDR": launch.master_addr,
+        "MASTER_PORT": launch.master_port + attempt,
+        "TORCHELASTIC_RESTART_COUNT": attempt,
     }
-    found |= {"LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "MASTER_ADDR": launch.master_addr}
-    found |= {"MASTER_PORT": launch.master_port + attempt, "TORCHELASTIC_RESTART_COUNT": attempt}
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in values.items()}
 
 
-def shown(launch: Launch) -> list[str]:
+def dry_run_lines(launch: Launch) -> list[str]:
     """Every process of every node as a command to paste into a shell."""
-    lines = []
+    launch, lines = _addressed(launch), []
     for node in range(launch.nnodes):
         lines.append(f"# node {node} of {launch.nnodes}")
         for local in range(launch.nproc_per_node):
@@ -110,15 +110,24 @@ def shown(launch: Launch) -> list[str]:
 
 
 def run(launch: Launch) -> int:
-    """Start, watch, restart; returns the exit code of the first process that failed (128 + signal), or 0."""
+    """Start, watch, restart; returns the exit code of this node's first process that failed (128 + signal), or 0."""
+    if launch.nnodes > 1 and launch.master_addr in ("127.0.0.1", "localhost"):
+        say("launch: --master-addr is this machine itself; other machines cannot reach it")
     for attempt in range(launch.max_restarts + 1):
-        if launch.standalone:
-            launch = replace(launch, master_addr="127.0.0.1", master_port=free_port() - attempt)
-        code = Node(launch, attempt).results()
+        node = Node(_addressed(launch, attempt), attempt)
+        code = node.watch()
+        written = node.write_results()
         if code in ENDED or attempt == launch.max_restarts:
             break
         say(f"launch: restart {attempt + 1} of {launch.max_restarts}")
-    return code
+    return code or (0 if written else 2)
+
+
+def _addressed(launch: Launch, attempt: int = 0) -> Launch:
+    """With --standalone: this machine and a free port."""
+    if not launch.standalone:
+        return launch
+    return replace(launch, master_addr="127.0.0.1", master_port=free_port() - attempt)
 
 
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
@@ -130,37 +139,49 @@ def _end_with_launcher() -> None:
         _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
+class Signalled(NamedTuple):
+    """The launcher got signal ``number``."""
+
+    number: int
+
+
+class Exited(NamedTuple):
+    """Process ``local`` of this node has exited."""
+
+    local: int
+
+
 class Node:
     """The processes of one attempt on this node.
 
-    Signals and ends are events in one queue, so that signal handlers do no work.
+    Signals and exits are events in one queue, so that signal handlers do no work.
     """
 
     def __init__(self, launch: Launch, attempt: int) -> None:
         self._launch = launch
-        self._events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self._told: int | None = None
+        self._events: queue.SimpleQueue[Signalled | Exited] = queue.SimpleQueue()
+        self._forwarded: int | None = None
         self._timers: list[threading.Timer] = []
         self._writing = threading.Lock()
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self._previous = {number: signal.signal(number, self._note) for number in signals}
+        self._previous = {number: signal.signal(number, self._on_signal) for number in signals}
         self._first = launch.node_rank * launch.nproc_per_node
-        self._said = tempfile.TemporaryDirectory(prefix="jspeed-results-") if launch.results else None
+        self._results_dir = tempfile.TemporaryDirectory(prefix="jspeed-results-") if launch.results else None
         self._processes: list[subprocess.Popen[str]] = []
         for local in range(launch.nproc_per_node):
-            told = {RESULT: str(Path(self._said.name, str(local)))} if self._said else {}
-            self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt) | told))
-        self._threads = [threading.Thread(target=self._wait, args=(n,)) for n in range(len(self._processes))]
+            result = {RESULT: str(Path(self._results_dir.name, str(local)))} if self._results_dir else {}
+            self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt) | result))
+        self._threads = [threading.Thread(target=self._wait_for, args=(n,)) for n in range(len(self._processes))]
         for thread in self._threads:
             thread.start()
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(("signal", number))
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._events.put(Signalled(number))
 
     def _start(self, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
         pipe = subprocess.PIPE if self._launch.prefix else None
         # In a session of its own, so that Ctrl-C reaches it once, through here.
-        process = subprocess.Popen(
+        return subprocess.Popen(
             self._launch.command,
             env={**os.environ, **extra},
             stdout=pipe,
@@ -170,9 +191,8 @@ class Node:
             start_new_session=True,
             preexec_fn=_end_with_launcher,
         )
-        return process
 
-    def _wait(self, number: int) -> None:
+    def _wait_for(self, number: int) -> None:
         process = self._processes[number]
         pumps = []
         for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
@@ -182,7 +202,7 @@ class Node:
         process.wait()
         for pump in pumps:
             pump.join(5)  # a child of its own may hold the pipe open
-        self._events.put(("end", number))
+        self._events.put(Exited(number))
 
     def _pump(self, source: TextIO, target: TextIO, rank: int) -> None:
         with source:
@@ -204,14 +224,14 @@ class Node:
         if alive := self._alive():
             say(f"launch: {why}; ending rank {alive}")
             self._send(signal.SIGTERM)
-            self._later(min(10.0, self._launch.grace), self._kill)
+            self._later(min(FAILURE_GRACE, self._launch.grace), self._kill)
 
     def _kill(self) -> None:
         if alive := self._alive():
             say(f"launch: rank {alive} did not end; SIGKILL")
             self._send(signal.SIGKILL)
 
-    def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
         self._timers.append(threading.Timer(seconds, call, arguments))
         self._timers[-1].daemon = True
         self._timers[-1].start()
@@ -220,56 +240,60 @@ class Node:
         """Return when all processes have ended: the code of the first that failed, or 0."""
         code, left = 0, len(self._processes)
         while left:
-            what, number = self._next()
-            if what == "signal":
-                self._pass(number)
+            event = self._next_event()
+            if isinstance(event, Signalled):
+                self._forward(event.number)
                 continue
             left -= 1
-            ended = self._processes[number].returncode
-            if ended and not code:
-                code = 128 - ended if ended < 0 else ended
-                if self._told is None:
-                    self._tell(self._first + number, ended)
+            returned = self._processes[event.local].returncode
+            if returned and not code:
+                code = 128 - returned if returned < 0 else returned
+                if self._forwarded is None:
+                    self._report_killed(self._first + event.local, returned)
         for timer in self._timers:
             timer.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        return 128 + self._told if self._told and code not in (0, 1) else code
+        return 128 + self._forwarded if self._forwarded and code not in (0, 1) else code
 
-    def results(self) -> int:
-        """Return what :meth:`watch` does, and write --results: a list of objects, one for each process."""
-        code, found = self.watch(), []
-        if self._said is None or self._launch.results is None:
-            return code
+    def write_results(self) -> bool:
+        """Write --results, a list of objects, one for each process; print why it cannot be written and return False."""
+        if self._results_dir is None or self._launch.results is None:
+            return True
+        records = []
         for local, process in enumerate(self._processes):
             record: dict[str, Any] = {"rank": self._first + local, "exit_code": process.returncode}
-            with suppress(OSError):
-                record |= json.loads(Path(self._said.name, str(local)).read_text())
+            with suppress(OSError, ValueError, TypeError):  # a process that was killed may have written half of it
+                record |= json.loads(Path(self._results_dir.name, str(local)).read_text())
             if record["rank"] == 0:
                 with suppress(OSError, KeyError):
                     record["samples"] = Path(record["run_dir"], "samples.txt").read_text()
-            found.append(record)
-        self._said.cleanup()
-        write_whole(self._launch.results, json.dumps(found, indent=1) + "\n")
-        return code
+            records.append(record)
+        self._results_dir.cleanup()
+        try:
+            write_whole(self._launch.results, json.dumps(records, indent=1) + "\n")
+        except BadInput as error:
+            say(f"error: {error}")
+            return False
+        return True
 
-    def _next(self) -> tuple[str, int]:
+    def _next_event(self) -> Signalled | Exited:
         """The next event. A signal that comes just before a wait does not interrupt it, so no wait is long."""
         while True:
             with suppress(queue.Empty):
                 return self._events.get(timeout=0.2)
 
-    def _pass(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         """Forward a signal; the grace period starts with the first one that ends the run."""
         self._send(number)
-        if number != signal.SIGUSR1 and self._told is None:
-            self._told = number
+        if number != signal.SIGUSR1 and self._forwarded is None:
+            self._forwarded = number
             self._later(self._launch.grace, self._kill)
 
-    def _tell(self, rank: int, ended: int) -> None:
+    def _report_killed(self, rank: int, returned: int) -> None:
         """Report a killed process, which could not do so itself, and give the others time to exit."""
-        how = f"rank {rank} ended with exit code {ended}"
-        if ended < 0:
-            how = f"rank {rank} was killed by {signal.Signals(-ended).name}"
+        how = f"rank {rank} ended with exit code {returned}"
+        if returned < 0:
+            how = f"rank {rank} was killed by {signal.Signals(-returned).name}"
             say(f"launch: {how}")
         self._later(SETTLE_SECONDS, self._end, how)

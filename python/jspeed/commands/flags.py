@@ -1,6 +1,7 @@
 """Build a command line from a function's signature and docstring; a wrong flag is a one-line error message.
 
-tyro parses and prints. A parameter is a flag, its trailing underscore left out; :class:`Wants` says more of it.
+tyro parses and prints. A parameter is a flag, its trailing underscore left out; :class:`Wants` describes it further. A
+:class:`~jspeed.fields.Rule` in its annotation (``n: Count = 1``) is checked for every value.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -23,12 +24,12 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.fields import WORDS, shown
+from jspeed.fields import WORDS, Rule, misfits, shown
 
 
 @dataclass(frozen=True)
 class Wants:
-    """What a parameter wants, as help shows it; a ``repeated`` flag may come again; ``help`` is instead of ``Args``."""
+    """How a parameter appears on the command line; a ``repeated`` flag may occur again; ``help`` replaces ``Args``."""
 
     metavar: str
     positional: bool = False
@@ -38,17 +39,45 @@ class Wants:
 
 @dataclass(frozen=True)
 class Command:
-    """A function that is a command, examples ("ARGUMENTS  # why"), and its flags by group; the rest is "options"."""
+    """A function as a command, examples ("ARGUMENTS  # why"), and its flags by group; others go under "options"."""
 
     call: Callable[..., int | None]
     examples: tuple[str, ...] = ()
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    rest: str = ""  # the parameter that gets all words from the first one on that is no flag, as they are
+    rest: str = ""  # the parameter that gets all words from the first one on that is no flag, unparsed
+
+    @cached_property
+    def parameters(self) -> "tuple[Parameter, ...]":
+        """The parameters of the function."""
+        hints, texts = get_type_hints(self.call, include_extras=True), _docstring(self.call)[1]
+        found = []
+        for name, parameter in inspect.signature(self.call).parameters.items():
+            kind, rules, wants, many = _unwrapped(hints[name])
+            default = REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
+            group = next((title for title, names in self.groups.items() if name in names), "")
+            text, where = wants.help or texts.get(name, ""), wants.metavar if wants.positional else flag(name)
+            found.append(Parameter(name, kind, rules, wants, many, default, group, text, where))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a command's function, as the command line has it."""
+
+    name: str
+    kind: Any  # the type of one value
+    rules: tuple[Rule, ...]
+    wants: Wants
+    many: bool
+    default: Any  # REQUIRED where there is none
+    group: str
+    help: str
+    where: str  # its name in an error message
 
 
 @dataclass(frozen=True)
 class Group:
-    """Commands by name, each with its sentence; ``load`` imports one."""
+    """Subcommands by name with one line of help; ``load`` imports one."""
 
     about: str
     commands: Mapping[str, str]
@@ -57,7 +86,7 @@ class Group:
 
 
 def group_of(about: str, commands: Mapping[str, Command], examples: tuple[str, ...] = ()) -> Group:
-    """Return the group of ``commands`` whose sentences are the first ones of their docstrings."""
+    """Return the group of ``commands`` whose help lines are the first sentences of their docstrings."""
     return Group(about, {name: summary(one.call) for name, one in commands.items()}, commands.__getitem__, examples)
 
 
@@ -67,17 +96,15 @@ Fields = Annotated[tuple[str, ...], Wants("FIELD=VALUE ...", repeated=True)]
 Axes = Annotated[str, Wants("AXIS=N,...")]
 
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
-REQUIRED: Any = object()  # a default: tyro would otherwise say itself, in a box, what is missing
+CONFIG = (OmitArgPrefixes,)
+REQUIRED: Any = object()  # a default, so that tyro does not print its own error box
 
 
-def choose(group: Group, words: Sequence[str], prog: str) -> str:
-    """Return the name that the first of ``words`` is. Prints help and exits where it is asked for, or nothing is.
-
-    Raises BadInput for another word.
-    """
+def choose_command(group: Group, words: Sequence[str], prog: str) -> str:
+    """Return the subcommand that the first of ``words`` names; for --help or none print help and exit. BadInput."""
     word = words[0] if words else ""
     if word in ("", "-h", "--help"):
-        print(listing(group, prog), file=sys.stdout if word else sys.stderr)
+        print(group_help(group, prog), file=sys.stdout if word else sys.stderr)
         sys.exit(0 if word else 2)
     if word not in group.commands:
         what, known = ("flag", ["--help"]) if word.startswith("-") else ("command", list(group.commands))
@@ -86,7 +113,7 @@ def choose(group: Group, words: Sequence[str], prog: str) -> str:
 
 
 class _Terminal(io.StringIO):
-    """What tyro prints, as standard output can show it: colours on a terminal, frames where there is Unicode."""
+    """Captures tyro's output with stdout's encoding, and with colours if that is a terminal."""
 
     encoding = property(lambda self: getattr(sys.__stdout__, "encoding", None))
 
@@ -95,35 +122,26 @@ class _Terminal(io.StringIO):
 
 
 def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int | None]:
-    """Return the call of ``command`` that ``words`` mean. Prints help and exits where it is asked for.
+    """Return the call of ``command`` with the values in ``words``. Prints help and exits for --help.
 
     Raises BadInput for what is unknown, missing, or of another type.
     """
-    about, _ = _docstring(command.call)
-    kind: Any = flags_of(command)
-    rest: Sequence[str] = ()
-    if command.rest:
-        words, rest = _split(command, words)
-    printed, said = _Terminal(), io.StringIO()
+    words, rest = _split(command, words) if command.rest else (words, ())
+    printed, errors = _Terminal(), io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors):
             parsed: Any = tyro.cli(
-                kind,
-                prog=prog,
-                description="",
-                args=list(words),
-                config=(OmitArgPrefixes,),
-                return_unknown_args=True,
+                flags_of(command), prog=prog, description="", args=list(words), config=CONFIG, return_unknown_args=True
             )
     except SystemExit as end:
         if end.code:
-            raise BadInput(f"{prog}: {_sentence(said.getvalue())}; `{prog} --help` lists what there is") from None
+            raise BadInput(f"{prog}: {_error_text(errors.getvalue())}; `{prog} --help` lists the flags") from None
         if not {"-h", "--help"} & {*words}:  # a shell's completion
             print(printed.getvalue(), end="")
             raise
         usage, _, options = printed.getvalue().partition("\n\n")
         lines = "\n".join(line.rstrip() for line in options.strip("\n").splitlines())
-        print(f"{usage}\n\n{_wrapped(about)}\n\n{lines}")
+        print(f"{usage}\n\n{_wrapped(_docstring(command.call)[0])}\n\n{lines}")
         if command.examples:
             print(examples(command.examples, prog))
         raise
@@ -131,39 +149,34 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
     if unknown:
         raise BadInput(_unknown(command, unknown, prog))
     values: dict[str, Any] = {}
-    parameters = inspect.signature(command.call).parameters
-    for name, (metavar, text) in _asked(command).items():
-        holder = next((getattr(given, _attribute(g)) for g, names in command.groups.items() if name in names), given)
-        values[name] = value = tuple(rest) if name == command.rest else getattr(holder, name)
-        if value is REQUIRED or (value == () and parameters[name].default is inspect.Parameter.empty):
-            raise BadInput(f"{prog} needs {metavar}: {text[:1].lower()}{text[1:].rstrip('.')}; see `{prog} --help`")
-        if _unwrapped(command.call, name)[1].repeated:
-            values[name] = tuple(word for group in value for word in group)
+    for one in command.parameters:
+        holder = getattr(given, _attribute(one.group)) if one.group else given
+        value = tuple(rest) if one.name == command.rest else getattr(holder, one.name)
+        if value is REQUIRED or (value == () and one.default is REQUIRED):
+            metavar = "" if one.wants.positional else f" {one.wants.metavar}"
+            text = f"{one.help[:1].lower()}{one.help[1:].rstrip('.')}"
+            raise BadInput(f"{prog} needs {one.where}{metavar}: {text}; see `{prog} --help`")
+        values[one.name] = tuple(word for group in value for word in group) if one.wants.repeated else value
     return lambda: command.call(**values)
 
 
 def flags_of(command: Command) -> type:
-    """Return the dataclass that tyro is to make of the words: a field for each flag, a dataclass for each group."""
-    _, texts = _docstring(command.call)
-    grouped: dict[str, list[tuple[str, Any, Any]]] = {name: [] for name in ("", *command.groups)}
-    for name, parameter in inspect.signature(command.call).parameters.items():
-        group = next((title for title, names in command.groups.items() if name in names), "")
-        default = REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
-        empty = () if _unwrapped(command.call, name)[2] and default is REQUIRED else default
-        grouped[group].append((name, _hint(command, name, texts.get(name, ""), default), empty))
+    """Return the dataclass for tyro: a field for each flag, a dataclass for each group."""
+    grouped: dict[str, list[tuple[str, Any, Any]]] = {title: [] for title in ("", *command.groups)}
+    for one in command.parameters:
+        default = () if one.many and one.default is REQUIRED else one.default
+        grouped[one.group].append((one.name, _annotation(one), default))
     fields = grouped.pop("")
     for title, inner in grouped.items():
-        of = make_dataclass(_attribute(title), [(name, hint, field(default=default)) for name, hint, default in inner])
-        of.__doc__ = ""
+        of = _dataclass(_attribute(title), inner, "")
         fields.append((_attribute(title), Annotated[of, arg(name=title)], of()))
-    made = make_dataclass(
-        command.call.__name__.strip("_"),
-        [
-            (name, hint, field(default_factory=lambda default=default: default))  # type: ignore[misc]
-            for name, hint, default in fields
-        ],
-    )
-    made.__doc__ = _docstring(command.call)[0]
+    return _dataclass(command.call.__name__.strip("_"), fields, _docstring(command.call)[0])
+
+
+def _dataclass(name: str, fields: Iterable[tuple[str, Any, Any]], about: str) -> type:
+    """Return a dataclass of (name, type, default); frozen, because only what can be hashed may be a default."""
+    made = make_dataclass(name, [(name, hint, field(default=value)) for name, hint, value in fields], frozen=True)
+    made.__doc__ = about
     return made
 
 
@@ -179,7 +192,7 @@ def examples(lines: Iterable[str], prog: str) -> str:
     return "\nexamples:\n" + "\n".join(f"  {shell} {words}".rstrip() + f"\n      {why.strip()}" for words, why in pairs)
 
 
-def listing(group: Group, prog: str) -> str:
+def group_help(group: Group, prog: str) -> str:
     """Return the help of a group."""
     width = max(map(len, group.commands)) + 4
     room = max(40, min(110, shutil.get_terminal_size().columns) - width)
@@ -187,17 +200,14 @@ def listing(group: Group, prog: str) -> str:
     for name, text in group.commands.items():
         first, *more = textwrap.wrap(text, room)
         parts += [f"  {name:<{width - 2}}{first}", *(" " * width + line for line in more)]
-    if group.examples:
-        parts.append(examples(group.examples, prog))
-    return "\n".join([*parts, "", f"{prog} COMMAND --help says more of one."])
+    parts += [examples(group.examples, prog)] if group.examples else []
+    return "\n".join([*parts, "", f"Run `{prog} COMMAND --help` for details."])
 
 
 def refuse(flags: Sequence[str], why: str) -> None:
     """Raise :class:`BadInput` when ``flags`` were given that would have no effect."""
     if flags:
-        raise BadInput(
-            f"{why}, so {', '.join(flags)} would have no effect; leave {'it' if len(flags) == 1 else 'them'} out"
-        )
+        raise BadInput(f"{why}, so {', '.join(flags)} would have no effect; leave that out")
 
 
 def check_folders(files: Mapping[str, Path | None]) -> None:
@@ -212,23 +222,22 @@ def summary(of: Any) -> str:
     return re.split(r"(?<=\.)\s", " ".join((inspect.getdoc(of) or "").split("\n\n")[0].split()))[0].rstrip(".")
 
 
-def _hint(command: Command, name: str, text: str, default: Any) -> Any:
-    kind, wants, many = _unwrapped(command.call, name)
+def _annotation(parameter: Parameter) -> Any:
+    """Return the type hint, with tyro's marks, of a parameter's field."""
+    kind, wants, many, default = parameter.kind, parameter.wants, parameter.many, parameter.default
     value = " ".join(map(str, default)) if isinstance(default, tuple) else "on" if default is True else default
-    told = "(required)" if default is REQUIRED else f"(default: {value})"
-    if default is None or default is False or default in ((), ""):
-        told = ""
-    shown_as = f"[{wants.metavar}]" if wants.positional and default is not REQUIRED and not many else wants.metavar
-    said = None if kind is bool else shown_as
-    config = arg(name=flag(name)[2:], help=wants.help or text, help_behavior_hint=told, metavar=said)
+    shown_default = default is not REQUIRED and default is not False and default not in (None, "", ())
+    text = f"(default: {value})" if shown_default else "(required)" if default is REQUIRED else ""
+    optional = wants.positional and default is not REQUIRED and not many
+    metavar = None if kind is bool else f"[{wants.metavar}]" if optional else wants.metavar
+    config = arg(name=flag(parameter.name)[2:], help=parameter.help, help_behavior_hint=text, metavar=metavar)
     if kind is bool:
         return Annotated[bool, config]
     if wants.repeated:
         return Annotated[UseAppendAction[tuple[tuple[str, ...], ...]], config]
-    where = wants.metavar if wants.positional else flag(name)
 
     def read(words: list[str]) -> Any:
-        values = tuple(_read(kind, where, word) for word in words)
+        values = tuple(_read(parameter, word) for word in words)
         return values if many else values[0]
 
     spec: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
@@ -239,78 +248,74 @@ def _hint(command: Command, name: str, text: str, default: Any) -> Any:
         str_from_instance=lambda value: list(map(str, value)) if isinstance(value, tuple) else [str(value)],
     )
     hint: Any = Annotated[tuple[Any, ...] if many else Any, spec, config]
-    marked: Any = Positional
-    return marked[hint] if wants.positional else hint
+    return Annotated[hint, Positional] if wants.positional else hint
 
 
-def _read(kind: Any, where: str, word: str) -> Any:
-    """Return ``word`` as what it must be."""
+def _read(parameter: Parameter, word: str) -> Any:
+    """Return ``word`` as a value of ``parameter``. Raises BadInput for another type, and where a rule does not hold."""
+    kind, where = parameter.kind, parameter.where
     if get_origin(kind) is Literal:
         if word not in get_args(kind):
             raise BadInput(f"{where} {word}: give one of {', '.join(get_args(kind))}{nearest(word, get_args(kind))}")
         return word
     if kind is Path and not word:  # as of an unset shell variable; Path("") is the current folder
         raise BadInput(f"{where}: found an empty path; give a folder or file, or leave the flag out")
-    if kind is Path:
-        try:
-            os.stat(word)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:  # a folder that may not be searched, a name too long: Path.exists raises it
-            raise BadInput(f"{where} {shown(word)} cannot be looked at ({error.strerror}); give another path") from None
     try:
-        return kind(word)
+        value = kind(word)
+        if kind is Path:
+            os.stat(word)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a folder that may not be searched, a name too long: Path.exists raises it
+        raise BadInput(f"{where} {shown(word)} cannot be accessed ({error.strerror}); give another path") from None
     except ValueError:
         wanted = "a number" if kind is float else WORDS[kind]
         raise BadInput(f"{where} {shown(word)}: expected {wanted}; see --help") from None
+    for _, wanted, _ in misfits(value, Annotated[kind, *parameter.rules]) if parameter.rules else ():
+        raise BadInput(f"{where} {word if len(word) < 40 else shown(word)}: expected {wanted}")
+    return value
 
 
-@cache
-def _unwrapped(function: Callable[..., Any], name: str) -> tuple[Any, Wants, bool]:
-    """Return the type of one value of a parameter, what it wants, and whether it takes many values."""
-    hint, wants, many = get_type_hints(function, include_extras=True)[name], None, False
+def _unwrapped(hint: Any) -> tuple[Any, tuple[Rule, ...], Wants, bool]:
+    """Return the type and rules of one value of a hint, how it appears, and whether it takes many values."""
+    wants, many, rules = None, False, tuple[Rule, ...]()
     while True:
         origin, args = get_origin(hint), get_args(hint)
         if origin is Annotated:
             wants = wants or next((each for each in args[1:] if isinstance(each, Wants)), None)
+            rules += tuple(each for each in args[1:] if isinstance(each, Rule))
         elif origin is tuple:
             many = True
         elif origin not in (Union, UnionType):
-            return hint, wants or Wants("|".join(args) if args else METAVARS.get(hint, "")), many
+            return hint, rules, wants or Wants("|".join(args) if args else METAVARS.get(hint, "")), many
         hint = next(each for each in args if each is not NoneType)
-
-
-def _asked(command: Command) -> dict[str, tuple[str, str]]:
-    """What each parameter is called on the command line, and its help."""
-    _, texts = _docstring(command.call)
-    found = {}
-    for name in inspect.signature(command.call).parameters:
-        _, wants, _ = _unwrapped(command.call, name)
-        found[name] = (wants.metavar if wants.positional else f"{flag(name)} {wants.metavar}", texts.get(name, ""))
-    return found
 
 
 def _unknown(command: Command, unknown: Sequence[str], prog: str) -> str:
     word = next((word for word in unknown if word.startswith("-")), unknown[0])
     if not word.startswith("-"):
-        return f"{prog}: '{word}' is one word too many; see `{prog} --help`"
+        return f"{prog}: unexpected argument '{word}'; see `{prog} --help`"
     named = word.partition("=")[0]
-    known = ["--help"]
-    for name in inspect.signature(command.call).parameters:
-        kind, wants, _ = _unwrapped(command.call, name)
-        known += [] if wants.positional else [flag(name)] + [f"--no-{flag(name)[2:]}"] * (kind is bool)
+    known = ["--help", *_switches(command), *(one.where for one in command.parameters if not one.wants.positional)]
     return f"{prog} has no flag {named}{nearest(named, known)}; `{prog} --help` lists its flags"
+
+
+def _switches(command: Command) -> list[str]:
+    """The flags that take no value."""
+    names = [flag(one.name) for one in command.parameters if one.kind is bool]
+    return names + [f"--no-{name[2:]}" for name in names]
 
 
 def _split(command: Command, words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return the words before the first one that is neither a flag nor a flag's value, and the others."""
-    switches = {flag(name) for name in get_type_hints(command.call) if _unwrapped(command.call, name)[0] is bool}
-    switches |= {f"--no-{one[2:]}" for one in switches} | {"--help", "-h"}
-    place = 0
-    while place < len(words) and words[place].startswith("-"):
-        named = words[place].replace("_", "-")
-        place += 1 if named in switches or "=" in named else 2
-    return words[:place], words[place:]
+    alone = {*_switches(command), "--help", "-h"}
+    index = 0
+    while index < len(words) and words[index].startswith("-"):
+        if words[index] == "--":
+            return words[:index], words[index + 1 :]
+        named = words[index].replace("_", "-")
+        index += 1 if named in alone or "=" in named else 2
+    return words[:index], words[index:]
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
@@ -332,8 +337,8 @@ def _wrapped(text: str) -> str:
     return "\n\n".join(textwrap.fill(" ".join(part.split()), width) for part in text.split("\n\n"))
 
 
-def _sentence(box: str) -> str:
-    """Return what a box of tyro's says, without its frame and what follows the first rule."""
+def _error_text(box: str) -> str:
+    """Return the text of tyro's error box, without its frame and what follows the first rule."""
     lines = [line.strip("│╭╮╰╯─- ") for line in re.sub(r"\x1b\[[0-9;]*m", "", box).splitlines()]
     inside = "\n".join(lines[1:]).strip("\n").partition("\n\n")[0]
     return " ".join(inside.split()).rstrip(".")

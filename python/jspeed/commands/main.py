@@ -1,4 +1,4 @@
-"""Dispatch the words of the command line to a command of ``jspeed``, importing that one alone."""
+"""Command-line entry of ``jspeed``: dispatch to a subcommand and import only that one."""
 
 import logging
 import os
@@ -12,34 +12,34 @@ from typing import Annotated, Any, Union
 from jspeed import __version__
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, run_script
-from jspeed.standard_streams import importing, starts
+from jspeed.standard_streams import exit_on_ctrl_c, importing
 
 COMMANDS = {
     "run": "Train a recipe to its target loss under the clock",
     "launch": "Start and watch the processes of one run on several GPUs or nodes, with torchrun's flags",
     "prepare": "Turn documents into token shards, or download well-known data",
     "plan": "Predict memory, time and bottlenecks of a recipe on GPUs that are absent",
-    "bench": "Measure what jspeed promises, on the machine at hand",
+    "bench": "Benchmark the loader, training steps, generation and tokenising",
     "leaderboard": "Add runs, check every number, show the board, compare, race and reproduce recipes",
-    "sample": "Generate text with a trained model",
-    "evaluate": "Measure a trained model on text that it has not seen",
-    "export": "Write a trained model for others to read",
-    "doctor": "Say what this machine can do",
+    "sample": "Generate text from a trained model",
+    "evaluate": "Measure a trained model on unseen text",
+    "export": "Export a trained model as safetensors",
+    "doctor": "Report this machine's devices, kernels, caches, data and extras",
 }
 ABOUT = "Train a small GPT to a target loss as fast as JAX can, plan it for absent GPUs, keep an honest leaderboard."
 EXAMPLES = (
     "run  # train on the source files of Python's standard library",
-    "run --steps 20  # a short look at it",
+    "run --steps 20  # its first steps",
     "plan r29 --target h100x8  # what eight H100s would do",
     "prepare text my_texts/ --out shards  # your own data",
-    "--tyro-print-completion bash  # the words that your shell completes; also zsh and fish",
+    "--tyro-print-completion bash  # completion for your shell; also zsh and fish",
 )
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
 def main(name: str = "") -> None:
-    """Do what the command line says and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
-    starts("__main__")
+    """Run the command line and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
+    exit_on_ctrl_c("__main__")
     settle_logs()
     run_script(lambda: call(sys.argv[1:], name))
 
@@ -56,9 +56,9 @@ def settle_logs() -> None:
 
 
 def call(words: Sequence[str], name: str = "") -> int | None:
-    """Do what ``words`` say to ``jspeed``, or to its command ``name``; return the exit code."""
+    """Run ``words`` as arguments of ``jspeed``, or of its command ``name``; return the exit code."""
     with importing():
-        from jspeed.commands.flags import Group, choose, parse
+        from jspeed.commands.flags import Group, choose_command, parse
     top = Group(ABOUT, COMMANDS, load, EXAMPLES)
     if not name and words and words[0] == "--version":
         print(f"jspeed {__version__}")
@@ -67,7 +67,7 @@ def call(words: Sequence[str], name: str = "") -> int | None:
         return complete(top, words)
     prog, command = (sys.argv[0], load(name)) if name else ("jspeed", top)
     while isinstance(command, Group):
-        name, words = choose(command, words, prog), words[1:]
+        name, words = choose_command(command, words, prog), words[1:]
         prog, command = f"{prog} {name}", command.load(name)
     with importing():  # Python wraps a Ctrl-C in the middle of making a class into another exception
         do = parse(command, words, prog)
@@ -81,7 +81,7 @@ def load(name: str) -> Any:
 
 
 def complete(top: Any, words: Sequence[str]) -> int:
-    """Print or write what the shell is to complete, all commands and flags, as tyro makes it."""
+    """Print or write the shell's completion of all commands and flags, as tyro makes it."""
     with importing():
         import tyro
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from jspeed.commands.flags import Axes, Command, File, Wants
 from jspeed.errors import BadInput
 from jspeed.fields import MOST
-from jspeed.standard_streams import escaped, has_reader, importing
+from jspeed.standard_streams import escaped, importing, stdout_open
 
 MOST_TEXTS = 10_000  # all are one batch
 MOST_BYTES = 10_000_000  # of a prompt
@@ -69,7 +69,7 @@ def sample(
     texts, begun = list(prompts), False
     for new in write(loaded, prompts, length, sampling, as_given("--stop", stop)):
         print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
-        if not has_reader():
+        if not stdout_open():
             return
         begun, texts = True, [text + more for text, more in zip(texts, new, strict=True)]
     print()

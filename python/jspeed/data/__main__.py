@@ -1,8 +1,8 @@
 """``python -m jspeed.data``: describe a folder of token shards, and verify it against its manifest."""
 
-from jspeed.standard_streams import starts
+from jspeed.standard_streams import exit_on_ctrl_c
 
-starts(__name__)
+exit_on_ctrl_c(__name__)
 
 import sys
 from pathlib import Path

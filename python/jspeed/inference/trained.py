@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jspeed.corpus.tokenizers import GPT2, Tokenizer, tokenizer_of
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
-from jspeed.fields import Count, check_json, whole
+from jspeed.fields import Count, check_json, integer
 from jspeed.files import read_json
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh, put
@@ -34,7 +34,7 @@ class OwnConfig(TypedDict):
 class GPT2Config(TypedDict):
     """What is read of the config.json of a GPT-2; without ``n_positions`` there is ``n_ctx``."""
 
-    n_layer: Annotated[int, whole(1, 1000)]  # traced one by one
+    n_layer: Annotated[int, integer(1, 1000)]  # traced one by one
     n_head: Count
     n_embd: Count
     vocab_size: Count

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster import distributed
-from jspeed.cluster.failure import at_failure
+from jspeed.cluster.failure import on_failure
 from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput, first_line
 from jspeed.files import read_json, sha256_of, write_whole
@@ -43,7 +43,7 @@ class Checkpoints:
         self._step = 0
 
     def __enter__(self) -> "Checkpoints":
-        at_failure(lambda: remove_unfinished(self._folder))  # of another process, which may end this one during a save
+        on_failure(lambda: remove_unfinished(self._folder))  # of another process, which may end this one during a save
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -14,7 +14,7 @@ import safetensors.numpy
 from jax.experimental import multihost_utils
 
 from jspeed.errors import BadInput, nearest
-from jspeed.files import open_regular, read_json, sha256_of, whole
+from jspeed.files import atomic_path, open_regular, read_json, sha256_of
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.find_recipe import LoadedRecipe
 
@@ -91,7 +91,7 @@ def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     Raises BadInput when there is no room for it, or another reason why it cannot be written.
     """
     contiguous = {name: np.asarray(array, order="C") for name, array in tensors.items()}  # a scalar stays one
-    with whole(path) as temporary:
+    with atomic_path(path) as temporary:
         try:
             safetensors.numpy.save_file(contiguous, temporary, dict(metadata))
         except safetensors.SafetensorError as error:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.console import Console
 
-from jspeed.cluster.distributed import everyones, process_index, share
-from jspeed.cluster.failure import at_failure
+from jspeed.cluster.distributed import broadcast, gather, process_index
+from jspeed.cluster.failure import on_failure
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import Lines
@@ -94,15 +94,15 @@ def open_run_directory(
     if resume and given is None:
         raise BadInput("--resume needs --run-dir, the folder of the run to resume")
     directory = RunDirectory(path, started, create_and_lock(path, resume) if process_index() == 0 else None)
-    directory.keep = at_failure(directory.abandon)
+    directory.keep = on_failure(directory.abandon)
     try:
         if resume and process_index() == 0:
             directory.step = find_checkpoint(path, same, console, steps)
-        facts = share("run", json.dumps([str(path.absolute()), started, directory.step]))
+        facts = broadcast("run", json.dumps([str(path.absolute()), started, directory.step]))
         of_first, directory.started, directory.step = json.loads(facts)
         if process_index():
             directory.path = Path(of_first)
-        directory.shared = all(everyones("sees-run-dir", (directory.path / METRICS).exists()))
+        directory.shared = all(gather("sees-run-dir", (directory.path / METRICS).exists()))
         if not directory.shared:
             console.print(
                 f"not all processes see {of_first}: SIGTERM will end this run without a checkpoint", soft_wrap=True

@@ -14,14 +14,14 @@ import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import everyones, process_index, same_everywhere
+from jspeed.cluster.distributed import gather, process_index, require_equal
 from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, Positive, misfits, whole
+from jspeed.fields import Count, CountOrZero, Positive, integer, misfits
 from jspeed.files import cache_folder, write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
@@ -56,7 +56,7 @@ class Options:
 
     recipe: str
     data: Path | None = None
-    seed: Annotated[int, whole(0, 2**32 - 1)] = 1
+    seed: Annotated[int, integer(0, 2**32 - 1)] = 1
     steps: Count | None = None
     run_dir: Path | None = None
     layout: str = DEFAULT_LAYOUT
@@ -123,7 +123,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     if mesh.devices.flat[0].platform == "cpu":
         keep_freed_memory()
     device = device_of(mesh, options.attention, recipe=recipe)
-    limits = [memory for memory in everyones("memory", device.memory) if memory]
+    limits = [memory for memory in gather("memory", device.memory) if memory]
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
     device = dataclasses.replace(
@@ -144,7 +144,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
     how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
-    same_everywhere(same | how | {"--resume": options.resume, "jax": jax.__version__})
+    require_equal(same | how | {"--resume": options.resume, "jax": jax.__version__})
     checked = Preflight(device, own_kernels_asked=found.fields.get("OWN_KERNELS") == "on")
     if options.preflight:
         with clock.section("preflight"):

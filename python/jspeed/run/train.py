@@ -30,7 +30,7 @@ from jspeed.run.output.metrics_log import Progress
 from jspeed.run.output.profile import Profile
 from jspeed.run.output.sinks import sinks
 from jspeed.run.setup import Options, Setup, set_up
-from jspeed.standard_streams import only_first_prints
+from jspeed.standard_streams import stdout_of_process_0_only
 
 
 def train(options: Options, afterwards: Callable[[Path], None] | None = None) -> int:
@@ -38,10 +38,10 @@ def train(options: Options, afterwards: Callable[[Path], None] | None = None) ->
     143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
 
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
-    with failure.ends_all(), sigterm_is(_terminate):
+    with failure.fail_together(), sigterm_is(_terminate):
         distributed.initialise(options.coordinator, options.processes, options.process_id)
         if distributed.process_count() > 1:
-            only_first_prints(distributed.process_index() == 0)
+            stdout_of_process_0_only(distributed.process_index() == 0)
         failure.watch()
         code, run_dir = run(options)
     if afterwards and distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():

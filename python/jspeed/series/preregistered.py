@@ -1,6 +1,7 @@
 """Make preregistered runs: write plan.json before the first, then run each in a process of its own.
 
-Repeating the command continues an interrupted series: runs whose run.json is there are not made again.
+Repeating the command continues an interrupted series: a run that has ended is not made again; one that was interrupted
+resumes from its checkpoint, or without one stays in the plan as a run without a result, so that no seed can be chosen.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from types import FrameType
 from typing import Any
 
 from jspeed.cluster.rank import find_rank
@@ -22,6 +24,7 @@ from jspeed.record.preregistration import ROUND
 from jspeed.record.remarks import remarks
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
+from jspeed.run.checkpoint import newest
 from jspeed.run.clock import utc_now
 from jspeed.run.find_recipe import find
 from jspeed.run.setup import Options, check_options
@@ -40,8 +43,8 @@ def run_series(options: Options, text: str) -> int:
         raise BadInput("--plan and --resume: give the --plan command again without --resume to continue")
     if options.init_from is not None:
         raise BadInput("--plan and --init-from: planned runs start from their seeds; leave --init-from out")
-    if find_rank(os.environ, options.coordinator, options.processes, options.process_id):
-        raise BadInput("--plan makes its runs in one process each; run it without launcher and --coordinator")
+    if options.coordinator is not None or options.processes is not None or options.process_id is not None:
+        raise BadInput("--plan makes its runs in one process each; leave --coordinator and its like out")
     if options.seed != Options.seed:
         raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
@@ -53,6 +56,8 @@ def run_series(options: Options, text: str) -> int:
     print(*notes, f"{folder}: plan.json and {len(made)} runs", summary(made), sep="\n")
     losses = [run["val_loss"] for run in made if run["val_loss"] is not None]
     valid = all(probe["passed"] for run in made for probe in run["probes"].values())
+    if any(run["status"] == "interrupted" for run in made):
+        return 1
     asked_for_less = options.steps is not None and all(run["steps"] == options.steps for run in made)
     return 0 if asked_for_less or (losses and valid and fmean(losses) <= made[0]["target_loss"]) else 1
 
@@ -107,6 +112,8 @@ def make_runs(
     ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns all runs in order. Raises
     BadInput for a run that fails, and SystemExit with the code of one that was told to stop.
     """
+    if find_rank(os.environ):
+        raise BadInput("a series makes its runs in one process each; start it without a launcher")
     plan = preregistration.make_plan(kind, utc_now(), steps, [run[1:] for run in runs])
     path = folder / preregistration.NAME
     if path.exists():
@@ -119,12 +126,21 @@ def make_runs(
         preregistration.write_plan(folder, plan)
     for run, (recipe, *_) in zip(plan["runs"], runs, strict=True):
         run_dir = folder / run["folder"]
+        again: list[str] = []
         if (run_dir / "run.json").exists():
-            continue
+            if read_run(run_dir)["status"] != "interrupted":
+                continue
+            if newest(run_dir / "checkpoints")[0] is None:
+                print(
+                    f"note: {run['folder']} was interrupted and has no checkpoint: it stays without a result",
+                    flush=True,
+                )
+                continue
+            again = ["--resume"]
         print(f"--- {run['folder']}", flush=True)
         command = [*(RUN if script is None else (sys.executable, str(script))), recipe, *flags]
         command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
-        command += ["--steps", str(steps)] if steps else []
+        command += [*again, *(["--steps", str(steps)] if steps else [])]
         code = run_child(command, environment)
         if code in (130, 143):
             raise SystemExit(code)
@@ -134,11 +150,21 @@ def make_runs(
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` and return its exit code: forward SIGTERM to it, and leave Ctrl-C to it, which it gets too."""
-    child = subprocess.Popen(command, env=environment)
-    heard = {signal.SIGINT: lambda *_: None, signal.SIGTERM: lambda *_: child.terminate()}
+    """Run ``command`` and return its exit code. SIGTERM and SIGUSR1 are forwarded to it; Ctrl-C it gets itself."""
+    received: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if child:
+            child.send_signal(number)
+
+    heard = {signal.SIGINT: lambda *_: None, signal.SIGTERM: forward, signal.SIGUSR1: forward}
     before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     try:
+        child = subprocess.Popen(command, env=environment)
+        for number in received[:]:  # what came before the child was there
+            child.send_signal(number)
         return child.wait()
     finally:
         for number, handler in before.items():

@@ -152,7 +152,7 @@ def test_mesh_fills_minus_one_and_counts_devices():
 
 
 def test_refuses_a_layout_and_says_why():
-    with pytest.raises(BadInput, match="--layout zero2 is unknown; did you mean 'zero1'"):
+    with pytest.raises(BadInput, match="--layout zero2 is unknown \\(did you mean 'zero1'"):
         check_layout("zero2", mesh_of(2), find("stdlib", TOYS["stdlib"]).recipe)
     with pytest.raises(BadInput, match="mesh axis 'model' of size 2 would repeat the same work; give --mesh data=8"):
         check_layout("zero1", make_mesh(parse_mesh("data=-1,model=2")), find("stdlib", TOYS["stdlib"]).recipe)

@@ -224,7 +224,7 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
 @pytest.mark.parametrize(
     ("layout", "axes", "name", "says"),
     [
-        ("zero", {"data": 8}, "track3", "--layout zero is unknown; did you mean 'zero1'?"),
+        ("zero", {"data": 8}, "track3", "--layout zero is unknown (did you mean 'zero1'?)"),
         ("tp", {"data": 8}, "track3", "shards over mesh axis 'model', and the mesh is {'data': 8}"),
         ("zero1", {"data": 4, "model": 2}, "track3", "the mesh axis 'model' of size 2 would repeat the same work"),
         ("tp", {"data": 4, "model": 2}, "r29", "no matrix of recipe r29 has 'heads' or 'mlp'"),

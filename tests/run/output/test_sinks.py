@@ -111,7 +111,7 @@ def test_no_file_holds_a_key():
 
 def test_unknown_sink():
     check_sinks(tuple(module.SINKS))
-    with pytest.raises(BadInput, match="--log tensorbord is unknown; did you mean 'tensorboard'"):
+    with pytest.raises(BadInput, match="--log tensorbord is unknown \\(did you mean 'tensorboard'"):
         check_sinks(("tensorbord",))
 
 

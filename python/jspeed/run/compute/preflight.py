@@ -18,7 +18,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jspeed.cluster.distributed import everyones
+from jspeed.cluster.distributed import gather
 from jspeed.errors import BadInput, first_line
 from jspeed.files import cache_folder, read_json, write_whole
 from jspeed.model.kernels import attention_backends
@@ -142,13 +142,13 @@ def working_attention(recipe: Recipe, device: Device, remembered: "PassedChecks"
 
 def failure_of(name: str, check: Callable[[], str | None], remembered: "PassedChecks | None" = None) -> str | None:
     """Return why ``check`` failed on any process; None where it passed on all, now or in an earlier run."""
-    if remembered and all(everyones(f"remembered: {name}", name in remembered.passed)):
+    if remembered and all(gather(f"remembered: {name}", name in remembered.passed)):
         return None
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
         reason = f"{type(error).__name__}: {first_line(error)}"
-    first = next((text for text in everyones(f"checked: {name}", reason) if text), None)
+    first = next((text for text in gather(f"checked: {name}", reason) if text), None)
     if first is None and remembered:
         remembered.passed.add(name)
     return first
@@ -191,7 +191,7 @@ def versions(mesh: Mesh) -> list[str]:
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent
-    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "heads", "positions"))
+    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "attention_heads", "positions"))
     sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(preflight_checks.__file__))]
     return found + [installed_version(package) or "" for package in packages] + sources
 
@@ -222,7 +222,7 @@ def compile_or_fall_back(
                     raise
                 error, failure = caught, first_line(caught)
         tried = f"compiled with {device.attention}, own kernels {device.own_kernels}"
-        reason = next((text for text in everyones(tried, failure) if text), None)
+        reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, checked
         if device.own_kernels:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.errors import JaxRuntimeError
 
-from jspeed.cluster.distributed import everyones, process_count, process_index, share
+from jspeed.cluster.distributed import broadcast, gather, process_count, process_index
 from jspeed.errors import first_line
 from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
@@ -71,7 +71,7 @@ def replicas_agree(state: State) -> Verdict:
     """Compare the copies of parameters and optimizer state that the devices of each process hold, not those of several
     processes; all know what each found."""
     found: dict[str, float] = {}
-    for part in everyones("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
+    for part in gather("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
         found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
     worst = max(found, key=lambda path: found[path], default=None)
     return {"passed": not found, "largest": found[worst] if worst else 0.0, "where": worst, "arrays": len(found)}
@@ -85,7 +85,7 @@ def no_overlap(setup: Setup) -> Verdict:
         return {"no_overlap": {"passed": found <= OVERLAP, "share": found}}
 
     verdict = json.dumps(tried(("no_overlap",), compared)) if process_index() == 0 else ""
-    return json.loads(share("overlap", verdict))["no_overlap"]
+    return json.loads(broadcast("overlap", verdict))["no_overlap"]
 
 
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:

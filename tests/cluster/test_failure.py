@@ -1,0 +1,95 @@
+"""Time limits, graceful stop and exit codes of failures, in one process with a dictionary as the shared store."""
+
+import threading
+import time
+
+import jax
+import pytest
+
+from jspeed.cluster import distributed, failure, graceful_stop
+from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
+from jspeed.errors import FAULT, BadInput, Terminated
+
+from ..multi_process import said
+
+
+def test_a_call_with_a_time_limit():
+    assert with_timeout(10, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        with_timeout(10, lambda: 1 / 0)
+    with pytest.raises(TimeoutError):
+        with_timeout(0.05, lambda: threading.Event().wait(10))
+
+
+@pytest.mark.parametrize(
+    ("limit", "name", "bad"),
+    [(heartbeat_limit, "JSPEED_HEARTBEAT_SECONDS", ["0.5", "nan"]), (wait_limit, "JSPEED_WAIT_SECONDS", ["0", "x"])],
+)
+def test_a_limit_that_cannot_work_is_refused(monkeypatch, limit, name, bad):
+    monkeypatch.setenv(name, "6")
+    assert limit() == 6
+    for text in bad:
+        monkeypatch.setenv(name, text)
+        assert name in said(limit) and repr(text) in said(limit)
+    monkeypatch.delenv(name)
+    assert limit() >= 60
+
+
+class Store(dict):
+    """The store as JAX's client has it; reads and barriers that wait end with JAX's error after their own limit."""
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        self[key] = value
+
+    def key_value_dir_get(self, key):
+        return [(name, value) for name, value in sorted(self.items()) if name.startswith(key)]
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        time.sleep(timeout_in_ms / 1000)
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+
+    wait_at_barrier = blocking_key_value_get
+
+
+def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
+    monkeypatch.setattr(distributed, "client", Store)
+    monkeypatch.setattr(distributed, "LIMIT", 0.1)
+    monkeypatch.setattr(distributed, "JAX_LIMIT", 2)
+    monkeypatch.setattr(distributed, "process_index", lambda: 1)
+    assert said(lambda: distributed.barrier("here")) == "process 1 waited 0.1 s for the others (here)"
+    assert said(lambda: distributed.broadcast("there", "")) == "process 1 waited 0.1 s for the others (there)"
+    assert distributed.JAX_LIMIT > distributed.LIMIT
+
+
+def test_processes_stop_after_the_furthest_step_that_one_has_begun(monkeypatch):
+    """Process 1 has published that it is in step 7 when process 0 is asked to stop in step 5."""
+    store = Store({"jspeed/steps/1": "7"})
+    monkeypatch.setattr(graceful_stop, "joined_store", lambda: store)
+    monkeypatch.setattr(graceful_stop, "process_count", lambda: 2)
+    stop = graceful_stop.GracefulStop()
+    monkeypatch.setattr(graceful_stop, "publish", lambda name, why: stop._agree(why))
+    assert stop.reached(5) is None
+    stop.request("terminated")
+    stop.request("interrupted")
+    assert stop.reached(6) is None and store["jspeed/steps/0"] == "5"
+    assert stop.reached(7) is None and stop.reached(8) == "terminated"
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "code"),
+    [
+        (BadInput("no such file"), "no such file", 2),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (Terminated(143), "terminated before training started", 143),
+        (
+            jax.errors.JaxRuntimeError("Gloo: reset\nby peer"),
+            "lost the connection to another process (Gloo: reset)",
+            75,
+        ),
+        (jax.errors.JaxRuntimeError("INTERNAL: odd"), "JaxRuntimeError: INTERNAL: odd", FAULT),
+        (ValueError(), "ValueError: ValueError", FAULT),
+    ],
+)
+def test_what_an_exception_becomes(monkeypatch, error, text, code):
+    monkeypatch.setattr(failure._over, "wait", lambda seconds: None)
+    assert failure._message_and_code(error) == (text, code)
