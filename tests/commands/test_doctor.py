@@ -99,7 +99,10 @@ def test_extras_are_the_package_s():
 
 
 def test_a_launched_process_says_which_it_is():
-    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1", "LOCAL_RANK": "1"}
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "1"} | {
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }
     assert doctor.launcher(environment) == {"processes": 2, "process_id": 1, "problem": None}
 
 

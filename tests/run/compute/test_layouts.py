@@ -300,5 +300,5 @@ def test_tiles_name_the_devices_that_hold_them():
     tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlp")
     said = console.file.getvalue()
     assert said.startswith("mlp ") and "tiles of" in said and all(str(n) in said for n in range(8))
-    with pytest.raises(BadInput, match="has no such parameter; did you mean 'mlp'"):
+    with pytest.raises(BadInput, match="has no such parameter .did you mean 'mlp'"):
         tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlpp")

@@ -191,7 +191,7 @@ def versions(mesh: Mesh) -> list[str]:
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent
-    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "attention_heads", "positions"))
+    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "heads", "positions"))
     sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(preflight_checks.__file__))]
     return found + [installed_version(package) or "" for package in packages] + sources
 
