@@ -65,7 +65,7 @@ docs: .venv/docs/installed
 	@echo 'the site: .venv/docs/site/index.html'
 
 # The track webtext/cpu: a sampled training softmax against all of it, A B B A, three rounds; half an hour of two quiet
-# cores, and the same command goes on after an interruption. WEBTEXT is the folder of the text that the track pins.
+# cores, and the same command resumes after an interruption. WEBTEXT is the folder of the text that the track pins.
 race-webtext: .venv/built
 	test -e runs/webtext/manifest.json || $(BIN)/python scripts/prepare.py text '$(WEBTEXT)/webtext_train_00.jsonl.xz' \
 	  --val-input '$(WEBTEXT)/webtext_val.jsonl.xz' --out runs/webtext
@@ -106,7 +106,7 @@ clean:
 	grep -q dev .venv/built || $(BIN)/maturin develop --release --quiet $(EXTRAS)
 	@touch $@
 
-# JAX's CUDA compiler, ptxas and libdevice: all it takes to compile for a GPU that is not here. CUDA's libraries are
+# JAX's CUDA compiler, ptxas and libdevice: all it takes to compile for an absent GPU. CUDA's libraries are
 # looked up when a program runs, so they stay away (--no-deps); and in a folder of its own nothing else sees a plugin.
 .venv/aot/installed: pyproject.toml | .venv/dev
 	rm -rf .venv/aot

@@ -224,7 +224,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(speedrun, shards, tmp_path):
 
 @pytest.fixture
 def refused(tmp_path: Path, monkeypatch, capfd):
-    """A call that must end with one sentence with all ``words``, and leave no run directory behind; in this process."""
+    """A call in this process that must end with one error message with all ``words``, and leave no run directory."""
 
     def call(words: list[str], *arguments) -> None:
         monkeypatch.chdir(tmp_path)

@@ -51,7 +51,7 @@ FolderPath = Annotated[
     ),
 ]
 
-MISSING = object()  # stands for the value of a key that is not there
+MISSING = object()  # the value of a missing key
 WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False", tuple: "a tuple"}
 WORDS |= {dict: "an object", list: "a list", type(None): "None"}
 TESTS: dict[Any, Callable[[Any], bool]] = {

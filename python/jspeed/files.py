@@ -63,7 +63,7 @@ class Lines:
     """A file that grows by whole lines or records: one that does not fit is not begun. A context manager: closes it."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``, made if it is not there. Raises :class:`BadInput`."""
+        """Open ``path``, creating it if needed. Raises :class:`BadInput`."""
         self._path = path
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
         try:

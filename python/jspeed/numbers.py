@@ -1,4 +1,4 @@
-"""Numbers as text: SI prefixes, and the mark of a value that is not there."""
+"""Numbers as text: SI prefixes, and the mark of a missing value."""
 
 import math
 

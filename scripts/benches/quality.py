@@ -73,7 +73,7 @@ def quality(
         tokens: The first so many train. Of a document only the beginning is used, in validation too, as recipes that
             bound documents read no more; and none is trained on twice.
         json_: Write curves and tokens needed here, after every run. Runs that it has already are not made again: an
-            interrupted comparison goes on, and more seeds or recipes join it.
+            interrupted comparison resumes, and more seeds or recipes join it.
         svg: Draw the validation curves of seed 1 against tokens here.
     """
     if seeds < 1 or shorter <= 0:
@@ -119,7 +119,7 @@ def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple
         found = json.loads(json_file.read_text())
         found["shorter"], found["curves"].items()
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        raise BadInput(f"{json_file} holds no curves of bench.py quality to go on from; name another file") from None
+        raise BadInput(f"{json_file} holds no curves of bench.py quality to continue; name another file") from None
     if found["shorter"] != shorter:
         raise BadInput(f"{json_file} is of --shorter {found['shorter']}, not {shorter}; name another file")
     if found.get("beginning") != BEGINNING:

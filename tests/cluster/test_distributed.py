@@ -1,4 +1,4 @@
-"""Two real processes make the run of one; what is wrong on one of them ends both, with one sentence."""
+"""A run of two processes equals the run of one; an error on one of them ends both with one message."""
 
 import json
 import socket

@@ -86,7 +86,7 @@ class Run:
         raise AssertionError(f"no process of rank {rank}")
 
     def kill(self, rank: int, number: signal.Signals = signal.SIGKILL) -> range:
-        """Send ``number`` to ``rank``; returns the steps that the run may go on from."""
+        """Send ``number`` to ``rank``; returns the steps that the run may resume from."""
         newest = self.newest()
         os.kill(self.rank(rank), number)
         return range(newest, self.steps() + 1, SAVE_EVERY)

@@ -110,7 +110,7 @@ def test_a_disk_without_room_for_the_model(tmp_path, variables, folder, small):
 
 
 def test_a_disk_without_room_for_the_last_checkpoint(tmp_path, variables, folder, small):
-    """All steps are made: their record comes, and a sentence."""
+    """All steps are made: the record is written, and an error message."""
     done = run(tmp_path, variables, folder, "--target-loss", "9", "--checkpoint-every", 1000)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert done.stderr.startswith("error: the run ended, but a checkpoint could not be written to")

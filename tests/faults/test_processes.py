@@ -63,7 +63,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_nothing_that_looks_whole(run, und
 
 
 def test_the_same_run_started_twice(run, undisturbed, folder):
-    """The second one, at the same port and in the same folder, ends with a sentence; the first does not notice."""
+    """The second one, at the same port and in the same folder, ends with an error message; the first runs on."""
     launch = f"--master-port {free_port()}"
     run.resumable(launch=launch).until(60)
     twin = Run(folder, f"{run.name}-twin")

@@ -134,7 +134,7 @@ def test_another_mesh_goes_on_and_a_damaged_checkpoint_is_passed_over(runs, tmp_
 
 @pytest.mark.slow
 def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one_device(tmp_path, monkeypatch):
-    """And goes on to the same losses, ten steps long."""
+    """The resumed run has the same losses for ten steps."""
     monkeypatch.setattr(layouts, "SMALL", 0)
     recipe, layout = find("stdlib", TOYS["stdlib"]).recipe, "fsdp+tp"
     tokens = batches(recipe, 12)

@@ -30,7 +30,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "orbax-checkpoint", "tiktoken")
 EXTRAS = {
     "cuda12": (("nvidia.cudnn",), "runs on NVIDIA GPUs (cuda13 with CUDA 13)"),
     "tpu": (("libtpu",), "runs on TPUs, plan compiles for them"),
-    "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for GPUs that are not here"),
+    "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for absent GPUs"),
     "fa4": (("fa4_jax",), "FlashAttention 4 on Hopper"),
     "parquet": (("pyarrow",), "prepare reads .parquet"),
     "tokenizers": (("tokenizers",), "prepare text --tokenizer FILE.json"),

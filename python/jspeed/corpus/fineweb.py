@@ -42,7 +42,7 @@ def shard_names(version: str, shards: int | None) -> list[str]:
 def prepare_fineweb(
     out: Path, version: str = "10B", shards: int | None = None, progress: Progress = no_progress
 ) -> Path:
-    """Download shards into ``out``, those that are not there yet, and write a manifest of all; returns ``out``.
+    """Download the shards that ``out`` lacks, write a manifest of all, and return ``out``.
 
     They arrive in a hidden folder beside ``out``, are checked there, and are then renamed: whoever opens ``out`` sees
     complete shards only. Interrupted downloads resume. ``progress`` is told bytes. Raises BadInput when ``out`` holds

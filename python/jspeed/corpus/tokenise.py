@@ -35,7 +35,7 @@ def stdlib_folder() -> Path:
 
 
 def prepare_stdlib(out: Path | None = None, progress: Progress = no_progress) -> Path:
-    """Return a folder with this Python's standard library as byte tokens, preparing it if it is not there.
+    """Return a folder with this Python's standard library as byte tokens, preparing it if needed.
 
     ``out`` is :func:`stdlib_folder` unless given. Raises BadInput when ``out`` holds anything else.
     """

@@ -88,7 +88,7 @@ def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokeni
 
 
 def copy_tokenizer(folder: Path, to: Path, facts: Mapping[str, Any] | None) -> None:
-    """Copy the file of a tokenizer that is one. Raises BadInput where it is not there, or not the one of ``facts``."""
+    """Copy the file of a tokenizer that is one. Raises BadInput where it is missing, or not the one of ``facts``."""
     if facts and facts["tokenizer"].startswith(f"{TOKENIZER_FILE}@"):
         write_whole(to / TOKENIZER_FILE, tokenizer_of(facts, folder).content)
 

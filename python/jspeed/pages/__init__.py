@@ -18,7 +18,7 @@ def render(template: str, **values: Any) -> str:
     """Return the page that the file ``template``, a path inside the package, makes of ``values``.
 
     Every value is printed without control characters and escaped, unless it is a ``markupsafe.Markup``. A name that
-    is not there raises ``jinja2.UndefinedError``. Templates may also call ``file(NAME)``, the text of a file of the
+    is missing raises ``jinja2.UndefinedError``. Templates may also call ``file(NAME)``, the text of a file of the
     package, and filter by ``digest``, the SHA-256 in base64 that a content policy asks for.
     """
     return _environment().get_template(template).render(values)

@@ -80,7 +80,7 @@ def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
 
 
 def in_optimizer(step: Instruction) -> bool:
-    """Whether a matmul belongs to the optimizer: it lies outside of the ``shard_map`` of forward and backward pass."""
+    """Whether a matmul belongs to the optimizer: it is outside the ``shard_map`` of the forward and backward pass."""
     return bool(step.op_name) and not re.search(r"shard_map|jvp|transpose\(", step.op_name)
 
 

@@ -192,7 +192,7 @@ def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[fl
 
 
 def _arrays(points: Points) -> tuple[Any, Any]:
-    """Return times and losses as float64 arrays, with NaN for a loss that is not there."""
+    """Return times and losses as float64 arrays, with NaN for a missing loss."""
     seconds = np.array([float(t) for t, _ in points], dtype=np.float64)
     losses = np.array([math.nan if loss is None else float(loss) for _, loss in points], dtype=np.float64)
     return seconds, np.where(np.isfinite(losses), losses, math.nan)

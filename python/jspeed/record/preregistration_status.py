@@ -21,7 +21,7 @@ Rounds = dict[tuple[str, str], list[Round]]  # by recipe hashes
 
 
 def missing(plan: Plan, records: Records) -> list[int]:
-    """Return the indices of the runs of ``plan`` that are not there."""
+    """Return the indices of the missing runs of ``plan``."""
     present = records.preregistered.get(plan["sha256"], {})
     return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in present]
 

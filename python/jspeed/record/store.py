@@ -264,7 +264,7 @@ def add(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def write_files(files: Mapping[Path, bytes]) -> None:
-    """Write those of ``files`` that are not there, all of them or none. Raises BadInput where one cannot be written."""
+    """Write those of ``files`` that are missing, all of them or none. Raises BadInput where one cannot be written."""
     written: list[Path] = []
     try:
         for path, content in files.items():

@@ -122,7 +122,7 @@ def _check_hash(path: Path, expected: str) -> None:
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or several.
 
-    bf16 becomes fp32. Raises BadInput for what is not there, not safetensors, or no longer what we wrote.
+    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, or changed since it was written.
     """
     tensors: Tensors = {}
     metadata: dict[str, str] = {}

@@ -107,7 +107,7 @@ def make_runs(
     script: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Run]:
-    """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are not there yet.
+    """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are missing.
 
     ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns all runs in order. Raises
     BadInput for a run that fails, and SystemExit with the code of one that was told to stop.

@@ -35,7 +35,7 @@ def reproduce(
     """Make ``n`` runs of the board's ``entry``, whose recipe's text is ``source``, at its commit; 0 if they agree.
 
     They agree when their mean loss differs from the entry's by no more than chance lets it; ``sigma`` is a run's
-    standard deviation. Raises BadInput when the commit is not there, or its extension cannot be built.
+    standard deviation. Raises BadInput when the commit is missing, or its extension cannot be built.
     """
     if not 1 <= n <= preregistration.MOST_RUNS:
         raise BadInput(f"--n {n}: expected 1 to {preregistration.MOST_RUNS} runs")

@@ -53,7 +53,7 @@ def plain(text: str) -> str:
 
 
 def with_block(readme: str, made: str, path: Path) -> str:
-    """Return the text of README.md with ``made`` between the markers; BadInput when they are not there."""
+    """Return the text of README.md with ``made`` between the markers; BadInput when they are missing."""
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -10,7 +10,7 @@ import jax
 from jspeed.errors import BadInput
 from jspeed.run.compute.device import GPUS, Device
 
-# XLA options for GPUs, each with its reason; what is not here is XLA's default.
+# XLA options for GPUs, each with its reason; all others keep XLA's default.
 GPU_OPTIONS: dict[str, Any] = {
     # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
     # apart, the first bank is orthogonalised while the next is on its way.

@@ -88,7 +88,7 @@ class Progress:
         return {name: getattr(self, name) for name in names} | {"ledger": self.clock.ledger}
 
     def resume(self, record: dict[str, Any]) -> None:
-        """Go on from what :meth:`record` returned, metrics written again up to there."""
+        """Resume from what :meth:`record` returned; metrics are rewritten up to that step."""
         self.clock.resume(record["ledger"])
         self.steps, self.tokens = record["steps"], record["tokens"]
         self.data_wait_seconds, self.dispatch_seconds = record["data_wait_seconds"], record["dispatch_seconds"]

@@ -89,7 +89,7 @@ pub enum HeaderError {
         /// Size of the file in bytes.
         size: u64,
     },
-    /// The file goes on after the last token.
+    /// The file continues after the last token.
     Long {
         /// Tokens that the header counts.
         count: i32,
@@ -153,7 +153,7 @@ pub fn encode(count: i32, width: Width) -> Vec<u8> {
 /// Check the first bytes of a file of `size` bytes and return how many tokens it holds, and of which width.
 ///
 /// # Errors
-/// The fault, with the byte offset at which it lies.
+/// The fault, with its byte offset.
 pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), (u64, HeaderError)> {
     let (Some(magic), Some(version), Some(count), true) =
         (word(bytes, 0), word(bytes, 1), word(bytes, 2), size >= BYTES as u64)
