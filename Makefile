@@ -27,11 +27,11 @@ test-aot: .venv/aot/installed
 test-parity: .venv/parity/installed
 	PYTHONPATH=.venv/parity MODDED='$(MODDED)' JSPEED_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity $(ARGS)
 
-# The leaderboard's page in a headless Chromium, where there is one; axe-core comes as some Python package brings it.
+# The leaderboard's page in a headless Chromium, where there is one; axe-core from the package axe-playwright-python.
 test-page: .venv/page/installed
 	JSPEED_TEST_PAGE=1 JSPEED_AXE=.venv/page $(BIN)/python -m pytest -rs tests/leaderboard/test_page_in_chromium.py
 
-# What the default tests try on one recipe or mesh, on all of them.
+# All recipes and meshes; the default tests run a selection.
 test-slow: .venv/dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m slow
 
