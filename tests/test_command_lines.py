@@ -2,6 +2,7 @@
 
 import pytest
 
+from jspeed.commands.run import default_recipe
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.run.find_recipe import find
 
@@ -138,3 +139,28 @@ def test_the_meshes_of_the_quick_start_fit_its_recipe():
     for arguments in lines:
         axes = parse_mesh(arguments[arguments.index("--mesh") + 1])
         assert found.recipe.lanes % axes["data"] == 0 and found.fields["HEADS"] % axes.get("model", 1) == 0
+
+
+def test_a_long_prompt_in_utf_8_is_called_long(tmp_path):
+    (tmp_path / "long.txt").write_bytes("xé".encode() * 4_000_000)  # the byte after the limit is half a character
+    done = call(tmp_path, "sample.py", "here", "--prompt-file", "long.txt")
+    assert done.code == 2 and "holds more than 10,000,000 bytes" in done.err
+
+
+def test_export_looks_at_its_folder_before_it_loads(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    done = call(tmp_path, "export.py", "no_model", "--out", "out")
+    assert done.code == 2 and "not empty" in done.err
+
+
+def test_data_has_one_line_errors(tmp_path):
+    for words in (["--nope"], [], ["here", "--verfy"]):
+        done = call(tmp_path, "jspeed.data", *words)
+        assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done
+
+
+def test_hidden_gpus_choose_the_recipe_for_cpus(tmp_path, monkeypatch):
+    for visible, recipe in (("", "stdlib"), ("-1", "stdlib"), ("0", "r29")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert default_recipe(tmp_path) == recipe

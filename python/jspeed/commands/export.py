@@ -27,9 +27,9 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         from jspeed.output_folder import atomic_folder, require_empty
         from jspeed.run.export import FILE, gpt2_config, is_gpt2, own_config, own_metadata, save, to_gpt2
 
+    require_empty(out)
     loaded = load_model(model)
     tensors, recipe = loaded.tensors(), loaded.recipe
-    require_empty(out)
     with atomic_folder(out) as folder:
         copy_tokenizer(loaded.folder or model, folder, loaded.facts)
         if is_gpt2(recipe) and not own:

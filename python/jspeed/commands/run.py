@@ -1,8 +1,10 @@
 """``jspeed run``: train a recipe to its target loss under the clock; the run directory holds the record."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
+from jspeed.cluster.rank import visible_gpus
 from jspeed.commands.flags import Axes, Command, Fields, Folder, Wants
 from jspeed.errors import first_line
 from jspeed.files import cache_folder, write_whole
@@ -21,7 +23,7 @@ RECIPE_HELP = (
 def default_recipe(data: Path | None) -> str:
     """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
     shards = data or cache_folder() / "data" / "fineweb"
-    return BEST_ON_FINEWEB if any(Path("/dev").glob("nvidia[0-9]*")) and shards.is_dir() else EMBEDDED
+    return BEST_ON_FINEWEB if visible_gpus(os.environ) and shards.is_dir() else EMBEDDED
 
 
 def write_samples(run_dir: Path) -> None:

@@ -88,12 +88,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
     try:
         with file.open("rb") as opened:  # a pipe is welcome here
             content = opened.read(MOST_BYTES + 1)
-        text = content.decode()
+        if len(content) > MOST_BYTES:
+            raise BadInput(
+                f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is far shorter"
+            )
+        return content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
-    if len(content) > MOST_BYTES:
-        raise BadInput(f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is far shorter")
-    return text
 
 
 def as_given(flag: str, text: str | None) -> str | None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from jspeed.commands.flags import Command, Wants, parse
 from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
 from jspeed.data.find_shards import find_split, map_tokens
 from jspeed.data.manifest import SPLITS, Manifest, read_manifest
@@ -76,17 +76,17 @@ def describe(folder: Path) -> None:
     console.print(f"tokenizer: {named}", soft_wrap=True)
 
 
-def show(folder: tyro.conf.Positional[Path], *, check: Annotated[bool, tyro.conf.arg(name="verify")] = False) -> None:
+def show(folder: Annotated[Path, Wants("DIR", positional=True)], verify_: bool = False) -> None:
     """Describe a folder of token shards.
 
     Exit code: 0, or 2 with an error message when something is wrong.
 
     Args:
         folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files.
-        check: Also compare every byte with the hashes of manifest.json.
+        verify_: Also compare every byte with the hashes of manifest.json.
     """
     describe(folder)
-    if not check:
+    if not verify_:
         return
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
@@ -96,4 +96,4 @@ def show(folder: tyro.conf.Positional[Path], *, check: Annotated[bool, tyro.conf
 
 
 if __name__ == "__main__":
-    run_script(lambda: tyro.cli(show, prog="python -m jspeed.data"))
+    run_script(lambda: parse(Command(show), sys.argv[1:], "python -m jspeed.data")())
