@@ -1,4 +1,4 @@
-"""Where parameters lie, by rules over their paths and sizes, on any nested dictionary of arrays.
+"""Sharding rules: shard parameters by their paths and sizes, on any nested dictionary of arrays.
 
 jspeed itself names the axes of each parameter and cuts by these names (`speedrun.py --layout`, `--show-layout`). Other
 code often goes by paths: a list of (pattern, axes) whose first match decides. This is such a list done with care: an

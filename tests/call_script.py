@@ -1,4 +1,4 @@
-"""Command lines called in this process, as ``python FILE ARGUMENTS`` would be: a process of its own costs seconds."""
+"""Test helper: run a script's command line in this process, because a subprocess costs seconds."""
 
 import contextlib
 import io

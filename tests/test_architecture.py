@@ -1,4 +1,4 @@
-"""The floors of ARCHITECTURE.md: who imports whom, how much a room holds, and who reads the time."""
+"""Rules of ARCHITECTURE.md: imports follow the layers, packages stay within a size, one module reads the time."""
 
 import ast
 import subprocess

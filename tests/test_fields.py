@@ -1,4 +1,4 @@
-"""Values against annotations: what fits, and where the rest is said to be wrong."""
+"""Checks of values against type annotations: what is accepted, and where error messages locate the rest."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -1,5 +1,6 @@
-"""Command lines, recipe fields, recipe files and manifests that nobody foresaw: an exit code that is documented, no
-traceback, no file outside the run directory.
+"""Fuzz command lines, recipe fields, recipe files and manifests: exit codes are documented ones.
+
+No traceback, and no file outside the run directory.
 
 Everything goes in by ``scripts/`` and ``python -m jspeed.data`` as a user's does, in this process. Most examples stop
 before anything is compiled, by ``--show-layout`` or because there is no model; some train a toy for a step. Examples

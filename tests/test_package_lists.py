@@ -1,4 +1,4 @@
-"""Packages that pages install on other machines: each list is enough for a training process, with nothing beside it."""
+"""Package lists that the docs install on other machines: each alone suffices for a training process."""
 
 import ast
 import re

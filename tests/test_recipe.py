@@ -1,4 +1,4 @@
-"""Recipes as tables: counts, FLOPs, hashes and what is refused."""
+"""The Recipe type: parameter counts, FLOPs, hashes, and which recipes are refused."""
 
 import dataclasses
 import math

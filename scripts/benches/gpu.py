@@ -1,4 +1,4 @@
-"""``jspeed bench gpu``: a step of each recipe (time, MFU, memory, kernels) or a race; steps.py does the timing."""
+"""``jspeed bench gpu``: time each recipe's step (MFU, memory, kernels), or race recipes; steps.py times."""
 
 import dataclasses
 import json

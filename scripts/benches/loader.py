@@ -1,4 +1,4 @@
-"""Benchmark the token loader on synthetic shards, with a limit for each promise."""
+"""Benchmark the token loader on synthetic shards, with a pass/fail limit for each performance promise."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Helpers for tests of prepared data: folders read back without the package, inputs, the script."""
+"""Test helpers for prepared data: make inputs, run the script, read folders back without the package."""
 
 import hashlib
 import json

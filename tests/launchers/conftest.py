@@ -1,4 +1,4 @@
-"""The lines of docs/launch.md, started for real: ``make test-launchers``. Two processes stand for eight GPUs.
+"""Run the commands of docs/launch.md for real (``make test-launchers``): two processes stand for eight GPUs.
 
 Every test is skipped where its launcher is missing; other test runs skip them all, for they take minutes.
 """

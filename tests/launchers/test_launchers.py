@@ -1,4 +1,4 @@
-"""Every launcher that is here: by the page's line two processes are one run, with launch.py's losses, bit for bit."""
+"""Each installed launcher, by its command in docs/launch.md: two processes form one run, with launch.py's losses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Records 21 and 29 and the baseline of track 3, each shrunk as our recipe is: same layers, windows and groups."""
+"""Parity cases: records 21, 29 and track 3's baseline, shrunk like our recipe: same layers, windows, groups."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

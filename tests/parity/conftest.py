@@ -1,4 +1,4 @@
-"""The clone of modded-nanogpt and PyTorch, without which these tests are skipped; the table of agreement at the end."""
+"""Parity fixtures: skip without modded-nanogpt's clone and PyTorch; print a table of agreement at the end."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""A recipe's record card: what the docstring of its source says of it."""
+"""Read a recipe's record card (its description) from the docstring of its source."""
 
 import ast
 import inspect

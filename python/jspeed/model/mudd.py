@@ -1,4 +1,4 @@
-"""Dynamic per-token coefficients, and sums weighted by them (MUDD, Xiao et al. 2025)."""
+"""MUDD (dynamic dense connections, Xiao et al. 2025): per-token coefficients, and sums weighted by them."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest

@@ -1,4 +1,4 @@
-"""The longest proper prefix of every GPT-2 token that is itself a token."""
+"""For every GPT-2 token, the longest proper prefix that is itself a token (a stored table)."""
 
 from functools import cache
 from pathlib import Path

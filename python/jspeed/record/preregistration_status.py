@@ -1,4 +1,4 @@
-"""Which runs of a plan exist among the records, are missing or extra, and the rounds of a race."""
+"""Status of preregistered runs: which of those in plan.json exist, are missing or extra; rounds of a race."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Notes on a run whose data are not its track's, or whose recipe has the name of another."""
+"""Remarks on a run: its data differ from its track's, or its recipe's name belongs to another recipe."""
 
 import hashlib
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What devices decide: micro-batches, kernels, what fits; and what is refused."""
+"""Device-dependent settings: micro-batches, kernels, what fits in memory; and which settings are refused."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Print a plan, a comparison of two plans, a search or the bytes moved as terminal tables."""
+"""Print a plan, a comparison of two, the results of a search, or memory traffic as terminal tables."""
 
 import sys
 from collections.abc import Mapping
