@@ -13,6 +13,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.files import Lines
 from jspeed.record.run_json import read_run, write_run
+from jspeed.run.evidence import provenance
 from jspeed.run.finish import draw, parent_curve
 from jspeed.run.output import sinks
 from jspeed.run.setup import Options
@@ -64,6 +65,14 @@ def three_steps(tmp_path, **more) -> Options:
     """A run into ``tmp_path / "run"`` that reaches its target."""
     fixed = {"sets": (*TOY, "STEPS=3"), "target_loss": 9.0, "progress": False}
     return Options("stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", **fixed | more)
+
+
+def test_the_commit_is_that_of_the_start(tmp_path, monkeypatch):
+    """Code that is changed at the start and committed during the run has run as changed."""
+    states = iter([{"commit": "a" * 40, "dirty": True}, {"commit": "b" * 40, "dirty": False}])
+    monkeypatch.setattr(provenance, "git", lambda *_: next(states))
+    train(three_steps(tmp_path))
+    assert read_run(tmp_path / "run")["git"] == {"commit": "a" * 40, "dirty": True} and next(states)
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         except KeyboardInterrupt:  # many gigabytes are hashed: the run is kept without
             progress.status, probe_results, val_loss, reached = "interrupted", {}, None, False
             data = of_data(setup, hashed=False)
-        code, gpus = provenance.git(Path(__file__).parent), provenance.gpu_facts(setup.at_start.gpus)
+        gpus = provenance.gpu_facts(setup.at_start.gpus)
         environment = provenance.environment()
     ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()  # at one moment, however busy the machine is
     run: Unsealed = {
@@ -132,7 +132,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "probes": cast(dict[str, Probe], probe_results),
         "versions": provenance.versions(),
         "xla_flags": provenance.xla_flags(),
-        "git": code,
+        "git": setup.at_start.git,
         "machine": provenance.machine(),
         "gpus": gpus,
         "container": provenance.container(),

@@ -192,7 +192,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
                 if given is not None:
                     state = given_state(recipe, given, state)
             jax.block_until_ready(state)
-            at_start = StartEvidence(fresh, after_warm_up, provenance.gpus(), plan)
+            at_start = StartEvidence(fresh, after_warm_up, provenance.git(), provenance.gpus(), plan)
     except BaseException:
         directory.abandon()
         raise

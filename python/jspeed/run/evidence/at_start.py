@@ -1,4 +1,4 @@
-"""Evidence taken before the clock starts: checksums of the initial state, GPUs, place among preregistered runs."""
+"""Evidence taken before the clock starts: initial checksums, commit, GPUs, place among preregistered runs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.record.schema import PlaceInPlan
+from jspeed.record.schema import Git, PlaceInPlan
 
 UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xxHash's primes)
@@ -14,11 +14,14 @@ ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xx
 
 @dataclass(frozen=True)
 class StartEvidence:
-    """Checksums of the state drawn from the seed before and after the warm-up, the GPUs, and which preregistered run
-    this is."""
+    """Checksums of the state drawn from the seed before and after the warm-up, and which preregistered run this is.
+
+    ``git`` is of the start, when Python read the code: what is committed during a run has not run in it.
+    """
 
     initial_checksum: str
     after_warm_up: str
+    git: Git
     gpus: list[dict[str, Any]] | None
     plan: PlaceInPlan | None
 

@@ -34,7 +34,7 @@ def _version(package: str) -> str:
     return installed_version(package) or "unknown"
 
 
-def git(folder: Path) -> Git:
+def git(folder: Path = Path(__file__).parent) -> Git:
     """Commit of the checkout around ``folder`` and whether tracked files differ from it; ``None`` outside one."""
     status = _ask("git", "status", "--porcelain", "--untracked-files=no", cwd=folder)
     return {"commit": _ask("git", "rev-parse", "HEAD", cwd=folder), "dirty": None if status is None else bool(status)}
