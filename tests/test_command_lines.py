@@ -2,9 +2,9 @@
 
 import pytest
 
-from jspeed.commands.run import default_recipe
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.run.find_recipe import find
+from jspeed.run.options import default_recipe
 
 from .call_script import SCRIPTS, call
 

@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Union, get_args, get_origin, get_type_hints
 from typing import is_typeddict as is_typed_dict
 
@@ -36,6 +37,21 @@ def integer(least: int, most: int = MOST) -> Rule:
     return Rule(f"a whole number from {least} to {most}", lambda value: least <= value <= most)
 
 
+@dataclass(frozen=True)
+class Wants:
+    """How a parameter appears on the command line; a ``repeated`` flag may occur again; ``help`` replaces ``Args``."""
+
+    metavar: str
+    positional: bool = False
+    repeated: bool = False
+    help: str | None = None
+
+
+def flag(name: str) -> str:
+    """Return the flag of a parameter."""
+    return "--" + name.strip("_").replace("_", "-")
+
+
 Count = Annotated[int, integer(1)]
 CountOrZero = Annotated[int, integer(0)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
@@ -50,6 +66,11 @@ FolderPath = Annotated[
         lambda value: all(map(FOLDER.fullmatch, value.split("/"))),
     ),
 ]
+
+Folder = Annotated[Path, Wants("DIR")]
+File = Annotated[Path, Wants("FILE")]
+Fields = Annotated[tuple[str, ...], Wants("FIELD=VALUE ...", repeated=True)]
+Axes = Annotated[str, Wants("AXIS=N,...")]
 
 MISSING = object()  # the value of a missing key
 WORDS = {int: "a whole number", float: "a finite number", str: "text", bool: "True or False", tuple: "a tuple"}

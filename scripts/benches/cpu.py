@@ -11,8 +11,9 @@ from rich.console import Console
 
 from benches.nanogpt import contest
 from benches.versus import finite, our_run
-from jspeed.commands.flags import File, Folder, Wants, check_folders
+from jspeed.commands.flags import check_folders
 from jspeed.errors import BadInput
+from jspeed.fields import File, Folder, Wants
 from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
 from jspeed.plan.views.terminal import show

@@ -16,9 +16,10 @@ from rich.table import Table
 
 from benches.steps import ALL_STAGES, Row, Setting, measured, peak
 from benches.versus import race
-from jspeed.commands.flags import Fields, File, Wants, check_folders, refuse
+from jspeed.commands.flags import check_folders, refuse
 from jspeed.data import find_split
 from jspeed.errors import BadInput
+from jspeed.fields import Fields, File, Wants
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jspeed._dataloader import HEADER_BYTES, header
-from jspeed.commands.flags import File, check_folders
+from jspeed.commands.flags import check_folders
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
 from jspeed.data.find_shards import map_tokens
+from jspeed.fields import File
 from jspeed.files import write_whole
 
 BOS = 50_256

@@ -14,12 +14,13 @@ import numpy as np
 from rich.console import Console
 
 from benches.versus import finite, first_at, our_run
-from jspeed.commands.flags import File, Wants, check_folders
+from jspeed.commands.flags import check_folders
 from jspeed.corpus import chunks
 from jspeed.corpus.sources import text_files
 from jspeed.data.folder import EncodedDocuments, write_folder
 from jspeed.data.manifest import Description, Split
 from jspeed.errors import BadInput
+from jspeed.fields import File, Wants
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
 from jspeed.plan.views.tables import Table

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.commands.flags import Wants
 from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
+from jspeed.fields import Wants
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import pytest
 
 from jspeed.commands import main
-from jspeed.commands.flags import Command, Fields, File, Folder, Group, Wants, examples, parse
+from jspeed.commands.flags import Command, Group, examples, parse
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, Positive
+from jspeed.fields import Count, CountOrZero, Fields, File, Folder, Positive, Wants
 
 TOP = Group(main.ABOUT, main.COMMANDS, main.load, main.EXAMPLES)
 

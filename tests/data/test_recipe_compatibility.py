@@ -10,7 +10,7 @@ from jspeed.data.manifest import manifest_of
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 from jspeed.run import setup
-from jspeed.run.setup import Options
+from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..multi_process import shards, toy
@@ -44,7 +44,7 @@ def describe(folder, **changes):
 def outcome(folder, recipe="stdlib", *sets):
     run_dir = folder.parent / "run"
     with pytest.raises((BadInput, Compiled)) as caught:
-        train(Options(str(recipe), data=folder, sets=(*SETS, *sets), run_dir=run_dir, progress=False))
+        train(Options(str(recipe), data=folder, set_=(*SETS, *sets), run_dir=run_dir, progress=False))
     assert not run_dir.exists() and "\n" not in str(caught.value)
     return "fits" if caught.type is Compiled else str(caught.value)
 

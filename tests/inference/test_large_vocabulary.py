@@ -19,7 +19,7 @@ from jspeed.run import evaluate
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
-from jspeed.run.setup import Options
+from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..toys import TOYS
@@ -62,7 +62,7 @@ def test_a_vocabulary_above_uint16_from_text_to_text(data, tmp_path):
     (tmp_path / "mine.py").write_text(source)
     sets = ("WIDTH=8", "LAYERS=1", "HEADS=2", "MLP_WIDTH=8", "LANES=8", "LANE_LEN=16", "EVAL_LEN=16", "STEPS=4")
     sets += ("EVAL_TOKENS=160", "EVAL_EVERY=4", f"VOCAB={IDS}", "HEAD_LR=0.2")
-    options = Options(str(tmp_path / "mine.py"), data=data, run_dir=tmp_path / "run", sets=sets, target_loss=11.0)
+    options = Options(str(tmp_path / "mine.py"), data=data, run_dir=tmp_path / "run", set_=sets, target_loss=11.0)
     assert train(Options(**vars(options) | {"progress": False})) == 0  # reached: ln 70,001 is 11.2
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["reached"] and run["data"]["tokenizer"].startswith("tokenizer.json@")

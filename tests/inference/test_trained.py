@@ -19,7 +19,7 @@ from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model, read_config
 from jspeed.run.export import load
-from jspeed.run.setup import Options
+from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..toys import TOYS
@@ -38,9 +38,9 @@ def run(tmp_path_factory):
     data = named_data_sets.prepare_names(folder / "data", folder / "names.txt")
     facts = json.loads((data / "manifest.json").read_text())
     ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
-    options = Options("microgpt-names", data=data, run_dir=folder / "run", sets=(*SETS, *ids), target_loss=9.0)
+    options = Options("microgpt-names", data=data, run_dir=folder / "run", set_=(*SETS, *ids), target_loss=9.0)
     told = []
-    more = {"checkpoint_every": 4, "keep_best": True, "profile": 2, "log": ("tensorboard",), "progress": False}
+    more = {"checkpoint_every": 4, "keep_best": True, "profile": 2, "log": "tensorboard", "progress": False}
     assert train(Options(**vars(options) | more), told.append) == 0 and told == [folder / "run"]
     return options
 
@@ -124,7 +124,7 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
         train(Options(**again | {"run_dir": tmp_path / "other", "init_from": tmp_path / "none"}))
     with pytest.raises(BadInput, match="shape .* --set its fields"):
         sets = (*run.sets, "WIDTH=64")
-        train(Options(**again | {"run_dir": tmp_path / "other", "sets": sets}))
+        train(Options(**again | {"run_dir": tmp_path / "other", "set_": sets}))
     assert not (tmp_path / "other").exists()
 
 
@@ -192,7 +192,7 @@ def test_exported_gpt2_loads_again(tmp_path):
     for name in ("t_train_000001.bin", "t_val_000000.bin"):
         (tmp_path / name).write_bytes(shard_bytes(tokens))
     sets = (*TOYS["gpt2"], "STEPS=2", "LEARNING_RATE=0.01")
-    options = Options("gpt2", data=tmp_path, run_dir=tmp_path / "run", sets=sets, progress=False)
+    options = Options("gpt2", data=tmp_path, run_dir=tmp_path / "run", set_=sets, progress=False)
     train(options)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     (tmp_path / "run" / "config.json").write_text(

@@ -12,6 +12,7 @@ from jspeed.model.attention import attention
 from jspeed.model.kernels import attention_backends
 from jspeed.run import setup
 from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..data.on_disk import shard_bytes
@@ -55,8 +56,8 @@ def options(tmp_path, monkeypatch):
     monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
 
     def build(name, **rest):
-        given = {"data": tmp_path / "data", "run_dir": tmp_path / name, "sets": SETS, "sample": False}
-        return setup.Options("track3", progress=False, target_loss=9.0, **given | rest)
+        given = {"data": tmp_path / "data", "run_dir": tmp_path / name, "set_": SETS, "sample": False}
+        return Options("track3", progress=False, target_loss=9.0, **given | rest)
 
     return build
 

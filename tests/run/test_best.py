@@ -10,7 +10,7 @@ from jspeed.record.run_json import read_run
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import steps_in
 from jspeed.run.export import load
-from jspeed.run.setup import Options
+from jspeed.run.options import Options
 from jspeed.run.train import train
 
 from ..multi_process import TOY, shards
@@ -21,7 +21,7 @@ def test_a_run_stops_at_its_target(tmp_path):
     run_dir = tmp_path / "run"
     sets = (*TOY, "LAYERS=1", "STEPS=40", "EVAL_EVERY=3")
     more = {"checkpoint_every": 2, "keep_checkpoints": 3, "keep_best": True, "stop_at_target": True}
-    options = Options("stdlib", data=shards(tmp_path / "shards"), run_dir=run_dir, sets=sets, target_loss=4.2)
+    options = Options("stdlib", data=shards(tmp_path / "shards"), run_dir=run_dir, set_=sets, target_loss=4.2)
     assert train(Options(**vars(options) | more | {"progress": False})) == 0
     run = read_run(run_dir)
     assert run["status"] == "stopped" and run["reached"] and run["planned_steps"] == 40

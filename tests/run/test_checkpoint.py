@@ -16,8 +16,8 @@ from jspeed.run import checkpoint
 from jspeed.run.compute import program
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
+from jspeed.run.options import Options
 from jspeed.run.output.metrics_log import Progress
-from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ..multi_process import TOY, ended, environment, metrics, shards, start, toy
@@ -76,7 +76,7 @@ def test_hashes_that_say_nothing_are_damage(tmp_path):
 def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
     """The quick form of the next test: in this process, whose programs need not give the same bits twice."""
     small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=3")
-    options = {"data": shards(tmp_path / "shards"), "sets": (*TOY, *small), "target_loss": 9.0, "progress": False}
+    options = {"data": shards(tmp_path / "shards"), "set_": (*TOY, *small), "target_loss": 9.0, "progress": False}
 
     def losses(name, **more):
         assert train(Options("stdlib", run_dir=tmp_path / name, **options | more)) == 0
@@ -97,7 +97,7 @@ def test_a_diverged_state_is_not_saved(tmp_path, monkeypatch):
         Progress, "trained", lambda self, step, tokens, loss: real(self, step, tokens, loss if step < 3 else math.nan)
     )
     small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=6")
-    options = {"data": shards(tmp_path / "shards"), "sets": (*TOY, *small), "progress": False}
+    options = {"data": shards(tmp_path / "shards"), "set_": (*TOY, *small), "progress": False}
     assert train(Options("stdlib", run_dir=tmp_path / "run", checkpoint_every=1, **options)) == 1
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "diverged"
     assert checkpoint.steps_in(tmp_path / "run" / "checkpoints") == [1, 2]
@@ -139,7 +139,7 @@ def test_a_state_of_8x1_is_the_same_bits_on_4x2_and_on_one_device(tmp_path, monk
     recipe, layout = find("stdlib", TOYS["stdlib"]).recipe, "fsdp+tp"
     tokens = batches(recipe, 12)
     saved, _ = run(recipe, mesh_of(data=8, model=1), None, tokens[:2], layout)
-    with checkpoint.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
         checkpoints.save(2, saved, {})
     losses = []
     for axes in ({"data": 8, "model": 1}, {"data": 4, "model": 2}, {"data": 1, "model": 1}):
@@ -160,7 +160,7 @@ def test_the_parameters_of_a_recipe_with_slow_ones_are_read_from_a_checkpoint(tm
     _, shardings = program.state_shardings(recipe, "zero1", mesh)
     state = jax.jit(lambda: init_state(recipe, np.uint32(1), "zero1", mesh), out_shardings=shardings)()
     assert state["carry"]
-    with checkpoint.Checkpoints(tmp_path / "checkpoints") as checkpoints:
+    with checkpoint.Checkpoints(tmp_path / "checkpoints", keep=2) as checkpoints:
         checkpoints.save(6, state, {})
     params = restored(tmp_path / "checkpoints", 6, recipe, mesh)
     jax.tree.map(np.testing.assert_array_equal, params, state["params"])

@@ -15,8 +15,8 @@ from jspeed.files import Lines
 from jspeed.record.run_json import read_run, write_run
 from jspeed.run.evidence import provenance
 from jspeed.run.finish import draw, parent_curve
+from jspeed.run.options import Options
 from jspeed.run.output import sinks
-from jspeed.run.setup import Options
 from jspeed.run.train import train
 from jspeed.stage import Stage
 
@@ -63,7 +63,7 @@ def a_log_that_breaks(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def three_steps(tmp_path, **more) -> Options:
     """A run into ``tmp_path / "run"`` that reaches its target."""
-    fixed = {"sets": (*TOY, "STEPS=3"), "target_loss": 9.0, "progress": False}
+    fixed = {"set_": (*TOY, "STEPS=3"), "target_loss": 9.0, "progress": False}
     return Options("stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", **fixed | more)
 
 
@@ -90,7 +90,7 @@ def test_the_record_comes_though_logs_the_last_checkpoint_and_the_last_line_do_n
 
     monkeypatch.setattr(Lines, "write", write)
     run_dir = tmp_path / "run"
-    options = three_steps(tmp_path, checkpoint_every=2, log=(a_log_that_breaks,))
+    options = three_steps(tmp_path, checkpoint_every=2, log=a_log_that_breaks)
     sentence = said(lambda: train(options))
     for words in ("--log stopped at step", "a checkpoint could not be written to", "metrics.jsonl cannot be"):
         assert words in sentence, sentence

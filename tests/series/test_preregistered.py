@@ -15,7 +15,7 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.record import preregistration
-from jspeed.run.setup import Options
+from jspeed.run.options import Options
 from jspeed.series import preregistered
 
 from ..multi_process import REPOSITORY, ended, environment, shards, start, toy
@@ -78,7 +78,7 @@ def test_a_malformed_plan_flag_is_refused(text):
 
 
 def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
-    options = Options("stdlib", run_dir=trainer / "s", sets=("MUON_LR=0.03",), data=Path("here"), progress=False)
+    options = Options("stdlib", run_dir=trainer / "s", set_=("MUON_LR=0.03",), data=Path("here"), progress=False)
     assert preregistered.run_series(options, "n=3") == 0
     assert [line.split()[0] for line in calls(trainer)] == ["stdlib"] * 3
     assert "--data here --set MUON_LR=0.03 --no-progress" in calls(trainer)[0]

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-from jspeed.commands.flags import Axes, Command, File, Folder, Wants, check_folders, refuse
+from jspeed.commands.flags import Command, check_folders, refuse
 from jspeed.errors import BadInput
+from jspeed.fields import Axes, File, Folder, Wants
 from jspeed.files import write_whole
 from jspeed.standard_streams import importing
 

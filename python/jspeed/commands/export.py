@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-from jspeed.commands.flags import Command, Folder, Wants
+from jspeed.commands.flags import Command
+from jspeed.fields import Folder, Wants
 from jspeed.standard_streams import importing
 
 

@@ -1,7 +1,7 @@
 """Build a command line from a function's signature and docstring; a wrong flag is a one-line error message.
 
-tyro parses and prints. A parameter is a flag, its trailing underscore left out; :class:`Wants` describes it further. A
-:class:`~jspeed.fields.Rule` in its annotation (``n: Count = 1``) is checked for every value.
+tyro parses and prints. A parameter is a flag, a parameter that is a dataclass one for each field. In an annotation
+:class:`~jspeed.fields.Wants` describes the flag, and a :class:`~jspeed.fields.Rule` (``n: Count = 1``) is checked.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from functools import cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,17 +24,7 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.fields import WORDS, Rule, misfits, shown
-
-
-@dataclass(frozen=True)
-class Wants:
-    """How a parameter appears on the command line; a ``repeated`` flag may occur again; ``help`` replaces ``Args``."""
-
-    metavar: str
-    positional: bool = False
-    repeated: bool = False
-    help: str | None = None
+from jspeed.fields import WORDS, Rule, Wants, flag, misfits, shown
 
 
 @dataclass(frozen=True)
@@ -48,16 +38,10 @@ class Command:
 
     @cached_property
     def parameters(self) -> "tuple[Parameter, ...]":
-        """The parameters of the function."""
-        hints, texts = get_type_hints(self.call, include_extras=True), _docstring(self.call)[1]
-        found = []
-        for name, parameter in inspect.signature(self.call).parameters.items():
-            kind, rules, wants, many = _unwrapped(hints[name])
-            default = REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
-            group = next((title for title, names in self.groups.items() if name in names), "")
-            text, where = wants.help or texts.get(name, ""), wants.metavar if wants.positional else flag(name)
-            found.append(Parameter(name, kind, rules, wants, many, default, group, text, where))
-        return tuple(found)
+        """The parameters of the function, in the help's order; for one that is a dataclass, the dataclass's fields."""
+        groups = {name: title for title, names in self.groups.items() for name in names}
+        order = {name: place for place, name in enumerate(groups)}
+        return tuple(sorted(_parameters(self.call, groups), key=lambda one: order.get(one.name, -1)))
 
 
 @dataclass(frozen=True)
@@ -89,11 +73,6 @@ def group_of(about: str, commands: Mapping[str, Command], examples: tuple[str, .
     """Return the group of ``commands`` whose help lines are the first sentences of their docstrings."""
     return Group(about, {name: summary(one.call) for name, one in commands.items()}, commands.__getitem__, examples)
 
-
-Folder = Annotated[Path, Wants("DIR")]
-File = Annotated[Path, Wants("FILE")]
-Fields = Annotated[tuple[str, ...], Wants("FIELD=VALUE ...", repeated=True)]
-Axes = Annotated[str, Wants("AXIS=N,...")]
 
 METAVARS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 CONFIG = (OmitArgPrefixes,)
@@ -157,7 +136,26 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
             text = f"{one.help[:1].lower()}{one.help[1:].rstrip('.')}"
             raise BadInput(f"{prog} needs {one.where}{metavar}: {text}; see `{prog} --help`")
         values[one.name] = tuple(word for group in value for word in group) if one.wants.repeated else value
-    return lambda: command.call(**values)
+    return lambda: _call(command.call, values)
+
+
+def _parameters(of: Callable[..., Any], groups: Mapping[str, str]) -> Iterator[Parameter]:
+    hints, texts = get_type_hints(of, include_extras=True), _docstring(of)[1]
+    for name, parameter in inspect.signature(of).parameters.items():
+        if is_dataclass(hints[name]):
+            yield from _parameters(hints[name], groups)
+            continue
+        kind, rules, wants, many = _unwrapped(hints[name])
+        default = REQUIRED if parameter.default is inspect.Parameter.empty else parameter.default
+        text, where = wants.help or texts.get(name, ""), wants.metavar if wants.positional else flag(name)
+        yield Parameter(name, kind, rules, wants, many, default, groups.get(name, ""), text, where)
+
+
+def _call(of: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Call a function with its parameters in ``values``, which for a dataclass holds the fields."""
+    hints = get_type_hints(of)
+    names = inspect.signature(of).parameters
+    return of(**{name: _call(hints[name], values) if is_dataclass(hints[name]) else values[name] for name in names})
 
 
 def flags_of(command: Command) -> type:
@@ -178,11 +176,6 @@ def _dataclass(name: str, fields: Iterable[tuple[str, Any, Any]], about: str) ->
     made = make_dataclass(name, [(name, hint, field(default=value)) for name, hint, value in fields], frozen=True)
     made.__doc__ = about
     return made
-
-
-def flag(name: str) -> str:
-    """Return the flag of a parameter."""
-    return "--" + name.strip("_").replace("_", "-")
 
 
 def examples(lines: Iterable[str], prog: str) -> str:

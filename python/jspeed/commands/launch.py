@@ -5,10 +5,10 @@ import sys
 from typing import Annotated
 
 from jspeed.cluster.launch import Launch, check, dry_run_lines, parse_nproc, run
-from jspeed.commands.flags import Command, File, Wants, check_folders, parse
+from jspeed.commands.flags import Command, check_folders, parse
 from jspeed.commands.run import COMMAND as RUN
 from jspeed.errors import BadInput, nearest
-from jspeed.fields import Count, CountOrZero, Rule, integer
+from jspeed.fields import Count, CountOrZero, File, Rule, Wants, integer
 
 GRACE = Rule("seconds from 0 to 86400", lambda value: 0 <= value <= 86_400)
 TRAIN = "run"  # the command of jspeed that several processes can make together

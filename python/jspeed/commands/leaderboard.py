@@ -8,9 +8,9 @@ from typing import Annotated
 
 import jspeed
 from jspeed.commands import repository
-from jspeed.commands.flags import Command, Folder, Wants, group_of
+from jspeed.commands.flags import Command, group_of
 from jspeed.errors import BadInput
-from jspeed.fields import shown
+from jspeed.fields import Folder, Wants, shown
 from jspeed.record import store, verify
 from jspeed.record.remarks import remarks
 from jspeed.standard_streams import importing

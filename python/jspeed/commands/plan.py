@@ -7,8 +7,9 @@ import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated
 
-from jspeed.commands.flags import Axes, Command, Fields, File, Wants, check_folders, refuse
+from jspeed.commands.flags import Command, check_folders, refuse
 from jspeed.errors import BadInput
+from jspeed.fields import Axes, Fields, File, Wants
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.plan import MEMORY_FRACTION, TPU_MEMORY_FRACTION
@@ -181,7 +182,7 @@ COMMAND = Command(
         "gpt2-xl --target a100x8  # a published size",
     ),
     {
-        "hardware": ("target", "layout", "mesh", "micro_batch", "memory_fraction", "dollars_per_hour"),
-        "output": ("json_", "svg", "html", "strict"),
+        "hardware": ("target", "layout", "mesh", "micro_batch", "dollars_per_hour", "memory_fraction"),
+        "output": ("strict", "json_", "svg", "html"),
     },
 )

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress import TransferSpeedColumn as Speed
 
-from jspeed.commands.flags import Command, File, Folder, Wants, group_of
+from jspeed.commands.flags import Command, group_of
 from jspeed.corpus import Progress as Count
 from jspeed.corpus import fineweb, named_data_sets, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenizers import TOKENIZERS
 from jspeed.data.manifest import Manifest, complete_manifest
+from jspeed.fields import File, Folder, Wants
 from jspeed.files import cache_folder
 
 Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from jspeed.commands.flags import Axes, Command, File, Wants
+from jspeed.commands.flags import Command
 from jspeed.errors import BadInput
-from jspeed.fields import MOST
+from jspeed.fields import MOST, Axes, File, Wants
 from jspeed.standard_streams import escaped, importing, stdout_open
 
 MOST_TEXTS = 10_000  # all are one batch

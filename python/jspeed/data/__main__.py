@@ -12,12 +12,13 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from jspeed.commands.flags import Command, Wants, parse
+from jspeed.commands.flags import Command, parse
 from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
 from jspeed.data.find_shards import find_split, map_tokens
 from jspeed.data.manifest import SPLITS, Manifest, read_manifest
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput, run_script
+from jspeed.fields import Wants
 
 SHOWN = 24  # tokens of the first document
 

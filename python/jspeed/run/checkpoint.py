@@ -27,7 +27,6 @@ from jspeed.files import read_json, sha256_of, write_whole
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
 
-KEEP = 2  # by default: the newest, and the one before, should the newest be damaged
 HASHES = "sha256.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is being written
 NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
@@ -37,7 +36,7 @@ MUST_AGREE = ("recipe hash", "seed", "training data", "validation data")
 class Checkpoints:
     """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at the end."""
 
-    def __init__(self, folder: Path, keep: int = KEEP) -> None:
+    def __init__(self, folder: Path, keep: int) -> None:
         self._folder, self._keep = folder.absolute(), keep
         self._manager: Any = None
         self._step = 0

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,9 +21,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
-from jspeed.fields import Count, CountOrZero, Positive, integer, misfits
 from jspeed.files import cache_folder, write_whole
-from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
@@ -32,7 +30,7 @@ from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
 from jspeed.run import evaluate, export
-from jspeed.run.checkpoint import KEEP, restore
+from jspeed.run.checkpoint import restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
@@ -44,42 +42,10 @@ from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find
+from jspeed.run.options import Options, check_options
 from jspeed.run.output import console as output
-from jspeed.run.output.sinks import check_sinks
 from jspeed.run.run_directory import RunDirectory, open_run_directory
 from jspeed.sizes import describe
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of ``jspeed run``, which explains each."""
-
-    recipe: str
-    data: Path | None = None
-    seed: Annotated[int, integer(0, 2**32 - 1)] = 1
-    steps: Count | None = None
-    run_dir: Path | None = None
-    layout: str = DEFAULT_LAYOUT
-    mesh: str | None = None
-    micro_batch: Count | None = None
-    attention: str | None = None
-    preflight: bool = True
-    target_loss: float | None = None
-    max_minutes: Positive | None = None
-    sets: tuple[str, ...] = ()
-    init_from: Path | None = None
-    checkpoint_every: CountOrZero = 0
-    keep_checkpoints: Count = KEEP
-    keep_best: bool = False
-    stop_at_target: bool = False
-    resume: bool = False
-    coordinator: str | None = None
-    processes: int | None = None
-    process_id: int | None = None
-    progress: bool = True
-    log: tuple[str, ...] = ()
-    profile: CountOrZero = 0
-    sample: bool = True
 
 
 @dataclass(frozen=True)
@@ -226,7 +192,7 @@ def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
     Raises :class:`BadInput` for invalid options, and where the layout does not fit.
     """
     check_options(options)
-    found = find(options.recipe, options.sets)
+    found = find(options.recipe, options.set_)
     mesh = mesh_for(options.mesh) or make_mesh()
     check_layout(options.layout, mesh, found.recipe)
     return found, mesh
@@ -294,13 +260,6 @@ def identity(options: Options, found: LoadedRecipe, shards: Shards, val_shards: 
     named = {"recipe hash": found.hash, "seed": options.seed, "training data": shards.fingerprint}
     named |= {"validation data": val_shards.fingerprint, "--layout": options.layout, "--steps": options.steps}
     return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
-
-
-def check_options(options: Options) -> None:
-    """Raise :class:`BadInput` for invalid option values, whatever the recipe."""
-    for where, expected, found in misfits(options, Options):
-        raise BadInput(f"--{where.replace('_', '-')} {getattr(options, where)}: expected {expected}, found {found}")
-    check_sinks(options.log)
 
 
 def data_folder(recipe: Recipe, given: Path | None) -> Path:

@@ -25,11 +25,12 @@ from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish
+from jspeed.run.options import Options
 from jspeed.run.output.console import Display
 from jspeed.run.output.metrics_log import Progress
 from jspeed.run.output.profile import Profile
 from jspeed.run.output.sinks import sinks
-from jspeed.run.setup import Options, Setup, set_up
+from jspeed.run.setup import Setup, set_up
 from jspeed.standard_streams import stdout_of_process_0_only
 
 
@@ -56,7 +57,7 @@ def run(options: Options) -> tuple[int, Path]:
     setup = set_up(options, clock, console)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = GracefulStop()
-    logs = sinks(options.log if first else (), setup.run_dir, setup.found.fields, setup.started)
+    logs = sinks(options.sinks if first else (), setup.run_dir, setup.found.fields, setup.started)
     with setup.directory, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
         with Display(console, last_step, options.progress, setup.recipe.target_loss) as display:
             progress = Progress(clock, setup.directory.metrics, display, sinks=opened)

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from types import FrameType
-from typing import Any
 
 from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, writable_folder
+from jspeed.fields import flag
 from jspeed.leaderboard import formatting, stats
 from jspeed.record import preregistration
 from jspeed.record.preregistration import ROUND
@@ -27,10 +27,10 @@ from jspeed.record.schema import Run
 from jspeed.run.checkpoint import newest
 from jspeed.run.clock import utc_now
 from jspeed.run.find_recipe import find
-from jspeed.run.setup import Options, check_options
+from jspeed.run.options import Options, check_options
 
 RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
-OWN = ("recipe", "seed", "run_dir", "resume", "coordinator", "processes", "process_id")  # not passed on as they are
+OWN = ("recipe", "seed", "steps", "run_dir")  # what make_runs says of each run itself
 P = 0.01  # below it the last line of a series says significant; the board uses the track's own rule
 
 
@@ -48,7 +48,7 @@ def run_series(options: Options, text: str) -> int:
     if options.seed != Options.seed:
         raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
-    found = find(options.recipe, options.sets)
+    found = find(options.recipe, options.set_)
     runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
     folder = options.run_dir or default_folder(found.recipe.name)
     made = make_runs(folder, "seeds", options.steps, runs, arguments(options))
@@ -67,10 +67,10 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
 
     Raises BadInput as :func:`run_series` does, and for ``flags`` that a race sets itself.
     """
-    for flag in ("--set", "--seed", "--run-dir", "--steps", "--plan", "--resume"):
-        if any(word.split("=")[0] == flag for word in flags):
+    for name in ("--set", "--seed", "--run-dir", "--steps", "--plan", "--resume"):
+        if any(word.split("=")[0] == name for word in flags):
             raise BadInput(
-                f"--flags {shlex.join(flags)!r} holds {flag}, which a race decides itself; put changed fields into a "
+                f"--flags {shlex.join(flags)!r} holds {name}, which a race decides itself; put changed fields into a "
                 "recipe file"
             )
     if not 1 <= rounds <= preregistration.MOST_RUNS // ROUND:
@@ -177,21 +177,16 @@ def default_folder(name: str) -> Path:
 
 
 def arguments(options: Options) -> list[str]:
-    """Return the flags of ``jspeed run`` that say ``options``, apart from recipe, seed, steps and folder."""
+    """Return the flags of ``jspeed run`` for ``options``, apart from OWN."""
     flags: list[str] = []
     for field in dataclasses.fields(options):
-        value: Any = getattr(options, field.name)
-        flag = f"--{field.name.replace('_', '-')}"
-        if field.name in (*OWN, "steps") or value == field.default:
+        value, name = getattr(options, field.name), flag(field.name)
+        if field.name in OWN or value == field.default:
             continue
-        if field.name == "sets":
-            flags += ["--set", *value]
-        elif value is True:
-            flags.append(flag)
-        elif value is False:
-            flags.append(f"--no-{flag[2:]}")
+        if isinstance(value, bool):
+            flags.append(name if value else f"--no-{name[2:]}")
         else:
-            flags += [flag, ",".join(value) if field.name == "log" else str(value)]
+            flags += [name, *(value if isinstance(value, tuple) else [str(value)])]
     return flags
 
 

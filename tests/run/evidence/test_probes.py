@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jspeed.run.evidence import probes
+from jspeed.run.options import Options
 from jspeed.run.recipe_names import FOLDER
-from jspeed.run.setup import Options
 from jspeed.run.train import train
 
 from ...multi_process import shards, toy, words
@@ -44,7 +44,7 @@ CHEATS = {
 
 def failed(folder: Path, recipe: Path | str, data: Path) -> set[str]:
     run_dir = folder / "run"
-    code = train(Options(str(recipe), data=data, sets=SETS, run_dir=run_dir, target_loss=9.0, progress=False))
+    code = train(Options(str(recipe), data=data, set_=SETS, run_dir=run_dir, target_loss=9.0, progress=False))
     run = json.loads((folder / "run" / "run.json").read_text())
     names = {name for name, probe in run["probes"].items() if not probe["passed"]}
     assert run["status"] == "finished" and run["reached"] == (not names) and code == bool(names)

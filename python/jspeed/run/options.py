@@ -1,0 +1,106 @@
+"""The options of a run, which are the flags of ``jspeed run``: types, defaults and help. No jax in here."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from jspeed.cluster.rank import visible_gpus
+from jspeed.errors import BadInput
+from jspeed.fields import Axes, Count, CountOrZero, Fields, Folder, Positive, Rule, Wants, flag, integer, misfits
+from jspeed.files import cache_folder
+from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.run.output.sinks import check_sinks
+from jspeed.run.recipe_names import known_recipes
+
+BEST_ON_FINEWEB = "r29"
+EMBEDDED = "stdlib"
+RECIPE_HELP = (
+    f"Name of a recipe ({', '.join(known_recipes())}), or path of a recipe file (FILE.py); default: "
+    f"{BEST_ON_FINEWEB} with a GPU and FineWeb, else {EMBEDDED}."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a run.
+
+    Args:
+        data: Folder of token shards, as jspeed prepare writes; default: the recipe's own data in the cache folder.
+        seed: Seed of the initial weights and of the data order.
+        steps: Stop after this many steps; every schedule stays as it is.
+        run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
+        layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
+            state), dp (each holds all), fsdp (gathered layer by layer), tp (tensor parallel: matmuls sharded), fsdp+tp,
+            pp (layers in a pipeline); with +remat at the end activations are recomputed instead of stored, with +scan
+            the layers are one loop, which compiles as fast for many as for one.
+        mesh: Mesh axes and sizes, for example data=8 or data=4,model=2 or data=2,pipe=4; -1 is all remaining devices.
+        micro_batch: Tokens a device takes at once; a step accumulates over the rest.
+        attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
+        preflight: Check attention and FP8 on the device before the clock, and fall back where one fails.
+        target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
+        max_minutes: Stop after this many timed minutes.
+        set_: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
+        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
+            WANDB_MODE says otherwise.
+        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
+        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
+        init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
+            gpt2 a folder with GPT-2's model.safetensors.
+        checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
+        keep_checkpoints: How many of the newest checkpoints stay.
+        keep_best: Also keep the parameters with the lowest validation loss, in best/ of the run directory, which other
+            commands read like an exported folder.
+        stop_at_target: Stop at the first evaluation that reaches the target loss. Such a run is shorter than the
+            recipe's schedule and does not count as a record.
+        resume: Resume from the newest undamaged checkpoint in --run-dir, on any mesh; start where there is none.
+        coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
+        processes: How many processes there are.
+        process_id: Which of them this one is, from 0.
+    """
+
+    recipe: Annotated[str, Rule("a name or a path", len), Wants("RECIPE", positional=True, help=RECIPE_HELP)] = ""
+    data: Folder | None = None
+    seed: Annotated[int, integer(0, 2**32 - 1)] = 1
+    steps: Count | None = None
+    run_dir: Folder | None = None
+    layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT
+    mesh: Axes | None = None
+    micro_batch: Annotated[Count | None, Wants("TOKENS")] = None
+    attention: Annotated[str | None, Wants("BACKEND")] = None
+    preflight: bool = True
+    target_loss: Annotated[float | None, Wants("LOSS")] = None
+    max_minutes: Annotated[Positive | None, Wants("M")] = None
+    set_: Fields = ()
+    progress: bool = True
+    log: Annotated[str | None, Wants("SINK,...")] = None
+    profile: CountOrZero = 0
+    sample: bool = True
+    init_from: Folder | None = None
+    checkpoint_every: CountOrZero = 0
+    keep_checkpoints: Count = 2  # the newest, and the one before, should the newest be damaged
+    keep_best: bool = False
+    stop_at_target: bool = False
+    resume: bool = False
+    coordinator: Annotated[str | None, Wants("HOST:PORT")] = None
+    processes: int | None = None
+    process_id: int | None = None
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """The names in ``log``."""
+        return () if self.log is None else tuple(self.log.split(","))
+
+
+def default_recipe(data: Path | None) -> str:
+    """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
+    shards = data or cache_folder() / "data" / "fineweb"
+    return BEST_ON_FINEWEB if visible_gpus(os.environ) and shards.is_dir() else EMBEDDED
+
+
+def check_options(options: Options) -> None:
+    """Raise :class:`BadInput` for invalid option values, whatever the recipe."""
+    for name, expected, found in misfits(options, Options):
+        raise BadInput(f"{flag(name)} {getattr(options, name)}: expected {expected}, found {found}")
+    check_sinks(options.sinks)
