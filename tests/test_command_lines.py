@@ -4,7 +4,7 @@ import pytest
 
 from jspeed.parallel.mesh import parse_mesh
 from jspeed.run.find_recipe import find
-from jspeed.run.options import default_recipe
+from jspeed.run.options import Options
 
 from .call_script import SCRIPTS, call
 
@@ -163,4 +163,4 @@ def test_data_has_one_line_errors(tmp_path):
 def test_hidden_gpus_choose_the_recipe_for_cpus(tmp_path, monkeypatch):
     for visible, recipe in (("", "stdlib"), ("-1", "stdlib"), ("0", "r29")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert default_recipe(tmp_path) == recipe
+        assert Options(data=tmp_path).recipe_or_default == recipe

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
@@ -130,6 +131,47 @@ def test_flags_follow_from_the_signature():
     assert got == ("a", ("b", "c"), -1000.0, "later", "p", "o", False, ("A=1", "B=2", "C=3"))
     parse(command, ["a"], "given")()
     assert got == ("a", (), 1.0, "now", None, None, True, ())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Two sides.
+
+    Args:
+        width: How wide.
+        set_: What
+            to set.
+    """
+
+    name: Annotated[str, Wants("NAME", positional=True)] = ""
+    width: Count = 1
+    height: int = 0
+    set_: Fields = ()
+
+
+def drawn(shape: Shape, dry: bool = False) -> int:
+    """Draw.
+
+    Args:
+        dry: Draw nothing.
+    """
+    global got
+    got = (shape, dry)
+    return 3
+
+
+def test_the_fields_of_a_dataclass_are_flags(capsys):
+    command = Command(drawn, groups={"size": ("height", "dry", "width"), "rest": ("set_",)})
+    assert parse(command, "a --width 2 --dry --height 3 --set A=1 B=2".split(), "drawn")() == 3
+    assert got == (Shape("a", 2, 3, ("A=1", "B=2")), True)
+    assert parse(command, [], "drawn")() == 3 and got == (Shape(), False)
+    with pytest.raises(BadInput, match="--width 0: expected a whole number from 1"):
+        parse(command, ["--width", "0"], "drawn")
+    with pytest.raises(SystemExit):
+        parse(command, ["--help"], "drawn")
+    text = capsys.readouterr().out
+    places = [text.index(words) for words in ("--height", "Draw nothing", "How wide. (default: 1)", "What to set.")]
+    assert places == sorted(places)
 
 
 def test_the_words_after_a_command_that_takes_them_are_left_alone():

@@ -18,37 +18,66 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple, TextIO
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput, say
+from jspeed.fields import Count, CountOrZero, File, Rule, Wants, integer
 from jspeed.files import write_whole
 
 SETTLE_SECONDS = 5.0  # an error reaches every process in about a second; process 0 reports it last
 RESULT = "JSPEED_RESULT"  # the file where a process leaves its result, for --results
 FAILURE_GRACE = 10.0  # the most seconds from SIGTERM to SIGKILL after a failure: nothing is left to save
 MOST_PROCESSES = 65_536  # of all nodes; no run has as many, and --dry-run prints a line for each
+GRACE = Rule("seconds from 0 to 86400", lambda value: 0 <= value <= 86_400)
 ENDED = {0, 1, 2, 130, 143}  # exit codes that a restart would not change: done, target missed, bad input, stopped
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start: flags as torchrun names them, ``grace`` in seconds, ``results`` the file for --results."""
+    """What to start, and how: the flags of ``jspeed launch``.
 
-    command: tuple[str, ...]
-    nnodes: int
-    node_rank: int
-    nproc_per_node: int
-    master_addr: str
-    master_port: int
-    max_restarts: int
-    standalone: bool
-    prefix: bool
-    grace: float
-    results: Path | None
+    Args:
+        command: The word run and its arguments, as after jspeed run; or a Python script and its arguments.
+        nnodes: Number of nodes.
+        node_rank: Which node this is, from 0.
+        nproc_per_node: Processes on each node; gpu: one for each GPU; auto: the same, and 1 without GPUs.
+        master_addr: Address of node 0.
+        master_port: A free port on node 0.
+        max_restarts: Restart after a failure, at most so many times.
+        standalone: One node, with a free port of its own.
+        prefix: Begin each line of output with its rank.
+        grace: Seconds from SIGTERM to SIGKILL (at most 10 after a failure).
+        results: Write each process's result to this JSON file.
+    """
+
+    command: Annotated[tuple[str, ...], Wants("run|SCRIPT.py ARGUMENTS ...", positional=True)]
+    nnodes: Count = 1
+    node_rank: Annotated[CountOrZero, Wants("R")] = 0
+    nproc_per_node: Annotated[str, Wants("K")] = "1"
+    master_addr: Annotated[str, Wants("HOST")] = "127.0.0.1"
+    master_port: Annotated[int, integer(1, 65_535), Wants("PORT")] = 29_500
+    max_restarts: Annotated[CountOrZero, Wants("M")] = 0
+    standalone: bool = False
+    prefix: bool = False
+    grace: Annotated[float, GRACE, Wants("SECONDS")] = 30.0
+    results: File | None = None
+
+    @cached_property
+    def local_count(self) -> int:
+        """How many processes each node has. Raises :class:`BadInput`."""
+        if self.nproc_per_node in ("gpu", "auto"):
+            count = visible_gpus(os.environ)
+            if not count and self.nproc_per_node == "gpu":
+                raise BadInput("--nproc-per-node gpu: this machine shows no GPU; give a number")
+            return count or 1
+        if not re.fullmatch("[1-9][0-9]{0,4}", self.nproc_per_node):
+            raise BadInput(f"--nproc-per-node {self.nproc_per_node}: give a number from 1 on, or gpu")
+        return int(self.nproc_per_node)
 
 
 def check(launch: Launch) -> None:
@@ -57,8 +86,8 @@ def check(launch: Launch) -> None:
         raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
     if launch.standalone and launch.nnodes > 1:
         raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
-    if launch.nnodes * launch.nproc_per_node > MOST_PROCESSES:
-        asked = f"--nnodes {launch.nnodes} --nproc-per-node {launch.nproc_per_node}"
+    if launch.nnodes * launch.local_count > MOST_PROCESSES:
+        asked = f"--nnodes {launch.nnodes} --nproc-per-node {launch.local_count}"
         raise BadInput(f"{asked}: at most {MOST_PROCESSES:,} processes can make a run; give fewer")
     if launch.master_port + launch.max_restarts > 65_535 and not launch.standalone:
         raise BadInput(
@@ -67,24 +96,12 @@ def check(launch: Launch) -> None:
         )
 
 
-def parse_nproc(text: str) -> int:
-    """Return how many processes ``--nproc-per-node`` means. Raises :class:`BadInput`."""
-    if text in ("gpu", "auto"):
-        count = visible_gpus(os.environ)
-        if not count and text == "gpu":
-            raise BadInput("--nproc-per-node gpu: this machine shows no GPU; give a number")
-        return count or 1
-    if not re.fullmatch("[1-9][0-9]{0,4}", text):
-        raise BadInput(f"--nproc-per-node {text}: give a number from 1 on, or gpu")
-    return int(text)
-
-
 def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[str, str]:
     """torchrun's environment variables for process ``local`` of ``node``.
 
     Every attempt has its own port, so that no process joins one of the attempt before.
     """
-    count = launch.nproc_per_node
+    count = launch.local_count
     values = {
         "RANK": node * count + local,
         "WORLD_SIZE": launch.nnodes * count,
@@ -103,7 +120,7 @@ def dry_run_lines(launch: Launch) -> list[str]:
     launch, lines = _addressed(launch), []
     for node in range(launch.nnodes):
         lines.append(f"# node {node} of {launch.nnodes}")
-        for local in range(launch.nproc_per_node):
+        for local in range(launch.local_count):
             pairs = [f"{name}={value}" for name, value in variables(launch, node, local).items()]
             lines.append(shlex.join([*pairs, *launch.command]))
     return lines
@@ -165,10 +182,10 @@ class Node:
         self._writing = threading.Lock()
         signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._previous = {number: signal.signal(number, self._on_signal) for number in signals}
-        self._first = launch.node_rank * launch.nproc_per_node
+        self._first = launch.node_rank * launch.local_count
         self._results_dir = tempfile.TemporaryDirectory(prefix="jspeed-results-") if launch.results else None
         self._processes: list[subprocess.Popen[str]] = []
-        for local in range(launch.nproc_per_node):
+        for local in range(launch.local_count):
             result = {RESULT: str(Path(self._results_dir.name, str(local)))} if self._results_dir else {}
             self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt) | result))
         self._threads = [threading.Thread(target=self._wait_for, args=(n,)) for n in range(len(self._processes))]

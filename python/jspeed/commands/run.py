@@ -1,6 +1,5 @@
 """``jspeed run``: train a recipe to its target loss under the clock; the run directory holds the record."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ from jspeed.commands.flags import Command
 from jspeed.errors import first_line
 from jspeed.fields import Wants
 from jspeed.files import write_whole
-from jspeed.run.options import Options, default_recipe
+from jspeed.run.options import Options
 from jspeed.standard_streams import escaped, importing
 
 
@@ -57,9 +56,8 @@ def run(
         from jspeed.run.train import train
         from jspeed.series.preregistered import run_series
 
-    options = replace(options, recipe=options.recipe or default_recipe(options.data))
     if show_recipe:
-        print(find(options.recipe, options.set_, trace=False).source, end="")
+        print(find(options.recipe_or_default, options.set_, trace=False).source, end="")
         return 0
     if show_layout or show_tiles is not None:
         found, on = load_recipe_and_mesh(options)

@@ -2,12 +2,11 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput
-from jspeed.fields import Axes, Count, CountOrZero, Fields, Folder, Positive, Rule, Wants, flag, integer, misfits
+from jspeed.fields import Axes, Count, CountOrZero, Fields, Folder, Positive, Wants, flag, integer, misfits
 from jspeed.files import cache_folder
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.run.output.sinks import check_sinks
@@ -41,11 +40,6 @@ class Options:
         target_loss: Validation loss to reach, in nats per token, instead of the recipe's.
         max_minutes: Stop after this many timed minutes.
         set_: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
-        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
-        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
-            WANDB_MODE says otherwise.
-        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
-        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
         init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
             gpt2 a folder with GPT-2's model.safetensors.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
@@ -58,9 +52,14 @@ class Options:
         coordinator: HOST:PORT of process 0 when several processes make one run and no launcher says so.
         processes: How many processes there are.
         process_id: Which of them this one is, from 0.
+        progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
+        log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
+            WANDB_MODE says otherwise.
+        profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
+        sample: Let the trained model write a text at the end, into samples.txt of the run directory.
     """
 
-    recipe: Annotated[str, Rule("a name or a path", len), Wants("RECIPE", positional=True, help=RECIPE_HELP)] = ""
+    recipe: Annotated[str | None, Wants("RECIPE", positional=True, help=RECIPE_HELP)] = None
     data: Folder | None = None
     seed: Annotated[int, integer(0, 2**32 - 1)] = 1
     steps: Count | None = None
@@ -73,10 +72,6 @@ class Options:
     target_loss: Annotated[float | None, Wants("LOSS")] = None
     max_minutes: Annotated[Positive | None, Wants("M")] = None
     set_: Fields = ()
-    progress: bool = True
-    log: Annotated[str | None, Wants("SINK,...")] = None
-    profile: CountOrZero = 0
-    sample: bool = True
     init_from: Folder | None = None
     checkpoint_every: CountOrZero = 0
     keep_checkpoints: Count = 2  # the newest, and the one before, should the newest be damaged
@@ -86,17 +81,23 @@ class Options:
     coordinator: Annotated[str | None, Wants("HOST:PORT")] = None
     processes: int | None = None
     process_id: int | None = None
+    progress: bool = True
+    log: Annotated[str | None, Wants("SINK,...")] = None
+    profile: CountOrZero = 0
+    sample: bool = True
+
+    @property
+    def recipe_or_default(self) -> str:
+        """The recipe; by default the best one with a GPU and FineWeb's shards, else one that needs neither."""
+        if self.recipe is not None:
+            return self.recipe
+        shards = self.data or cache_folder() / "data" / "fineweb"
+        return BEST_ON_FINEWEB if visible_gpus(os.environ) and shards.is_dir() else EMBEDDED
 
     @property
     def sinks(self) -> tuple[str, ...]:
         """The names in ``log``."""
         return () if self.log is None else tuple(self.log.split(","))
-
-
-def default_recipe(data: Path | None) -> str:
-    """The best FineWeb recipe where there are a GPU and FineWeb's shards, else the one that needs neither."""
-    shards = data or cache_folder() / "data" / "fineweb"
-    return BEST_ON_FINEWEB if visible_gpus(os.environ) and shards.is_dir() else EMBEDDED
 
 
 def check_options(options: Options) -> None:

@@ -192,7 +192,7 @@ def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
     Raises :class:`BadInput` for invalid options, and where the layout does not fit.
     """
     check_options(options)
-    found = find(options.recipe, options.set_)
+    found = find(options.recipe_or_default, options.set_)
     mesh = mesh_for(options.mesh) or make_mesh()
     check_layout(options.layout, mesh, found.recipe)
     return found, mesh

@@ -48,8 +48,9 @@ def run_series(options: Options, text: str) -> int:
     if options.seed != Options.seed:
         raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
-    found = find(options.recipe, options.set_)
-    runs = [(options.recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
+    recipe = options.recipe_or_default
+    found = find(recipe, options.set_)
+    runs = [(recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
     folder = options.run_dir or default_folder(found.recipe.name)
     made = make_runs(folder, "seeds", options.steps, runs, arguments(options))
     notes = dict.fromkeys(f"note: {remark}" for run in made for remark in remarks(run))
