@@ -1,7 +1,7 @@
 """Check values against type annotations: types, ranges, finite numbers; and hash a recipe's fields. No jax in here.
 
 ``lanes: Count`` in a dataclass, or in a TypedDict of what a JSON file holds, says what ``lanes`` may be, once;
-:func:`misfits` and :func:`check_json` read it.
+:func:`misfits` and :func:`check_json` read it. :class:`Wants` says how a command line shows it as a flag.
 """
 
 import hashlib

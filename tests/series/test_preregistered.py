@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jspeed.commands.flags import Command, parse
 from jspeed.errors import BadInput
 from jspeed.record import preregistration
 from jspeed.run.options import Options
@@ -94,6 +95,19 @@ def test_a_series_makes_its_planned_runs_and_continues(trainer, capfd):
             preregistered.run_series(dataclasses.replace(options, **wrong), "n=3")
     with pytest.raises(BadInput, match="holds another plan"):
         preregistered.run_series(options, "n=4")
+
+
+def test_the_flags_of_options_are_parsed_to_the_same_options():
+    given = dict(data=Path("d"), layout="dp", mesh="data=2", micro_batch=8, preflight=False, target_loss=1.5)
+    given |= dict(max_minutes=0.5, set_=("A=1", "B=2"), keep_best=True, progress=False, log="wandb,tensorboard")
+    found = []
+
+    def keep(options: Options) -> None:
+        """Keep the options."""
+        found.append(options)
+
+    parse(Command(keep), preregistered.arguments(Options(**given)), "keep")()
+    assert found == [Options(**given)]
 
 
 def test_every_option_reaches_the_runs(trainer):

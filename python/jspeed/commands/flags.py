@@ -1,7 +1,8 @@
 """Build a command line from a function's signature and docstring; a wrong flag is a one-line error message.
 
-tyro parses and prints. A parameter is a flag, a parameter that is a dataclass one for each field. In an annotation
-:class:`~jspeed.fields.Wants` describes the flag, and a :class:`~jspeed.fields.Rule` (``n: Count = 1``) is checked.
+tyro parses and prints. A parameter is a flag, its trailing underscore left out; if its type is a dataclass, each field
+is a flag. In an annotation :class:`~jspeed.fields.Wants` describes the flag, and a :class:`~jspeed.fields.Rule`
+(``n: Count = 1``) is checked for every value.
 """
 
 import contextlib

@@ -178,7 +178,7 @@ def default_folder(name: str) -> Path:
 
 
 def arguments(options: Options) -> list[str]:
-    """Return the flags of ``jspeed run`` for ``options``, apart from OWN."""
+    """Return the flags of ``jspeed run`` for ``options``, without those of each run (OWN)."""
     flags: list[str] = []
     for field in dataclasses.fields(options):
         value, name = getattr(options, field.name), flag(field.name)
