@@ -123,7 +123,7 @@ def test_going_on_from_a_model(run, tmp_path, capsys):
     with pytest.raises(BadInput, match="does not exist"):
         train(Options(**again | {"run_dir": tmp_path / "other", "init_from": tmp_path / "none"}))
     with pytest.raises(BadInput, match="shape .* --set its fields"):
-        sets = (*run.sets, "WIDTH=64")
+        sets = (*run.set_, "WIDTH=64")
         train(Options(**again | {"run_dir": tmp_path / "other", "set_": sets}))
     assert not (tmp_path / "other").exists()
 
