@@ -21,7 +21,7 @@ from ..toys import TOYS
 SETS = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
 
 
-def plain(q, k, v, *, scale, offsets_BO, window, marked):
+def plain(q, k, v, *, scale, offsets_BO, window):
     return attention(q, k, v, scale=scale)
 
 

@@ -122,7 +122,9 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     directory = open_run_directory(options.run_dir, name, options.resume, saving, same, console, options.steps)
     run_dir, step = directory.path, directory.step
     try:
-        config = export.own_config(found, tokenizer_facts(manifest or {})) | {"options": dataclasses.asdict(options)}
+        given_options = dataclasses.asdict(options) | {"recipe": options.recipe_or_default}
+        given_options["sets"] = given_options.pop("set_")
+        config = export.own_config(found, tokenizer_facts(manifest or {})) | {"options": given_options}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
             copy_tokenizer(folder, run_dir, config["tokenizer"])
