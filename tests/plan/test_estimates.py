@@ -13,7 +13,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.parallel.mesh import make_mesh
-from jspeed.plan import chinchilla, estimates
+from jspeed.plan import estimates
 from jspeed.plan.views.estimates import print_estimates
 from jspeed.recipe import Context, init_parameters, leaves
 from jspeed.run.compute import program
@@ -163,20 +163,20 @@ def test_fewer_tokens_at_once_keep_less(gpt2):
 
 def test_chinchilla_as_published():
     """nanoGPT's scaling_laws notebook: its grid for approach 3, its line for approach 2."""
-    assert chinchilla.loss(1e12, 1e12) == pytest.approx(1.9031, abs=5e-5)
+    assert estimates.chinchilla_loss(1e12, 1e12) == pytest.approx(1.9031, abs=5e-5)
     sizes = 10 ** np.arange(8, 11, 2**-4)
     compute = 2.21e19
-    best = min(sizes, key=lambda n: chinchilla.loss(n, compute / (6 * n)))
+    best = min(sizes, key=lambda n: estimates.chinchilla_loss(n, compute / (6 * n)))
     assert best == pytest.approx(316.23e6, rel=1e-4)
     assert compute / (6 * best) == pytest.approx(11.65e9, rel=1e-3)
-    size, tokens = chinchilla.best_for_flops(compute)
+    size, tokens = estimates.best_for_flops(compute)
     assert abs(math.log10(size / best)) < 2**-5  # nearer than the grid's next point
     assert 6 * size * tokens == pytest.approx(compute)
-    assert chinchilla.tokens_by_approach_3(size) == pytest.approx(tokens)
+    assert estimates.tokens_by_approach_3(size) == pytest.approx(tokens)
     for other in (0.99 * size, 1.01 * size):
-        assert chinchilla.loss(size, tokens) < chinchilla.loss(other, compute / (6 * other))
-    assert chinchilla.fit_approach_2()[0] == pytest.approx(1.04096, abs=5e-6)
-    assert chinchilla.tokens_by_approach_2(124e6) == pytest.approx(2.2924e9, rel=2e-5)
+        assert estimates.chinchilla_loss(size, tokens) < estimates.chinchilla_loss(other, compute / (6 * other))
+    assert estimates.fit_approach_2()[0] == pytest.approx(1.04096, abs=5e-6)
+    assert estimates.tokens_by_approach_2(124e6) == pytest.approx(2.2924e9, rel=2e-5)
 
 
 def test_a_gpt_by_numbers_can_be_trained():

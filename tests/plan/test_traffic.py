@@ -8,8 +8,10 @@ from rich.console import Console
 
 from jspeed.commands import plan as planned
 from jspeed.errors import BadInput
+from jspeed.fields import check_json
 from jspeed.plan import compile as compile_
 from jspeed.plan import cost, target, traffic
+from jspeed.plan.schema import BytesPlan
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import terminal
 
@@ -86,6 +88,7 @@ def test_so_has_one_of_two_fp8_types_whose_result_is_written_both_ways():
 def test_the_last_step_of_a_recipe_by_line():
     found = traffic.of_last_step(FOUND.recipe, hardware_for())
     assert json.loads(json.dumps(found)) == found  # all of it is plain
+    check_json(found, BytesPlan)
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
     assert found["fitted_ms"] > 0 and any(row["source"].startswith("faulty_recipe.py:") for row in found["lines"])
     console = Console(file=io.StringIO(), width=120)

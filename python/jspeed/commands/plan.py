@@ -73,9 +73,8 @@ def plan(
         import jax
 
         from jspeed.parallel.mesh import parse_mesh
-        from jspeed.plan import chinchilla
         from jspeed.plan.compile import hardware_for
-        from jspeed.plan.estimates import PRESETS, abstract_mesh, preset
+        from jspeed.plan.estimates import PRESETS, abstract_mesh, best_sizes, preset
         from jspeed.plan.plan import candidates, make_plan, require_devices, search
         from jspeed.plan.target import missing, parse_target
         from jspeed.plan.traffic import of_last_step
@@ -99,7 +98,7 @@ def plan(
         given |= {"a recipe": recipe or gpt3 or None, "--target": target if target != "h100x8" else None}
         given |= {"--layout": layout if layout != DEFAULT_LAYOUT else None, "--no-compile": None if compile else True}
         only((), "--flops asks which size is best")
-        print("\n".join(chinchilla.best_sizes(flops)))
+        print("\n".join(best_sizes(flops)))
         return 0
     check_folders({"--json": json_, "--svg": svg, "--html": html})
     cluster = parse_target(target)

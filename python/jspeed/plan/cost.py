@@ -13,6 +13,7 @@ from typing import NamedTuple
 from jspeed.plan import hlo
 from jspeed.plan.custom_calls import attention
 from jspeed.plan.hlo import Collective, Instruction
+from jspeed.plan.schema import Kind
 
 # Views of memory, bookkeeping, and control flow whose body is counted; none is a kernel.
 FREE = frozenset(
@@ -29,7 +30,7 @@ ELEMENTWISE = frozenset(
 class Kernel(NamedTuple):
     """One kernel of the schedule."""
 
-    kind: str  # matmul, fp8_matmul, attention_forward, attention_backward, fusion, collective, other
+    kind: Kind
     flops: float  # of one run; multiply by ``times``
     bytes: float  # read and written in one run
     dtype: str  # of the operands of a matmul: bf16, f8, f32, ...; else empty
@@ -178,7 +179,7 @@ def _kernel(
                 if dot.opcode in MATMUL_OPS:
                     more, dims = MATMUL_OPS[dot.opcode](dot, [body[name] for name in dot.operands])
                     flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
-        what = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
+        what: Kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
         return Kernel(what, flops, moved, dtype, dims, times, step)
     return Kernel("other", 0.0, moved, "", (), times, step)
 

@@ -2,21 +2,20 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import get_args
 
 import numpy as np
 
 from jspeed.plan import hlo, predict
 from jspeed.plan.compile import Hardware, Step, memory_by_kind
 from jspeed.plan.cost import Kernel, part_of
+from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, StagePlan
 from jspeed.recipe import Recipe, leaves
 from jspeed.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.stage import Stage
 
-KINDS = ("fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other")
 
-
-def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> dict[str, Any]:
+def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> StagePlan:
     """One stage of the plan."""
     cluster, stage, kernels = hardware.cluster, step.stage, step.kernels
     total, collectives = predict.times(kernels, cluster)
@@ -28,7 +27,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
         if kernel.flops:
             by_part[part_of(kernel, matrices)] += kernel.times * kernel.flops
             by_dtype[kernel.dtype] += kernel.times * kernel.flops
-    largest = [
+    largest: list[BufferRow] = [
         {
             "bytes": buffer.array.bytes,
             "dtype": buffer.array.dtype,
@@ -56,7 +55,9 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
         "flops_by_part": dict(sorted(by_part.items(), key=lambda item: -item[1])),
         "model_flops": flops_per_token(recipe, stage) * tokens / cluster.devices,
         "bytes_moved": sum(kernel.times * kernel.bytes for kernel in computing),
-        "kernels": {kind: sum(k.times for k in computing if k.kind == kind) for kind in KINDS},
+        "kernels": {
+            kind: sum(k.times for k in computing if k.kind == kind) for kind in get_args(Kind) if kind != "collective"
+        },
         "collectives": describe_collectives(kernels, collectives, hardware),
         "time_ms": {
             "compute": 1e3 * total.compute,
@@ -87,9 +88,9 @@ def matrices_of(recipe: Recipe, stage: Stage) -> dict[str, tuple[int, int]]:
 
 def describe_collectives(
     kernels: Sequence[Kernel], times: Mapping[int, tuple[float, float]], hardware: Hardware
-) -> list[dict[str, Any]]:
+) -> list[CollectiveRow]:
     """Every collective, in schedule order; ``times`` as :func:`jspeed.plan.predict.times` returns it."""
-    found = []
+    found: list[CollectiveRow] = []
     for index, (takes, exposed) in times.items():
         kernel = kernels[index]
         collective = kernel.collective

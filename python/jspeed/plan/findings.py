@@ -7,7 +7,7 @@ traced for one device, before anything is sharded. Matmuls are matched by source
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jax._src import source_info_util
 from jax.extend.core import jaxprs_in_params
@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jspeed.parallel.layout import SMALL, partition, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
+from jspeed.plan.schema import CollectiveRow, Level, MatmulRow
 from jspeed.recipe import Recipe, leaves
 
 # Thresholds are choices, not measurements.
@@ -27,13 +28,13 @@ MIN_REPLICATED_BYTES = 2**23  # of a replicated fp32 array; smaller ones are not
 
 
 class Finding(NamedTuple):
-    """One finding. ``level``: error (counts for --strict), warning or note."""
+    """One finding; as :class:`.FindingRow`."""
 
     name: str
-    level: Literal["error", "warning", "note"]
+    level: Level
     text: str
     value: float
-    threshold: float
+    threshold: float | None
 
 
 def ideal_flops(jaxpr: Any, times: int = 1) -> dict[str, float]:
@@ -53,27 +54,27 @@ def ideal_flops(jaxpr: Any, times: int = 1) -> dict[str, float]:
     return found
 
 
-def matmuls(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int) -> list[dict]:
-    """The matmuls of a step by source line: FLOPs on all devices, and their redundancy."""
-    found: dict[str, dict] = {}
+def matmuls(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int) -> list[MatmulRow]:
+    """The matmuls of a step by source line, most FLOPs first."""
+    found: dict[str, MatmulRow] = {}
     for kernel in kernels:
         if "matmul" in kernel.kind:
             row = found.setdefault(
                 kernel.instruction.source,
-                {"source": kernel.instruction.source, "name": "", "dtype": kernel.dtype, "shape": [], "count": 0}
-                | {"flops": 0.0},
-            )
+                {"source": kernel.instruction.source, "name": "", "dtype": kernel.dtype, "shape": [], "count": 0,
+                 "flops": 0.0, "redundancy": None},
+            )  # fmt: skip
             row["count"] += kernel.times
             row["flops"] += kernel.times * kernel.flops * devices
             row["shape"] = max(row["shape"], list(kernel.dims), key=lambda dims: math.prod(dims) if dims else 0)
             row["name"] = row["name"] or kernel.instruction.op_name.rsplit("/", 1)[-1]
     for row in found.values():
-        wanted = ideal.get(row["source"])
-        row["redundancy"] = row["flops"] / wanted if wanted else None
+        if wanted := ideal.get(row["source"]):
+            row["redundancy"] = row["flops"] / wanted
     return sorted(found.values(), key=lambda row: -row["flops"])
 
 
-def redundant(rows: Sequence[dict], kernels: Iterable[Kernel]) -> list[Finding]:
+def redundant(rows: Sequence[MatmulRow], kernels: Iterable[Kernel]) -> list[Finding]:
     """Matmuls that devices repeat instead of sharing; those of Muon have a finding of their own."""
     whole = sum(row["flops"] for row in rows)
     muon = {k.instruction.source for k in kernels if "matmul" in k.kind and in_optimizer(k.instruction)}
@@ -107,7 +108,7 @@ def mesh_axis_use(weights: Mapping[str, PartitionSpec], batch: PartitionSpec, me
                 found.append(Finding("axis-used-twice", "error", text, float(len(names)), 0.0))
             else:
                 text = f"{both} and gathered before use"
-                found.append(Finding("fsdp", "note", text, float(len(names)), math.inf))
+                found.append(Finding("fsdp", "note", text, float(len(names)), None))
     return found
 
 
@@ -153,7 +154,7 @@ def wide_logits(text: str, tokens: int, vocabulary: int | None) -> list[Finding]
     return [Finding("fp32-logits", "error", text, float(len(wide)), 0.0)]
 
 
-def exposed(collectives: Sequence[dict], step_ms: float, stage: str) -> list[Finding]:
+def exposed(collectives: Sequence[CollectiveRow], step_ms: float, stage: str) -> list[Finding]:
     """Exposed communication of a ``stage``'s step above the threshold, and large synchronous collectives."""
     found = []
     exposed_ms = sum(one["exposed_ms"] * one["count"] for one in collectives)

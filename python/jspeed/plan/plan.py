@@ -1,11 +1,7 @@
-"""The ahead-of-time plan of one recipe on one target, as a dictionary of plain values: what ``--json`` writes.
-
-Bytes, FLOPs, kernels and times are of one device and one step.
-"""
+"""The ahead-of-time plan of one recipe on one target, as plain values (:class:`.schema.Plan`)."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -25,6 +21,7 @@ from jspeed.plan.compile import (
     with_backend,
 )
 from jspeed.plan.describe_stage import describe_stage
+from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
@@ -52,7 +49,7 @@ GUESSES = [
 
 def make_plan(
     found: LoadedRecipe, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
-) -> dict[str, Any]:
+) -> Plan:
     """Compile every stage of a recipe for a target and return the plan.
 
     The micro-batch is the one that training would find, with ``micro_batch`` tokens or the first that fits. Raises
@@ -102,7 +99,10 @@ def make_plan(
             "low": seconds[0] / 3600 * price * cluster.devices,
             "high": seconds[1] / 3600 * price * cluster.devices,
         },
-        "doctor": [finding._asdict() | {"threshold": _finite(finding.threshold)} for finding in problems],
+        "doctor": [
+            {"name": f.name, "level": f.level, "text": f.text, "value": f.value, "threshold": f.threshold}
+            for f in problems
+        ],
         "matmuls": matmuls,
         "warnings": warnings(hardware, steps)
         + ([] if fits else [summary])
@@ -113,8 +113,8 @@ def make_plan(
 
 
 def find_problems(
-    recipe: Recipe, hardware: Hardware, step: Step, stages: Sequence[dict], ideal: Mapping[str, float]
-) -> tuple[list[findings.Finding], list[dict]]:
+    recipe: Recipe, hardware: Hardware, step: Step, stages: Sequence[StagePlan], ideal: Mapping[str, float]
+) -> tuple[list[findings.Finding], list[MatmulRow]]:
     """Examine the last ``step`` and the stage with most exposed communication: (findings, matmuls of the step)."""
     matmuls = findings.matmuls(step.kernels, ideal, hardware.cluster.devices)
     micro = stages[-1]["micro_batch_tokens"]
@@ -200,11 +200,11 @@ def candidates(recipe: Recipe, cluster: Cluster, fraction: float) -> Iterator[Ha
         yield hardware
 
 
-def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[dict[str, Any]]:
+def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[SearchRow]:
     """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
     The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all
-    layers are alike, remat is tried. What a TPU's compiler refuses has no prediction (None).
+    layers are alike, remat is tried.
     """
     rows = []
     for hardware in (with_backend(candidate, found.recipe) for candidate in candidates):
@@ -217,22 +217,25 @@ def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[dict[str
     return sorted(rows, key=lambda row: (not row["fits"], (row["predicted_ms"] or [math.inf])[0], row["peak_bytes"]))
 
 
-def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[dict[str, Any]]:
+def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[SearchRow]:
     """Compile the last stage's step with ever smaller micro-batches, and yield a row for each, until one fits."""
     last = recipe.stages[-1]
     parts = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
     tokens_per_device = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
     for number in (n for n in divisions(recipe, last, hardware.mesh) if n >= parts):
-        row: dict[str, Any] = {
+        row: SearchRow = {
             "layout": hardware.layout,
             "mesh": dict(hardware.mesh.shape),
             "micro_batch_tokens": tokens_per_device // number,
             "head_chunk": None,
+            "peak_bytes": 0,
+            "fits": False,
+            "predicted_ms": None,
         }
         try:
             step = last_step(recipe, hardware, tokens_per_device // number)
         except compiler.DoesNotFit as refused:
-            yield row | {"peak_bytes": refused.bytes, "fits": False, "predicted_ms": None}
+            yield row | {"peak_bytes": refused.bytes}
             continue
         seconds = predict.times(step.kernels, hardware.cluster)[0].total
         fits = step.memory["peak"] <= hardware.limit
@@ -287,7 +290,3 @@ def require_devices(recipe: Recipe, hardware: Hardware) -> None:
             f"recipe {recipe.name} has {recipe.lanes} lanes, which {devices} devices cannot share equally; "
             f"--set LANES={-(-recipe.lanes // devices) * devices} gives each a whole number (the global batch grows)"
         )
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

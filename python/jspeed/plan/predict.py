@@ -13,6 +13,7 @@ from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel
 from jspeed.plan.custom_calls.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.hlo import Collective
+from jspeed.plan.schema import BottleneckRow, Bound, CalibrationRow
 from jspeed.plan.target import Cluster, Facts
 
 # Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to
@@ -74,8 +75,8 @@ def predicted_range(seconds: float) -> tuple[float, float]:
     return seconds * slowdown() * low, seconds * slowdown() * high
 
 
-def calibration() -> list[dict]:
-    """Every published time beside what is predicted for it; ``error`` is (predicted - measured) / measured."""
+def calibration() -> list[CalibrationRow]:
+    """Every published time beside what is predicted for it."""
     return [
         {
             "recipe": p.recipe,
@@ -100,19 +101,19 @@ def kernel_seconds(kernel: Kernel, facts: Facts) -> tuple[float, float]:
     return kernel.flops / (fastest * FRACTIONS[kernel.kind]), max(by_bytes, LAUNCH)
 
 
-def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[dict]:
-    """Return where the time of a run goes, largest first: by source file, compute-bound and memory-bound kernels apart.
+def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) -> list[BottleneckRow]:
+    """Return where the time of a run goes, largest first; collectives are left out.
 
-    ``runs`` are numbers of steps and the kernels of each. Collectives are left out; ``share`` is of all kernels.
-    ``bound`` is "compute" or "memory".
+    ``runs`` are numbers of steps and the kernels of each.
     """
-    spent: dict[tuple[str, str], float] = {}
+    spent: dict[tuple[str, Bound], float] = {}
     for steps, kernels in runs:
         for kernel in kernels:
             if not kernel.collective:
                 by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
                 file = hlo.short(kernel.instruction.source).partition(":")[0]
-                key = file or "the compiler", "compute" if by_flops > by_bytes else "memory"
+                bound: Bound = "compute" if by_flops > by_bytes else "memory"
+                key = file or "the compiler", bound
                 spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
     total = sum(spent.values())
     return [

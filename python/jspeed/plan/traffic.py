@@ -1,17 +1,17 @@
 """Bytes that a step reads and writes in device memory (HBM), by Python source line."""
 
 from collections.abc import Iterable
-from typing import Any
 
 from jspeed.plan import hlo, predict
 from jspeed.plan.compile import Hardware, last_step, with_backend
 from jspeed.plan.cost import Kernel
 from jspeed.plan.predict import kernel_seconds
+from jspeed.plan.schema import BytesPlan, BytesRow, Pass
 from jspeed.plan.target import Facts
 from jspeed.recipe import Recipe
 
 
-def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> dict[str, Any]:
+def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> BytesPlan:
     """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
     hardware = with_backend(hardware, recipe)
     step = last_step(recipe, hardware, micro_batch)
@@ -33,22 +33,17 @@ def of_last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = N
     }
 
 
-def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[dict[str, Any]]:
-    """Return what the kernels of each source line cost in a step on one device, most bytes first.
-
-    ``source`` is file:line of the innermost frame of the kernel's last operation, which the compiler may have fused
-    with operations of other lines, or ``the compiler`` for ops without source information; ``pass`` is forward,
-    backward or rest (optimizer and everything outside the gradient); ``kind`` as in :class:`jspeed.plan.cost.Kernel`.
-    ``bytes`` are read and written, ``seconds`` the roofline's. Collectives are left out.
-    """
-    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[BytesRow]:
+    """Return what the kernels of each source line cost, most bytes first; collectives are left out."""
+    found: dict[tuple[str, str, str], BytesRow] = {}
     for kernel in kernels:
         if kernel.collective:
             continue
         source = hlo.short(kernel.instruction.source) or "the compiler"
-        key = source, pass_of(kernel.instruction.op_name), kernel.kind
+        pass_ = pass_of(kernel.instruction.op_name)
         row = found.setdefault(
-            key, {"source": key[0], "pass": key[1], "kind": key[2], "kernels": 0, "bytes": 0.0, "seconds": 0.0}
+            (source, pass_, kernel.kind),
+            {"source": source, "pass": pass_, "kind": kernel.kind, "kernels": 0, "bytes": 0.0, "seconds": 0.0},
         )
         row["kernels"] += kernel.times
         row["bytes"] += kernel.times * kernel.bytes
@@ -56,6 +51,6 @@ def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda row: -row["bytes"])
 
 
-def pass_of(op_name: str) -> str:
+def pass_of(op_name: str) -> Pass:
     """Which pass JAX's path of an operation belongs to: ``jvp(...)`` is forward, ``transpose(jvp(...))`` backward."""
     return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "rest"

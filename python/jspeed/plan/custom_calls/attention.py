@@ -13,10 +13,14 @@ import re
 from collections.abc import Mapping
 
 from jspeed.plan.hlo import Instruction
+from jspeed.plan.schema import Kind
 from jspeed.sizes import mean_context
 from jspeed.stage import Stage
 
-CUDNN = {"__cudnn$fmhaSoftmax": "attention_forward", "__cudnn$fmhaSoftmaxBackward": "attention_backward"}
+CUDNN: dict[str, Kind] = {
+    "__cudnn$fmhaSoftmax": "attention_forward",
+    "__cudnn$fmhaSoftmaxBackward": "attention_backward",
+}
 MATMULS = {"attention_forward": 2, "attention_backward": 5}
 # The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
 TRITON = "__gpu$xla.gpu.triton"
@@ -31,7 +35,7 @@ SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)"
 SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
-def kind_of(step: Instruction) -> str | None:
+def kind_of(step: Instruction) -> Kind | None:
     """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
     if step.target == TRITON and (found := OWN.search(step.attributes) or COMPOSED.search(step.attributes)):
         return "attention_forward" if found[1] == "forward" else "attention_backward"

@@ -1,13 +1,10 @@
 """Differences between two plans, as rows for the terminal and the report: means over the steps of all stages."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
+from jspeed.plan.schema import Plan
 from jspeed.plan.views.formatting import fullest
-
-Plan = Mapping[str, Any]
-Value = Callable[[Plan], float]
 
 
 def heading(before: Plan, after: Plan) -> list[str]:
@@ -28,39 +25,39 @@ def rows(before: Plan, after: Plan) -> list[list[str]]:
 def changes(before: Plan, after: Plan) -> list[tuple[str, float, float]]:
     """Return (what, before, after)."""
     parts = dict.fromkeys(part for plan in (before, after) for part in plan["stages"][-1]["flops_by_part"])
-    values: dict[str, Value] = {
-        "parameters": lambda plan: plan["parameters"],
-        "steps": _steps,
-        "tokens a step": _mean_of("tokens_per_step"),
-        "TFLOPs": _mean_of("flops", unit=1e12),
-        **{f"TFLOPs of {part}": _mean_of("flops_by_part", part, 1e12) for part in parts},
-        "GB moved": _mean_of("bytes_moved", unit=1e9),
-        "GB communicated": lambda p: _mean(p, lambda s: sum(c["bytes"] * c["count"] for c in s["collectives"])) / 1e9,
-        **{f"{kind} kernels": _mean_of("kernels", kind) for kind in after["stages"][-1]["kernels"]},
-        "GB peak": lambda plan: fullest(plan)["memory_bytes"]["peak"] / 1e9,
-        "compute ms": _mean_of("time_ms", "compute"),
-        "memory ms": _mean_of("time_ms", "memory"),
-        "exposed communication ms": _mean_of("time_ms", "exposed_communication"),
-        "predicted ms, low": lambda plan: plan["predicted_step_ms"][0],
-        "seconds to target, low": lambda plan: plan["predicted_seconds"][0],
-        "predicted ms, high": lambda plan: plan["predicted_step_ms"][1],
-        "seconds to target, high": lambda plan: plan["predicted_seconds"][1],
+    old, new = (_values(plan, parts, after["stages"][-1]["kernels"]) for plan in (before, after))
+    return [(name, old[name], new[name]) for name in new]
+
+
+def _values(plan: Plan, parts: Iterable[str], kinds: Iterable[str]) -> dict[str, float]:
+    """What is compared of a plan, with the FLOPs of these ``parts`` and the numbers of kernels of these ``kinds``."""
+    stages = plan["stages"]
+    steps = sum(stage["steps"] for stage in stages)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(stage["steps"] * value for stage, value in zip(stages, values, strict=True)) / steps
+
+    return {
+        "parameters": plan["parameters"],
+        "steps": steps,
+        "tokens a step": mean(stage["tokens_per_step"] for stage in stages),
+        "TFLOPs": mean(stage["flops"] for stage in stages) / 1e12,
+        **{
+            f"TFLOPs of {part}": mean(stage["flops_by_part"].get(part, 0.0) for stage in stages) / 1e12
+            for part in parts
+        },
+        "GB moved": mean(stage["bytes_moved"] for stage in stages) / 1e9,
+        "GB communicated": mean(sum(c["bytes"] * c["count"] for c in stage["collectives"]) for stage in stages) / 1e9,
+        **{f"{kind} kernels": mean(stage["kernels"].get(kind, 0) for stage in stages) for kind in kinds},
+        "GB peak": fullest(plan)["memory_bytes"]["peak"] / 1e9,
+        "compute ms": mean(stage["time_ms"]["compute"] for stage in stages),
+        "memory ms": mean(stage["time_ms"]["memory"] for stage in stages),
+        "exposed communication ms": mean(stage["time_ms"]["exposed_communication"] for stage in stages),
+        "predicted ms, low": plan["predicted_step_ms"][0],
+        "seconds to target, low": plan["predicted_seconds"][0],
+        "predicted ms, high": plan["predicted_step_ms"][1],
+        "seconds to target, high": plan["predicted_seconds"][1],
     }
-    return [(name, get(before), get(after)) for name, get in values.items()]
-
-
-def _mean_of(field: str, key: str = "", unit: float = 1.0) -> Value:
-    """The mean over the steps of a plan of a stage's ``field``, or of its ``key``."""
-    return lambda plan: _mean(plan, lambda stage: stage[field].get(key, 0.0) if key else stage[field]) / unit
-
-
-def _steps(plan: Plan) -> int:
-    return sum(stage["steps"] for stage in plan["stages"])
-
-
-def _mean(plan: Plan, get: Callable[[Plan], float]) -> float:
-    """The mean over a plan's steps of ``get(stage)``."""
-    return sum(stage["steps"] * get(stage) for stage in plan["stages"]) / _steps(plan)
 
 
 def _text(value: float, sign: str = "") -> str:

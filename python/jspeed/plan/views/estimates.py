@@ -7,7 +7,7 @@ from rich.text import Text
 
 from jspeed.parallel.layout import partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
-from jspeed.plan import chinchilla, estimates
+from jspeed.plan import estimates
 from jspeed.plan.views.formatting import short, size
 from jspeed.recipe import ParamSpec, Recipe, leaves
 from jspeed.run.output.console import opening
@@ -134,14 +134,14 @@ def _flops_rows(recipe: Recipe) -> list[Row]:
 
 def _token_rows(recipe: Recipe) -> list[Row]:
     n, d = matmul_parameters(recipe.parameters), recipe.tokens
-    parameters, tokens = chinchilla.best_for_flops(6 * n * d)
-    slope, _ = chinchilla.fit_approach_2()
-    fit = f"least L = {chinchilla.E} + {chinchilla.A} / N^{chinchilla.ALPHA} + {chinchilla.B} / D^{chinchilla.BETA}"
+    parameters, tokens = estimates.best_for_flops(6 * n * d)
+    slope, _ = estimates.fit_approach_2()
+    fit = f"least L = {estimates.E} + {estimates.A} / N^{estimates.ALPHA} + {estimates.B} / D^{estimates.BETA}"
     return [
         ("tokens of the recipe", f"{d / n:.1f} per matmul parameter N", short(d)),
-        ("rule of thumb", f"{chinchilla.TOKENS_PER_PARAMETER} x N", short(chinchilla.TOKENS_PER_PARAMETER * n)),
-        ("approach 2", f"line through table A3: D ~ N^{slope:.3f}", short(chinchilla.tokens_by_approach_2(n))),
-        ("approach 3", fit, short(chinchilla.tokens_by_approach_3(n))),
+        ("rule of thumb", f"{estimates.TOKENS_PER_PARAMETER} x N", short(estimates.TOKENS_PER_PARAMETER * n)),
+        ("approach 2", f"line through table A3: D ~ N^{slope:.3f}", short(estimates.tokens_by_approach_2(n))),
+        ("approach 3", fit, short(estimates.tokens_by_approach_3(n))),
         (
             "best for this compute",
             f"the same, with 6 N D = {short(6 * n * d)}",

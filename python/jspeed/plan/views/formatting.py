@@ -1,30 +1,30 @@
 """Format values of a plan as text for tables and plots."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jspeed.numbers import NONE, si
+from jspeed.plan.schema import BufferRow, Plan, StagePlan
 
 UNITS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))  # seconds in each
 
 
-def fullest(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+def fullest(plan: Plan) -> StagePlan:
     """Return the stage that needs most memory."""
     return max(plan["stages"], key=lambda stage: stage["memory_bytes"]["peak"])
 
 
-def memory_by_kind(plan: Mapping[str, Any]) -> dict[str, float]:
+def memory_by_kind(plan: Plan) -> dict[str, int]:
     """Return bytes by kind of the fullest stage, without kinds that have none."""
     return {kind: value for kind, value in fullest(plan)["memory_by_kind"].items() if value > 0}
 
 
-def limits(plan: Mapping[str, Any]) -> list[str]:
+def limits(plan: Plan) -> list[str]:
     """Return the warnings that are neither a finding nor the summary of memory, which both stand elsewhere."""
     elsewhere = {plan["fit"], *(f"{finding['name']}: {finding['text']}" for finding in plan["doctor"])}
     return [warning for warning in plan["warnings"] if warning not in elsewhere]
 
 
-def array(buffer: Mapping[str, Any]) -> str:
+def array(buffer: BufferRow) -> str:
     """Return a buffer's dtype and dimensions."""
     return f"{buffer['dtype']}[{shape(buffer['dims'])}]"
 

@@ -3,12 +3,12 @@
 The same plan gives the same bytes.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
 from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
+from jspeed.plan.schema import Plan, StagePlan, Time
 from jspeed.plan.views.formatting import fullest, memory_by_kind, range_text, size
 from jspeed.standard_streams import printable
 
@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Plan = Mapping[str, Any]
-
 COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY)
-TIMES = {"compute": BLUE, "memory": ORANGE, "exposed communication": RED}  # end to end
+TIMES: dict[Time, str] = {"compute": BLUE, "memory": ORANGE, "exposed_communication": RED}  # end to end
 ALL_COMMUNICATION = GREEN  # hidden or not
 MIB = 2**20  # bytes; the legend leaves out what is smaller
 
 
 def plan_svg(path: Path, plan: Plan) -> None:
-    """Draw the dict that ``plan.py --json`` writes to ``path``, on white. Raises BadInput when that cannot be written.
+    """Draw ``plan`` to ``path``, on white. Raises BadInput when that cannot be written.
 
     Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels and exposed
     communication, end to end; under them all communication, and the predicted step as a range.
@@ -58,7 +56,7 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
     return svg((4.8, sum(heights) + 0.3 + 0.2 * heading), draw, background)
 
 
-def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
+def _times(axes: "Axes", stages: list[StagePlan]) -> None:
     """Draw the bars of every stage, first stage on top, and under them the predicted range."""
     axes.set_title("milliseconds of one step", loc="left", fontsize=10, color=INK)
     right = 0.0
@@ -66,9 +64,8 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
         times = stage["time_ms"]
         left = 0.0
         for name, colour in TIMES.items():
-            value = times[name.replace(" ", "_")]
-            axes.barh(row - 0.18, value, 0.32, left=left, color=colour, zorder=2)
-            left += value
+            axes.barh(row - 0.18, times[name], 0.32, left=left, color=colour, zorder=2)
+            left += times[name]
         axes.barh(row + 0.08, times["communication"], 0.14, color=ALL_COMMUNICATION, zorder=2)
         low, high = stage["predicted_ms"]
         height = row + 0.3
@@ -82,7 +79,7 @@ def _times(axes: "Axes", stages: list[Mapping[str, Any]]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in TIMES.items()]
+    handles: list[Any] = [Patch(color=colour, label=name.replace("_", " ")) for name, colour in TIMES.items()]
     handles.append(Patch(color=ALL_COMMUNICATION, label="all communication"))
     handles.append(Line2D([], [], color=INK, linewidth=1.4, marker="|", markersize=6, label="predicted step"))
     _legend(axes, handles, 2)

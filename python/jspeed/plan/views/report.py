@@ -1,6 +1,6 @@
 """A plan as one self-contained HTML report: the tables of the terminal and the plot.
 
-The page is a pure function of the dict that ``plan.py --json`` writes. It loads no other file and runs no script.
+The page is a pure function of the plan. It loads no other file and runs no script.
 """
 
 import re
@@ -11,9 +11,10 @@ from markupsafe import Markup
 from jspeed.files import write_whole
 from jspeed.pages import render
 from jspeed.pages.plots import INK, PALE
+from jspeed.plan.schema import Plan
 from jspeed.plan.views.formatting import duration, limits, number, range_text
 from jspeed.plan.views.plot import drawing
-from jspeed.plan.views.tables import Plan, doctor, stages, tables
+from jspeed.plan.views.tables import doctor, stages, tables
 
 ALT = "Bars of compute, memory and communication time of every stage, and of device memory by kind; as tables below"
 

@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from jspeed.plan.schema import MicroBatch, Plan, Time
 from jspeed.plan.views import compare
 from jspeed.plan.views.formatting import (
     NONE,
@@ -17,7 +18,6 @@ from jspeed.plan.views.formatting import (
     size,
 )
 
-Plan = Mapping[str, Any]
 DIGITS = re.compile(r"(under )?[-+]?[\d,.]+(e[-+]?\d+)?( (to [\d,.]+|x [\d,.]+|[kMG]?B|ms|%))*")
 
 
@@ -44,7 +44,7 @@ def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
     head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms", "peak",
             "TFLOPs", "moved", "micro-batch"]  # fmt: skip
-    kinds = ("compute", "memory", "communication", "exposed_communication")
+    kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication")
     rows = [
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
          f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
@@ -81,11 +81,8 @@ def tables(plan: Plan) -> Iterator[Table]:
     if before := plan.get("against"):
         note = "One device, means over all steps."
         yield Table("against another recipe", compare.heading(before, plan), compare.rows(before, plan), note)
-    for title, key, note in (
-        ("part of the model", "flops_by_part", "One device, one step."),
-        ("dtype", "flops_by_dtype", ""),
-    ):
-        yield by_stage(plan, f"TFLOPs by {title}", key, lambda value: number(value, 1e12), note)
+    yield by_stage(plan, "TFLOPs by part of the model", "flops_by_part", note="One device, one step.")
+    yield by_stage(plan, "TFLOPs by dtype", "flops_by_dtype")
     head = ["source", "name", "dtype", "shape", "times", "TFLOPs", "redundancy"]
     rows = [
         [m["source"] or NONE, m["name"], m["dtype"], shape(m["shape"]), f"{m['count']:,}", number(m["flops"], 1e12),
@@ -93,7 +90,7 @@ def tables(plan: Plan) -> Iterator[Table]:
         for m in plan["matmuls"]
     ]  # fmt: skip
     yield Table("matmuls", head, rows, "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.")
-    yield by_stage(plan, "kernels", "kernels", lambda value: f"{value:,}")
+    yield by_stage(plan, "kernels", "kernels", "{:,}".format)
     yield collectives(plan)
     head = ["recipe", "measured ms", "predicted", "error", "", "source"]
     rows = [
@@ -118,7 +115,13 @@ def searched(plan: Plan) -> Table:
     return Table("layouts and micro-batches tried", head, rows, "Best first.")
 
 
-def by_stage(plan: Plan, title: str, key: str, show: Callable[[Any], str], note: str = "") -> Table:
+def by_stage(
+    plan: Plan,
+    title: str,
+    key: Literal["flops_by_part", "flops_by_dtype", "kernels"],
+    show: Callable[[float], str] = lambda flops: number(flops, 1e12),
+    note: str = "",
+) -> Table:
     """Return a table with a row for every stage and a column for everything that any stage has under ``key``."""
     names = list(dict.fromkeys(name for stage in plan["stages"] for name in stage[key]))
     rows = [[s["name"], *(show(s[key][n]) if n in s[key] else NONE for n in names)] for s in plan["stages"]]
@@ -131,7 +134,7 @@ def collectives(plan: Plan) -> Table:
             "exposed ms", "source"]  # fmt: skip
     rows, seen = [], []
     for stage in plan["stages"]:
-        same = [[c[key] for key in ("kind", "axis", "count", "bytes", "dtype", "async")] for c in stage["collectives"]]
+        same = [(c["kind"], c["axis"], c["count"], c["bytes"], c["dtype"], c["async"]) for c in stage["collectives"]]
         if same not in seen:
             seen.append(same)
             rows += [
@@ -160,7 +163,7 @@ def yes_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def micro_batch(row: Mapping[str, Any]) -> str:
+def micro_batch(row: MicroBatch) -> str:
     """Return the tokens of a micro-batch, those of a head-loss chunk in parentheses, and whether remat is on."""
     chunk = row.get("head_chunk")
     return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "") + ", remat" * row.get("remat", False)

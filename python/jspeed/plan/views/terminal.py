@@ -1,20 +1,18 @@
 """Print a plan, a comparison of two, the results of a search, or memory traffic as terminal tables."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from jspeed.plan.schema import BytesPlan, Plan
 from jspeed.plan.views import compare
 from jspeed.plan.views.formatting import limits, number, range_text
 from jspeed.plan.views.tables import Table, micro_batch, stages, tables
 from jspeed.plan.views.tables import searched as search_table
 
-Plan = Mapping[str, Any]
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
 
@@ -71,7 +69,7 @@ def last_line(html: Path | None) -> None:
         print("for a report with plot and all stages: --html FILE")
 
 
-def traffic(found: Plan, console: Console | None = None) -> None:
+def traffic(found: BytesPlan, console: Console | None = None) -> None:
     """Print :func:`jspeed.plan.traffic.of_last_step`: its sums and its first 40 lines."""
     console = console or make_console()
     console.print(

@@ -1,0 +1,206 @@
+"""What ``jspeed plan --json`` writes: the keys, types and units of a plan (schema 2), and of ``--bytes``.
+
+Sizes, FLOPs, kernels and times are of one device and one step unless a comment says otherwise.
+"""
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+Kind = Literal["fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other", "collective"]
+Level = Literal["error", "warning", "note"]  # only errors count for --strict
+Time = Literal["compute", "memory", "communication", "exposed_communication"]
+Memory = Literal["arguments", "outputs", "aliased", "temporaries", "peak"]  # aliased: outputs in the place of arguments
+Bound = Literal["compute", "memory"]
+Pass = Literal["forward", "backward", "rest"]  # rest: the optimizer and everything outside the gradient
+Bytes = Annotated[int, "bytes"]
+FLOPs = Annotated[float, "FLOPs"]
+Milliseconds = Annotated[float, "ms"]
+Seconds = Annotated[float, "seconds"]
+MillisecondRange = Annotated[list[Milliseconds], "low and high"]
+
+
+class MicroBatch(TypedDict):
+    """The micro-batch of a step; ``remat`` of a search row stands in its layout."""
+
+    micro_batch_tokens: int  # of a device
+    head_chunk: int | None  # tokens of a row that the head's loss takes at once; None: all
+    remat: NotRequired[bool]  # whether layers are recomputed for their gradients because memory is short
+
+
+class BufferRow(TypedDict):
+    """One array that an instruction writes."""
+
+    bytes: Bytes
+    dtype: str  # as HLO writes it
+    dims: list[int]
+    source: str  # file:line; empty if unknown
+    op: str  # JAX's name of the operation, or HLO's
+
+
+# Two rows have a keyword of Python as a key, which a class cannot have.
+CollectiveRow = TypedDict(
+    "CollectiveRow",
+    {
+        "kind": str,  # as HLO writes it: all-reduce, all-gather, ...
+        "bytes": Bytes,  # of one run: the input of a reduce-scatter, the output of the others
+        "axis": str,  # the mesh axis, or axes with a comma
+        "group": int,  # devices
+        "async": bool,
+        "count": int,  # runs in a step
+        "dtype": str,  # of its first array
+        "ms": Milliseconds,  # of one run
+        "compute_ms_between": Milliseconds,  # of the kernels between its start and the first that waits for it
+        "exposed_ms": Milliseconds,  # of one run
+        "source": str,  # file:line; empty if unknown
+    },
+)
+
+
+class StagePlan(MicroBatch):
+    """One stage, or one of a stage's programs."""
+
+    name: str
+    steps: int
+    tokens_per_step: int  # of all devices
+    micro_batches: int  # in a step
+    compiled: bool  # False: it shares another stage's program
+    memory_bytes: dict[Memory, Bytes]  # as the compiler allocates it
+    memory_by_kind: dict[str, Bytes]  # the values sum to the peak
+    largest_buffers: list[BufferRow]  # at most 10
+    flops: FLOPs
+    flops_by_dtype: dict[str, FLOPs]
+    flops_by_part: dict[str, FLOPs]  # of the model, most first
+    model_flops: FLOPs  # that the model needs, by formula
+    bytes_moved: float  # bytes read and written in device memory
+    kernels: dict[str, int]  # runs by Kind; collectives are not among them
+    collectives: list[CollectiveRow]  # in schedule order
+    time_ms: dict[Time, Milliseconds]  # compute-bound and memory-bound kernels, all and exposed communication
+    roofline_ms: Milliseconds  # compute, memory and exposed communication
+    predicted_ms: MillisecondRange
+
+
+class CalibrationRow(TypedDict):
+    """A published step time on 8 H100s beside the predicted one."""
+
+    recipe: str
+    measured_ms: Milliseconds
+    roofline_ms: Milliseconds
+    predicted_ms: MillisecondRange
+    used_to_fit: bool
+    error: float  # (fitted - measured) / measured
+    source: str
+
+
+class BottleneckRow(TypedDict):
+    """Where the time of a run goes: the kernels of one source file, compute-bound and memory-bound ones apart."""
+
+    source: str  # file, or "the compiler"
+    bound: Bound
+    seconds: Seconds  # fitted, of all steps
+    share: float  # of all kernels
+
+
+class Cost(TypedDict):
+    """What a run on all devices costs."""
+
+    currency: str
+    per_device_hour: float
+    low: float
+    high: float
+
+
+class FindingRow(TypedDict):
+    """One finding of the doctor; :class:`jspeed.plan.findings.Finding` as plain values."""
+
+    name: str
+    level: Level
+    text: str
+    value: float
+    threshold: float | None  # None where every value is right
+
+
+class MatmulRow(TypedDict):
+    """The matmuls of one source line in the last stage's step."""
+
+    source: str  # file:line
+    name: str  # JAX's name of the operation
+    dtype: str
+    shape: list[int]  # of the largest: batch, rows, contracted, columns
+    count: int  # runs on one device
+    flops: FLOPs  # of all devices
+    redundancy: float | None  # FLOPs of all devices over those of one device alone; None if those are unknown
+
+
+class SearchRow(MicroBatch):
+    """One layout and micro-batch that was tried with the last stage's step."""
+
+    layout: str
+    mesh: dict[str, int]
+    peak_bytes: Bytes
+    fits: bool
+    predicted_ms: MillisecondRange | None  # None: the compiler refused the program
+
+
+class Plan(TypedDict):
+    """The plan of one recipe on one target."""
+
+    schema: int
+    recipe: str
+    recipe_hash: str
+    sets: list[str]  # NAME=VALUE, the fields that --set changed
+    target: str
+    device_kind: str  # as JAX calls it
+    devices: int
+    nodes: int
+    mesh: dict[str, int]
+    layout: str
+    attention: str  # the backend
+    compiled: bool
+    programs: int  # compiled
+    parameters: int
+    device_memory_bytes: Bytes
+    memory_limit_bytes: Bytes  # what JAX may take
+    fits: bool
+    fit: str  # what it needs, or what would fit
+    facts: dict[str, Any]  # the fields of jspeed.plan.target.Facts, each with its source
+    fractions: dict[str, float]  # of the peak that is assumed to be reached
+    calibration: list[CalibrationRow]
+    stages: list[StagePlan]
+    predicted_step_ms: MillisecondRange  # the mean over all steps
+    predicted_seconds: list[Seconds]  # low and high, of the run
+    fitted_seconds: Seconds  # of the run
+    bottlenecks: list[BottleneckRow]  # largest first
+    predicted_cost: Cost
+    doctor: list[FindingRow]
+    matmuls: list[MatmulRow]  # most FLOPs first
+    warnings: list[str]
+    bounds: list[str]
+    guesses: list[str]
+    search: NotRequired[list[SearchRow]]  # --search; best first
+    against: NotRequired["Plan"]  # --against
+
+
+BytesRow = TypedDict(
+    "BytesRow",
+    {
+        "source": str,  # file:line of the kernel's last operation, which may be fused with others; or "the compiler"
+        "pass": Pass,
+        "kind": Kind,
+        "kernels": int,  # runs
+        "bytes": float,  # read and written
+        "seconds": Seconds,  # of the roofline
+    },
+)
+
+
+class BytesPlan(MicroBatch):
+    """What ``--bytes`` prints and writes: the sums of the last stage's step, and its source lines."""
+
+    recipe: str
+    target: str
+    kernels: int  # runs; collectives are not among them
+    bytes: float  # read and written in device memory
+    flops: FLOPs
+    peak_bytes: Bytes
+    roofline_ms: Milliseconds
+    fitted_ms: Milliseconds
+    lines: list[BytesRow]  # most bytes first
