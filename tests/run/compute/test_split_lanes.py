@@ -279,7 +279,7 @@ def test_recomputed_layers_have_the_same_gradients():
     )
     np.testing.assert_allclose(again, losses, rtol=1e-6)
     for grad, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(grad, expected, atol=1e-6 * np.abs(expected).max())
+        np.testing.assert_allclose(grad, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_notes_on_what_makes_a_step_fit_in_memory():
