@@ -73,7 +73,7 @@ def test_ctrl_c(preparation, milliseconds):
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=SECONDS)
     assert (process.returncode, said) in (
-        (130, "interrupted; the same command goes on with what is done\n"),
+        (130, "interrupted; run the same command to resume\n"),
         (0, ""),  # it was done already
     )
     assert all_gone(mark)
