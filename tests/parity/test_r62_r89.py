@@ -28,8 +28,9 @@ from .r62_r89_pair import Pair, full_stages, with_wider_window, without_maxima, 
 from .synthetic import write_shards
 
 # Whole steps agree to 5e-7 on two cores. On one, sums are taken in another order, the sign of an update next to zero
-# turns, and r62's tenth step differs by 5e-5.
-LIMITS = {"forward": 3e-6, "gradients": 1e-5, "optimizer": 5e-4, "whole steps": 1e-4}
+# turns, and r62's tenth step differs by 5e-5. The gradient of r89's smear_scale, one sum over all tokens and channels,
+# differs by 4e-6 to 1.5e-5 with the CPU and its cores.
+LIMITS = {"forward": 3e-6, "gradients": 3e-5, "optimizer": 5e-4, "whole steps": 1e-4}
 # Around every border of a schedule: momentum, stages, cooldown, the last tied update, the end.
 WINDOWS = {
     "r62": [(0, 4), (298, 302), (518, 524), (700, 706), (1038, 1046), (1548, 1554), (1556, 1564), (1596, 1600)],
