@@ -1,0 +1,149 @@
+"""Benchmarks of loader, steps and kernels run and report; their limits are not enforced, the machine may be busy."""
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.profiler import ProfileData
+
+from jspeed.errors import BadInput
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run.find_recipe import find
+
+from ..toys import TINY
+from .call_bench import GPU_TOY, SCRIPTS, bench
+
+STDLIB = SCRIPTS.parent / "python" / "jspeed" / "recipes" / "stdlib.py"
+
+
+@pytest.mark.slow
+def test_the_loader_is_measured(tmp_path):
+    done = bench("loader", "--quick", "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    failed = [row for row in rows if row["passed"] is False]
+    assert done.returncode == bool(failed), done.stderr
+    assert len([row for row in rows if row["below"]]) == 11 and done.stdout.count("\n") == len(rows) + 1
+    assert all(row["what"] in done.stdout for row in rows)
+
+
+@pytest.mark.slow
+def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
+    odd = tmp_path / "odd.py"
+    odd.write_text(STDLIB.read_text().replace("lanes=LANES", "lanes=LANES + 1").replace('name="stdlib"', 'name="odd"'))
+    file = tmp_path / "gpu.json"
+    done = bench("gpu", "--recipe", odd, "stdlib", "--steps", 3, "--data", shards, "--json", file, *GPU_TOY)
+    assert done.returncode == 1, done.stderr
+    content = json.loads(file.read_text())
+    assert list(content["failed"]) == ["odd"] and "cannot be divided over 2 devices" in content["failed"]["odd"]
+    assert content["failed"]["odd"][:60] in done.stdout
+    (row,) = content["rows"]
+    assert (row["recipe"], row["lanes"], row["lane_len"], row["steps"]) == ("stdlib", 8, 16, 3)
+    assert 0 < row["step_ms_median"] <= row["step_ms_p99"] and row["compile_seconds"] > 0
+    assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_ms_in_a_row"] * 1e3)
+    assert row["tokens_per_second_per_device"] == pytest.approx(row["tokens_per_second"] / 2)
+    assert 0 < row["data_wait_ms"] < row["step_ms_in_a_row"] and 0 < row["loss"] < 6 and row["memory_needed"] > 0
+    # A CPU has no peak in the table, an allocator that counts nothing, and no kernels: each is said or left out.
+    assert row["mfu"] is row["memory_peak"] is None and "no kernel table" in row["profile"]
+    assert "no MFU" in done.stdout and row["profile"] in done.stdout
+
+
+class Later:
+    """An array that is being computed: a step that naps for 20 ms returned it before."""
+
+    def __init__(self, pool):
+        self.nap = pool.submit(time.sleep, 0.02)
+
+    def block_until_ready(self):
+        self.nap.result()
+
+    def __array__(self, *_, **__):
+        self.nap.result()
+        return np.ones(())
+
+
+@pytest.mark.parametrize("count", [2, 10])
+def test_time_grows_with_steps(monkeypatch, count):
+    """JAX returns from a step before it is computed; a clock that does not wait for it reads what a call takes."""
+    from benches import steps
+
+    monkeypatch.setattr(steps, "profile", lambda one: "none")
+    recipe, mesh = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1])
+    setting = steps.Setting(mesh, None, None, count, None)
+
+    def step(state, tokens):
+        later = Later(pool)
+        return later, {"loss": later}
+
+    with ThreadPoolExecutor(1) as pool:
+        _, times = steps.run([step], Later(pool), recipe, recipe.stages[0], setting)
+    assert len(times["alone"]) == count and min(times["alone"]) >= 0.02 and times["in_a_row"] >= 0.02
+
+
+def test_a_recipe_is_measured_with_the_attention_that_it_trains_with(monkeypatch):
+    from benches import steps
+
+    recipe, mesh, asked = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1]), []
+    monkeypatch.setattr(steps, "device_of", lambda *arguments, **named: asked.append((*arguments, named)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(steps.measured(recipe, "hash", steps.Setting(mesh, "xla", None, 2, None)))
+    assert asked == [(mesh, "xla", {"recipe": recipe})]
+
+
+def test_kernels_of_a_gpu_are_added_up():
+    """A profile as CUPTI leaves it: streams whose kernels overlap, and a line that repeats them by module."""
+    from benches.kernel_profile import Kernel, read
+
+    def line(name: str, *events: tuple[int, int, int]) -> str:
+        text = [
+            f"events {{ metadata_id: {i} offset_ps: {a}000000000 duration_ps: {b}000000000 }}" for i, a, b in events
+        ]
+        return f'lines {{ name: "{name}" timestamp_ns: 1000 {" ".join(text)} }}'
+
+    names = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for i, n in enumerate("abc", 1))
+    first = line("Stream #7(Compute)", (1, 0, 3), (2, 4, 1), (1, 6, 3)) + line("Stream #8(NCCL)", (3, 1, 3))
+    gpu = f'planes {{ name: "/device:GPU:0" {first} {line("XLA Modules", (2, 0, 90))} {names} }}'
+    other = f'planes {{ name: "/device:GPU:1" {line("Stream #7(Compute)", (1, 0, 50))} {names} }}'
+    profile = read(ProfileData.from_text_proto(f'planes {{ name: "/host:CPU" }} {other} {gpu}'))
+    assert profile.kernels == [Kernel("a", 2, 6.0, 0.6), Kernel("c", 1, 3.0, 0.3), Kernel("b", 1, 1.0, 0.1)]
+    assert (profile.device, profile.distinct, profile.kernel_ms, profile.busy_ms) == ("/device:GPU:0", 3, 10.0, 8.0)
+    assert "no kernels" in read(ProfileData.from_text_proto('planes { name: "/device:GPU:0" }'))
+
+
+def test_a_step_that_does_not_fit_is_one_error_message():
+    from benches import gpu
+
+    mesh, recipe = make_mesh({"data": 1}, jax.local_devices()[:1]), find("stdlib").recipe
+    said = gpu.why(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70823337560 bytes.\nmore"), recipe, mesh)
+    assert said.startswith(
+        "recipe stdlib does not fit into the memory of 1 x cpu: 70.8 GB were asked for at once; give"
+    )
+    assert gpu.why(RuntimeError("INTERNAL: no\nmore"), recipe, mesh) == "recipe stdlib failed: INTERNAL: no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--recipe", "stdlib", "--micro-batch", "7", *GPU_TOY], ["--micro-batch 7", "give one of 16, 32, 64"]),
+        pytest.param(["--recipe", "stdlbi"], ["stdlbi", "did you mean 'stdlib'"], marks=pytest.mark.slow),
+        pytest.param(["--versus", "true"], ["--versus", "--data"], marks=pytest.mark.slow),
+        pytest.param(["--rounds", "2"], ["--rounds would have no effect"], marks=pytest.mark.slow),
+        (["--json", "no/such/folder.json"], ["there is no folder"]),
+    ],
+)
+def test_bad_input_is_one_error_message(arguments, words):
+    done = bench("gpu", *arguments)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and all(word in done.stderr for word in words)
+
+
+@pytest.mark.parametrize(("name", "flag"), [("tokenise", "rounds"), ("generate", "rounds"), ("fused", "rounds")])
+def test_no_rounds_are_refused(name, flag):
+    from benches import fused, text
+
+    call = {"tokenise": partial(text.tokenise, ()), "generate": text.generate, "fused": fused.fused}[name]
+    with pytest.raises(BadInput, match=f"--{flag} 0: must be at least 1"):
+        call(**{flag: 0})
