@@ -62,7 +62,7 @@ def fill(records: Path, track: str, recipes: int, seeds: int, seed: int = 0) -> 
         digest, sha = recipe_hash(source, fields), hashlib.sha256(source.encode()).hexdigest()
         made = START + timedelta(days=2 * number)
         runs = [(name, digest, each) for each in range(1, seeds + 1)]
-        plan = preregistration.make_plan("seeds", made.isoformat(), None, runs)
+        plan = preregistration.make_preregistration("seeds", made.isoformat(), None, runs)
         write(home / name / f"plan-{plan['sha256'][:8]}.json", plan)
         (home / name / f"recipe-{sha[:8]}.py").write_text(source)
         mean = best * (1.04 if slower else 0.93 + 0.05 * rng.random())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jspeed.leaderboard import judge
 from jspeed.record import preregistration, store
-from jspeed.record.preregistration import make_plan
+from jspeed.record.preregistration import make_preregistration
 
 from ..record.synthetic_runs import START, as_run, make_run, source_of
 
@@ -56,9 +56,9 @@ def make_race(folder: Path, parent, child, a_seconds, b_seconds, **changes) -> P
     for who in order:
         counts[who] += 1
         runs.append(((parent, child)[who]["recipe"], digests[who], counts[who]))
-    plan = make_plan("race", START.isoformat(), None, runs)
+    plan = make_preregistration("race", START.isoformat(), None, runs)
     folder.mkdir()
-    preregistration.write_plan(folder, plan)
+    preregistration.write_preregistration(folder, plan)
     for number, (who, run) in enumerate(zip(order, plan["runs"], strict=True)):
         mine = {"plan": {"sha256": plan["sha256"], "folder": run["folder"]}, **(parent, child)[who], **changes}
         started = START + timedelta(minutes=1 + 10 * number)

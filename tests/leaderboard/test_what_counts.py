@@ -123,7 +123,7 @@ def test_a_plan_may_span_machines_where_steps_are_ranked(records, tmp_path):
     path = records / "stdlib/cpu/track.toml"
     path.write_text(path.read_text().replace('rank = "timed_seconds"', 'rank = "steps"'))
     folder = make_series(tmp_path / "s", [60.0, 61.0, 62.0])
-    plan = preregistration.read_plan(folder / "plan.json")
+    plan = preregistration.read_preregistration(folder / "plan.json")
     place = {"plan": {"sha256": plan["sha256"], "folder": "3-stdlib-s3"}}
     other = as_run()["devices"] | {"kind": "another", "processes": 4}
     make_run(folder / "3-stdlib-s3", 9.0, 3, 1.390, started=START + timedelta(minutes=31), devices=other, **place)
@@ -135,7 +135,7 @@ def test_a_plan_may_span_machines_where_steps_are_ranked(records, tmp_path):
 def test_planned_runs_that_ran_on_other_data_are_missing(records, tmp_path):
     """Nobody gets rid of a bad run by sending it to other data, or to another machine."""
     folder = make_series(tmp_path / "s", [60.0, 61.0, 62.0, 63.0])
-    plan = preregistration.read_plan(folder / "plan.json")
+    plan = preregistration.read_preregistration(folder / "plan.json")
     place = {"plan": {"sha256": plan["sha256"], "folder": "4-stdlib-s4"}}
     make_run(folder / "4-stdlib-s4", 9.0, 4, 0.5, started=START + timedelta(minutes=31), **place, **on(**OTHER))
     store.add([folder], records)
@@ -214,7 +214,7 @@ def test_a_run_of_unknown_data_does_not_count(valid, tmp_path, monkeypatch):
 )
 def test_a_round_that_did_not_run_in_turn_on_one_machine_is_no_observation(records, tmp_path, changes):
     folder = make_race(tmp_path / "race", PARENT, CHILD, [60.0, 61.0, 60.0, 61.0], [50.0, 51.0, 50.0, 52.0])
-    plan = preregistration.read_plan(folder / "plan.json")
+    plan = preregistration.read_preregistration(folder / "plan.json")
     place = {"plan": {"sha256": plan["sha256"], "folder": "2-child-s1"}, "started": START + timedelta(minutes=11)}
     make_run(folder / "2-child-s1", 1.0, 1, **CHILD | place | changes)
     store.add([folder], records)

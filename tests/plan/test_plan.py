@@ -18,7 +18,7 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
 from jspeed.plan.compile import Hardware, compile_stages, compile_that_fits
 from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devices, search
-from jspeed.plan.schema import Kind, Memory, Plan, Time
+from jspeed.plan.schema import Allocation, Kind, Plan, Time
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
 from jspeed.run.compute import memory_fallbacks
@@ -68,7 +68,7 @@ def test_keys(plan, rows):
         check_json(plan | {"against": worse}, Plan)
     assert (plan["target"], plan["devices"], plan["recipe"]) == ("h100x8", 8, "bad")
     [stage] = plan["stages"]
-    assert list(stage["memory_bytes"]) == list(get_args(Memory)) and list(stage["time_ms"]) == list(get_args(Time))
+    assert list(stage["memory_bytes"]) == list(get_args(Allocation)) and list(stage["time_ms"]) == list(get_args(Time))
     assert [*stage["kernels"], "collective"] == list(get_args(Kind))
     assert stage["predicted_ms"][0] < stage["predicted_ms"][1]
     assert plan["predicted_seconds"][0] < plan["predicted_seconds"][1]

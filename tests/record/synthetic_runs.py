@@ -142,9 +142,9 @@ def make_series(
     name = changes.get("recipe", "stdlib")
     digest = recipe_hash(source, changes.get("fields", {"RATE": 0.1}))
     runs = [(name, digest, seed) for seed in range(1, len(seconds) + 1)]
-    plan = preregistration.make_plan("seeds", start.isoformat(), changes.get("asked_steps"), runs)
+    plan = preregistration.make_preregistration("seeds", start.isoformat(), changes.get("asked_steps"), runs)
     folder.mkdir(parents=True)
-    preregistration.write_plan(folder, plan)
+    preregistration.write_preregistration(folder, plan)
     for number, (run, each, loss) in enumerate(zip(plan["runs"], seconds, losses, strict=True)):
         started = start + timedelta(minutes=1 + 10 * number)
         mine = {"plan": {"sha256": plan["sha256"], "folder": run["folder"]}, "started": started} | changes

@@ -235,12 +235,12 @@ def test_a_run_without_data_hashes_is_refused(tmp_path: Path) -> None:
 
 def test_a_plan_cannot_name_a_path_outside_the_records(tmp_path: Path) -> None:
     folder = make_series(tmp_path / "series", [60.0])
-    plan = preregistration.read_plan(folder / "plan.json")
+    plan = preregistration.read_preregistration(folder / "plan.json")
     names = [("../../../../outside", "a", 9), ("stdlib", plan["runs"][0]["recipe_hash"], 1)]
-    bad = preregistration.make_plan("seeds", plan["made"], None, names)
+    bad = preregistration.make_preregistration("seeds", plan["made"], None, names)
     bad["runs"][0]["folder"], bad["runs"][1]["folder"] = "1-x-s9", "1-stdlib-s1"
     bad["sha256"] = content_hash(bad)
-    preregistration.write_plan(folder, bad)
+    preregistration.write_preregistration(folder, bad)
     make_run(folder / "1-stdlib-s1", plan={"sha256": bad["sha256"], "folder": "1-stdlib-s1"})
     with pytest.raises(BadInput, match=r"plan\.json: field 'runs\[0\]\.recipe': expected 1 to 100 of the letters"):
         store.add([folder / "1-stdlib-s1"], tmp_path / "records")

@@ -10,7 +10,7 @@ import pytest
 
 from jspeed.fields import recipe_hash
 from jspeed.record import store, verify
-from jspeed.record.preregistration import make_plan, write_plan
+from jspeed.record.preregistration import make_preregistration, write_preregistration
 from jspeed.record.run_json import seals
 
 from .synthetic_runs import NOW, START, as_run, make_run, make_series, rewrite, source_of
@@ -93,7 +93,7 @@ def test_a_dropped_slow_run_with_its_plan(records: Path) -> None:
 def test_a_plan_made_anew_without_the_slow_run(records: Path) -> None:
     plan = next(records.rglob("plan-*.json"))
     old = json.loads(plan.read_text())
-    new = make_plan(
+    new = make_preregistration(
         "seeds", old["made"], None, [(run["recipe"], run["recipe_hash"], run["seed"]) for run in old["runs"]]
     )
     new["runs"].pop(1)
@@ -264,5 +264,5 @@ def test_a_plan_that_is_broken(records: Path) -> None:
         rewrite(plan, *place, value=value)
         assert says in problems(records)[0]
         plan.write_text(content)
-    write_plan(plan.parent, json.loads(plan.read_text()))
+    write_preregistration(plan.parent, json.loads(plan.read_text()))
     assert "is not a record" in problems(records)[0]

@@ -27,13 +27,14 @@ TRAINER = """
     from pathlib import Path
     sys.path[:0] = [{tests!r}, {python!r}]
     from record.synthetic_runs import make_run
-    from jspeed.record.preregistration import place_in_plan, read_plan
+    from jspeed.record.preregistration import place_in_plan, read_preregistration
     recipe, folder = sys.argv[1], Path(sys.argv[sys.argv.index("--run-dir") + 1])
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
     told = Path(sys.argv[0]).with_name("told").read_text().split()
     if told[:1] == [str(seed)] and "left" not in told:
         sys.exit(int(told[1]))
-    planned = next(run for run in read_plan(folder.parent / "plan.json")["runs"] if run["folder"] == folder.name)
+    runs = read_preregistration(folder.parent / "plan.json")["runs"]
+    planned = next(run for run in runs if run["folder"] == folder.name)
     steps = int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else None
     plan = place_in_plan(folder, planned["recipe_hash"], seed, steps)
     seconds = (30.0 if "adamw" in recipe else 20.0) + 0.1 * seed
@@ -191,8 +192,10 @@ def test_a_signal_reaches_the_run_and_its_code_comes_back(tmp_path, number):
 
 
 def test_a_run_keeps_to_its_plan(tmp_path):
-    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1), ("stdlib", "abc", 2)])
-    preregistration.write_plan(tmp_path, plan)
+    plan = preregistration.make_preregistration(
+        "seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1), ("stdlib", "abc", 2)]
+    )
+    preregistration.write_preregistration(tmp_path, plan)
     good = tmp_path / "2-stdlib-s2"
     assert preregistration.place_in_plan(good, "abc", 2, 40) == {"sha256": plan["sha256"], "folder": "2-stdlib-s2"}
     for arguments, says in [
@@ -245,15 +248,15 @@ def test_planned_runs_start_from_their_seeds(trainer):
 
 
 def test_a_plan_of_another_schema_is_refused(tmp_path):
-    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)])
-    preregistration.write_plan(tmp_path, plan | {"schema": 9})
+    plan = preregistration.make_preregistration("seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)])
+    preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
     with pytest.raises(BadInput, match="field 'schema': expected 1, found 9; use the jspeed that wrote this schema"):
-        preregistration.read_plan(tmp_path / "plan.json")
+        preregistration.read_preregistration(tmp_path / "plan.json")
 
 
 def test_the_current_folder_has_its_place_in_the_plan(tmp_path, monkeypatch):
-    plan = preregistration.make_plan("seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)])
-    preregistration.write_plan(tmp_path, plan)
+    plan = preregistration.make_preregistration("seeds", "2026-01-01T00:00:00Z", 40, [("stdlib", "abc", 1)])
+    preregistration.write_preregistration(tmp_path, plan)
     (tmp_path / "1-stdlib-s1").mkdir()
     monkeypatch.chdir(tmp_path / "1-stdlib-s1")
     place = preregistration.place_in_plan(Path(), "abc", 1, 40)

@@ -22,10 +22,11 @@ TRAINER = """
     from pathlib import Path
     sys.path[:0] = [{tests!r}, {python!r}]
     from record.synthetic_runs import make_run
-    from jspeed.record.preregistration import place_in_plan, read_plan
+    from jspeed.record.preregistration import place_in_plan, read_preregistration
     recipe, folder = Path(sys.argv[1]), Path(sys.argv[sys.argv.index("--run-dir") + 1])
     seed = int(sys.argv[sys.argv.index("--seed") + 1])
-    planned = next(run for run in read_plan(folder.parent / "plan.json")["runs"] if run["folder"] == folder.name)
+    runs = read_preregistration(folder.parent / "plan.json")["runs"]
+    planned = next(run for run in runs if run["folder"] == folder.name)
     plan = place_in_plan(folder, planned["recipe_hash"], seed, None)
     tree = Path(__file__).parents[1]
     def git(*words):

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jspeed.parallel.layout import with_remat
 from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
-from jspeed.plan.schema import Memory
+from jspeed.plan.schema import Allocation
 from jspeed.plan.target import COMPILER_OPTIONS, Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
@@ -31,7 +31,7 @@ class Step:
     stage: Stage  # with as many steps as run this program
     parts: int  # micro-batches
     text: str  # optimised HLO
-    memory: dict[Memory, int]  # bytes
+    memory: dict[Allocation, int]  # bytes
     shared: bool = False  # compiled for another stage that differs from this one in attention windows alone
     windows: tuple[tuple[int, int], ...] = ()  # (window that was compiled, window of this stage)
     head_chunk: int | None = None  # tokens of a row that the head's loss takes at once; None: all
@@ -191,7 +191,7 @@ def step_of(stage: Stage, attempt: Attempt) -> Step:
     """Read a compiled step: its text, and what the compiler says of memory."""
     built: Any = attempt.step
     sizes = built.memory_analysis()
-    memory: dict[Memory, int] = {
+    memory: dict[Allocation, int] = {
         "arguments": sizes.argument_size_in_bytes,
         "outputs": sizes.output_size_in_bytes,
         "aliased": sizes.alias_size_in_bytes,

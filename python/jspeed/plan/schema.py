@@ -8,7 +8,9 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 Kind = Literal["fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other", "collective"]
 Level = Literal["error", "warning", "note"]  # only errors count for --strict
 Time = Literal["compute", "memory", "communication", "exposed_communication"]
-Memory = Literal["arguments", "outputs", "aliased", "temporaries", "peak"]  # aliased: outputs in the place of arguments
+Allocation = Literal[
+    "arguments", "outputs", "aliased", "temporaries", "peak"
+]  # aliased: outputs in the place of arguments
 Bound = Literal["compute", "memory"]
 Pass = Literal["forward", "backward", "rest"]  # rest: the optimizer and everything outside the gradient
 Bytes = Annotated[int, "bytes"]
@@ -63,7 +65,7 @@ class StagePlan(MicroBatch):
     tokens_per_step: int  # of all devices
     micro_batches: int  # in a step
     compiled: bool  # False: it shares another stage's program
-    memory_bytes: dict[Memory, Bytes]  # as the compiler allocates it
+    memory_bytes: dict[Allocation, Bytes]  # as the compiler allocates it
     memory_by_kind: dict[str, Bytes]  # the values sum to the peak
     largest_buffers: list[BufferRow]  # at most 10
     flops: FLOPs

@@ -39,7 +39,7 @@ class PlannedRun(TypedDict):
     seed: Whole
 
 
-class Plan(TypedDict):
+class Preregistration(TypedDict):
     """The content of a plan.json."""
 
     schema: Whole
@@ -68,36 +68,38 @@ def parse_seeds(text: str) -> list[int]:
     return list(range(first, last + 1))
 
 
-def make_plan(kind: Kind, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]) -> Plan:
+def make_preregistration(
+    kind: Kind, made: str, steps: int | None, runs: Sequence[tuple[str, str, int]]
+) -> Preregistration:
     """Return the plan of ``runs``, each (recipe, recipe hash, seed), in order; ``made`` is a UTC time in ISO 8601."""
     listed: list[PlannedRun] = [
         {"folder": f"{number}-{recipe}-s{seed}", "recipe": recipe, "recipe_hash": digest, "seed": seed}
         for number, (recipe, digest, seed) in enumerate(runs, 1)
     ]
-    plan: Plan = {"schema": SCHEMA, "kind": kind, "made": made, "steps": steps, "runs": listed, "sha256": ""}
+    plan: Preregistration = {"schema": SCHEMA, "kind": kind, "made": made, "steps": steps, "runs": listed, "sha256": ""}
     return plan | {"sha256": content_hash(plan)}
 
 
-def write_plan(folder: Path, plan: Plan) -> Path:
+def write_preregistration(folder: Path, plan: Preregistration) -> Path:
     """Write ``plan`` whole as ``folder/plan.json`` and return that path."""
     path = folder / NAME
     write_whole(path, json.dumps(plan, indent=2) + "\n")
     return path
 
 
-def read_plan(path: Path) -> Plan:
+def read_preregistration(path: Path) -> Preregistration:
     """Return the plan at ``path``, checked; BadInput otherwise."""
-    return parse_plan(read_input(path, "give a folder that holds a plan.json"), path)
+    return parse_preregistration(read_input(path, "give a folder that holds a plan.json"), path)
 
 
-def parse_plan(content: bytes, path: Path) -> Plan:
+def parse_preregistration(content: bytes, path: Path) -> Preregistration:
     """Return the plan that ``content`` holds, checked; ``path`` names it in error messages."""
     plan = parse_json(content, path, REMEDY)
     try:
         schema = plan.get("schema") if isinstance(plan, dict) else None
         if fields.TESTS[int](schema) and schema != SCHEMA:
             raise BadInput(f"field 'schema': expected {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
-        fields.check_json(plan, Plan)
+        fields.check_json(plan, Preregistration)
         folders = {run["folder"] for run in plan["runs"]}
         if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
             what = f"{len(plan['runs'])} runs in {len(folders)} folders"
@@ -116,7 +118,7 @@ def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int 
     """
     if run_dir is None or not (path := Path(os.path.abspath(run_dir)).parent / NAME).exists():
         return None
-    plan = read_plan(path)
+    plan = read_preregistration(path)
     planned = next((run for run in plan["runs"] if run["folder"] == os.path.basename(os.path.abspath(run_dir))), None)
     if planned is None:
         folders = ", ".join(run["folder"] for run in plan["runs"])

@@ -6,7 +6,7 @@ from datetime import datetime
 from itertools import pairwise
 from typing import NamedTuple
 
-from jspeed.record.preregistration import ROUND, Plan
+from jspeed.record.preregistration import ROUND, Preregistration
 from jspeed.record.store import Records, Row
 
 
@@ -20,20 +20,20 @@ class Round(NamedTuple):
 Rounds = dict[tuple[str, str], list[Round]]  # by recipe hashes
 
 
-def missing(plan: Plan, records: Records) -> list[int]:
+def missing(plan: Preregistration, records: Records) -> list[int]:
     """Return the indices of the missing runs of ``plan``."""
     present = records.preregistered.get(plan["sha256"], {})
     return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in present]
 
 
-def extra(plan: Plan, records: Records) -> list[Row]:
+def extra(plan: Preregistration, records: Records) -> list[Row]:
     """Return runs that name ``plan`` but that it does not list, or that are the second in their folder."""
     listed = {run["folder"] for run in plan["runs"]}
     present = records.preregistered.get(plan["sha256"], {})
     return [row for folder, rows in present.items() for row in (rows[1:] if folder in listed else rows)]
 
 
-def complete(plan: Plan, records: Records) -> bool:
+def complete(plan: Preregistration, records: Records) -> bool:
     """Whether every run of ``plan`` is there, and no other."""
     return not missing(plan, records) and not extra(plan, records)
 

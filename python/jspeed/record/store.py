@@ -49,7 +49,7 @@ class PlanFile(NamedTuple):
     """A plan.json among the records."""
 
     path: Path
-    plan: preregistration.Plan
+    plan: preregistration.Preregistration
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _read_file(records: Records, path: Path) -> None:
         _check_place(path, within, run_place(run, content, track), records.folder)
         records.rows.append(Row(path, track, run))
     elif PLAN.fullmatch(path.name):
-        plan = preregistration.parse_plan(content, path)
+        plan = preregistration.parse_preregistration(content, path)
         wanted = within.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])
         _check_place(path, within, wanted, records.folder)
         records.plans[plan["sha256"]] = PlanFile(path, plan)
@@ -199,7 +199,7 @@ def run_place(run: Run, content: bytes, track: str) -> Path:
     return Path(track, run["recipe"], f"{identity}.json")
 
 
-def planned_recipe(plan: preregistration.Plan) -> str:
+def planned_recipe(plan: preregistration.Preregistration) -> str:
     """Return the recipe whose folder keeps ``plan``: the one it is about, in a race the challenger, who runs second."""
     return plan["runs"][1 if plan["kind"] == "race" else 0]["recipe"]
 
@@ -284,7 +284,7 @@ def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
     for run_dir in run_dirs:
         inside = [run_dir]
         if (run_dir / preregistration.NAME).is_file() and not (run_dir / "run.json").exists():
-            plan = preregistration.read_plan(run_dir / preregistration.NAME)
+            plan = preregistration.read_preregistration(run_dir / preregistration.NAME)
             inside = [
                 run_dir / run["folder"] for run in plan["runs"] if (run_dir / run["folder"] / "run.json").exists()
             ]
@@ -294,11 +294,11 @@ def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
     return list(by_path.values())
 
 
-def _plan_beside(run: Run, source: Path) -> preregistration.Plan | None:
+def _plan_beside(run: Run, source: Path) -> preregistration.Preregistration | None:
     if (place := run.get("plan")) is None:
         return None
     path = Path(os.path.abspath(source)).parent.parent / preregistration.NAME
-    plan = preregistration.read_plan(path)
+    plan = preregistration.read_preregistration(path)
     if plan["sha256"] != place["sha256"]:
         raise BadInput(f"{source}: the run belongs to another plan than {path}; restore it")
     return plan
@@ -312,7 +312,7 @@ def _source_beside(run: Run, source: Path) -> bytes:
     return content
 
 
-def _check_result(run: Run, plan: preregistration.Plan | None, source: Path) -> None:
+def _check_result(run: Run, plan: preregistration.Preregistration | None, source: Path) -> None:
     if run["schema"] != SCHEMA:
         raise BadInput(
             f"{source}: field 'schema': expected {SCHEMA}, which has the evidence, found {run['schema']}; "

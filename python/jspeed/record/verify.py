@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jspeed.fields import recipe_hash
-from jspeed.record.preregistration import Plan, PlannedRun
+from jspeed.record.preregistration import PlannedRun, Preregistration
 from jspeed.record.preregistration_status import extra, missing
 from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
@@ -79,7 +79,7 @@ def plans(records: Records, now: datetime) -> Iterator[Problem]:
             yield wrong(row.path, "plan.sha256", wanted, "none with this hash")
 
 
-def as_planned(row: Row, planned: PlannedRun, plan: Plan, path: Path) -> Iterator[Problem]:
+def as_planned(row: Row, planned: PlannedRun, plan: Preregistration, path: Path) -> Iterator[Problem]:
     """A preregistered run has the recipe, seed and steps that its plan lists, and started after the plan was made."""
     run = row.run
     for name in ("recipe", "recipe_hash", "seed"):

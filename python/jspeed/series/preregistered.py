@@ -115,16 +115,16 @@ def make_runs(
     """
     if find_rank(os.environ):
         raise BadInput("a series makes its runs in one process each; start it without a launcher")
-    plan = preregistration.make_plan(kind, utc_now(), steps, [run[1:] for run in runs])
+    plan = preregistration.make_preregistration(kind, utc_now(), steps, [run[1:] for run in runs])
     path = folder / preregistration.NAME
     if path.exists():
-        before = preregistration.read_plan(path)
+        before = preregistration.read_preregistration(path)
         if any(before[name] != plan[name] for name in ("kind", "steps", "runs")):
             raise BadInput(f"{path} holds another plan; give the same command to continue it, or another --run-dir")
         plan = before
     else:
         writable_folder(folder, "run directory")
-        preregistration.write_plan(folder, plan)
+        preregistration.write_preregistration(folder, plan)
     for run, (recipe, *_) in zip(plan["runs"], runs, strict=True):
         run_dir = folder / run["folder"]
         again: list[str] = []
