@@ -159,7 +159,7 @@ def test_value_and_gradients(case, cap, chunk, of, groups):
     np.testing.assert_allclose(loss, loss_, atol=1e-5)
     np.testing.assert_allclose(dtable, dtable_, atol=1e-5)
     np.testing.assert_allclose(dx, dx_, atol=1e-5)
-    np.testing.assert_allclose(jax.jit(ours)(table, x)[1], loss, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(ours)(table, x)[1], loss, atol=1e-5)
     untouched = np.setdiff1d((counted(sample, VOCAB).sum(0) == 0).nonzero()[0], targets.ravel())
     assert groups == 5 or of == "ahead" or len(untouched) > 0
     np.testing.assert_array_equal(dtable[untouched], 0)

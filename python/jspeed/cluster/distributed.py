@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from jspeed import jax_versions
 from jspeed.cluster.coordinator_proxy import start_proxy
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import rendezvous, reserved_port
@@ -89,11 +90,9 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
 
 
 def _detected(rank: Rank) -> str:
-    """HOST:PORT of process 0, by JAX's own detection of Slurm and Open MPI, which JAX keeps in a private module."""
-    from jax._src.clusters import ClusterEnv
-
+    """HOST:PORT of process 0, by JAX's own detection of Slurm and Open MPI."""
     try:
-        found = ClusterEnv.auto_detect_unset_distributed_params(None, rank.count, rank.index, [], None, 60)[0]
+        found = jax_versions.launcher_address(rank.count, rank.index)
     except (RuntimeError, ValueError) as error:
         found, reason = None, str(error)
     else:
@@ -123,9 +122,7 @@ def single_process() -> bool:
 
 def client() -> Store | None:
     """The key-value store that all processes share, or None before they have joined and in a single process."""
-    from jax._src import distributed
-
-    return distributed.global_state.client if _joined else None
+    return jax_versions.key_value_store() if _joined else None
 
 
 def joined_store() -> Store:

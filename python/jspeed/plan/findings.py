@@ -9,10 +9,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax._src import source_info_util
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
+from jspeed.jax_versions import source_line
 from jspeed.parallel.layout import SMALL, partition, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
@@ -204,5 +204,5 @@ def axes_of(spec: PartitionSpec) -> frozenset[str]:
 
 def source_of(eqn: Any) -> str:
     """file:line of the user's frame of an equation; empty if unknown."""
-    frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return f"{frame.file_name}:{frame.start_line}" if frame else ""
+    found = source_line(eqn)
+    return f"{found[0]}:{found[1]}" if found else ""

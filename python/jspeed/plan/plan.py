@@ -275,7 +275,7 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
         found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:
         found.append("not measured on TPUs: kernel efficiencies are those assumed for GPUs")
-        found.append("libtpu compiles with its least effort, as runs do; JAX_EXEC_TIME_OPTIMIZATION_EFFORT changes it")
+        found.append("libtpu compiles with its least effort, as runs do; JAX_OPTIMIZATION_LEVEL changes it")
     else:
         found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
     return found

@@ -11,6 +11,7 @@ import jax
 import jax.extend
 from jax.extend.core import jaxprs_in_params
 
+from jspeed.jax_versions import scan_sizes
 from jspeed.plan import hlo
 from jspeed.plan.findings import Finding, axes_of, source_of
 
@@ -120,7 +121,7 @@ def _results(eqn: Any, given: list[Origin], found: dict) -> list[Origin]:
             return [Origin(one.varies - axes, one.rows - axes, one.parts - axes) for one in given]
         return [Origin(every.varies | axes, every.rows - axes, frozenset())] * len(eqn.outvars)
     if name == "scan":
-        fixed, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        fixed, carried = scan_sizes(eqn)
         while True:
             results = _inside(body[0], given, found)
             carry = [_union(pair) for pair in zip(given[fixed : fixed + carried], results, strict=False)]

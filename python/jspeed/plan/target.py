@@ -1,21 +1,19 @@
 """Absent GPUs and TPUs: published specifications, a mesh to compile for, patches of JAX's device queries."""
 
-import importlib
 import importlib.util
 import os
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
-from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jspeed.errors import BadInput, nearest
+from jspeed.jax_versions import pretend_gpu
 from jspeed.parallel.mesh import MOST_DEVICES, make_mesh
 from jspeed.standard_streams import without_logs
 
@@ -185,36 +183,9 @@ def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[
     return make_mesh(dict(axes or {"data": nodes * devices}), topology.devices)
 
 
-@contextmanager
-def pretend(target: Target) -> Iterator[None]:
-    """Make JAX's queries about the live backend answer for ``target`` while code is traced and lowered.
-
-    Covers cuDNN attention: its compute capability and its version (the library need not be installed; the check
-    of what it really supports is made when a plan is built, on the GPU); and the GPUs that Pallas of JAX 0.11 knows.
-    """
-
-    def version(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
-
-    with (
-        mock.patch.object(cudnn, "check_compute_capability", lambda least: target.capability >= version(least)),
-        mock.patch.object(cudnn, "is_cuda_compute_capability_equal", lambda one: target.capability == version(one)),
-        mock.patch.object(cudnn, "check_cudnn_version", lambda: target.cudnn),
-        _known_to_pallas(target),
-    ):
-        yield
-
-
-def _known_to_pallas(target: Target) -> AbstractContextManager[Any]:
-    try:
-        gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
-    except ImportError:  # JAX 0.10
-        return nullcontext()
-    if target.tpu:
-        return nullcontext()
-    major, minor = target.capability
-    info = gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=10 * major + minor)
-    return mock.patch.dict(gpu_info.registry, {target.device_kind: lambda: info})
+def pretend(target: Target) -> AbstractContextManager[None]:
+    """Make JAX's queries about the live GPU answer for ``target`` while code is traced and lowered."""
+    return pretend_gpu(target.capability, target.cudnn)
 
 
 def _fields(text: str, message: str, *names: str) -> list[int]:

@@ -210,7 +210,7 @@ def test_no_options_for_gpus_reach_another_compiler(monkeypatch):
     lowered = types.SimpleNamespace(compile=lambda compiler_options: given.append(compiler_options))
     for platform in ("cpu", "tpu", "metal", "gpu", "cuda"):
         compiler.compiled(lowered, device.Device(platform, "xla", "missing", 1))
-    assert given == [None, None, None, compiler.GPU_OPTIONS, compiler.GPU_OPTIONS]
+    assert given == [None, compiler.TPU_OPTIONS, None, compiler.GPU_OPTIONS, compiler.GPU_OPTIONS]
 
 
 def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.jax_versions import scan_sizes
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Context, ParamSpec
@@ -194,7 +195,8 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
     ctx = Context(recipe.stages[0], training=True)
     made = jax.make_jaxpr(lambda p, t: step.gradients(recipe, ctx, 4, 1.0, p, t))(params, tokens)
     (scan,) = (eqn for eqn in made.eqns if eqn.primitive.name == "scan")
-    sums, (losses,) = scan.outvars[: scan.params["num_carry"]], scan.outvars[scan.params["num_carry"] :]
+    _, carried = scan_sizes(scan)
+    sums, (losses,) = scan.outvars[:carried], scan.outvars[carried:]
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {"bfloat16"} and len(sums) == len(params)
     assert {array.aval.dtype.name for array in (*sums, losses)} == {"float32"}
 

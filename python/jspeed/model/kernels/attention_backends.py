@@ -5,7 +5,6 @@ All take what :func:`jspeed.model.attention.attention` takes, bf16 or fp16 ``[B,
 imported when called: none is needed to run elsewhere.
 """
 
-import importlib
 import importlib.util
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.errors import BadInput
+from jspeed.jax_versions import cudnn_attention, register_gpus_with_pallas
 
 TRITON_WIDTHS = (64, 128)  # of heads, that model/kernels/fused_attention.py has blocks for
 
@@ -48,9 +48,7 @@ def cudnn(
             f"attention backend 'cudnn' counts elements in int32, found {q_BTHK.size:,} in a batch of "
             f"{q_BTHK.shape[0]} lanes; take fewer lanes at a time"
         )
-    # Private: signature and checks as of jax 0.10.2 to 0.11.0, which pyproject.toml bounds.
-    from jax._src.cudnn import fused_attention_stablehlo as fused
-
+    fused = cudnn_attention()
     try:
         fused.check_cudnn_version()
     except RuntimeError:
@@ -172,23 +170,6 @@ def triton(
     ranges = fused_attention.ranges(*bounds, window)
     mask = f"{'causal' if offsets_BO is None else 'packed'}_window{window or 0}"
     return fused_attention.attend(q_BTHK, k_BTHK, v_BTHK, *ranges, scale, mask, interpret)
-
-
-def register_gpus_with_pallas() -> None:
-    """Register the local GPUs with Pallas: JAX 0.11 refuses GPUs that are not in its table (RTX 3090, L40S).
-
-    Private API as of jax 0.11.0; JAX 0.10 needs no table.
-    """
-    try:
-        gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
-    except ImportError:
-        return
-    for device in jax.local_devices():
-        capability = str(getattr(device, "compute_capability", ""))
-        number = capability.replace(".", "")
-        if number.isdecimal():
-            info = gpu_info.GpuInfo(gpu_version=None, arch_name=capability, compute_capability=int(number))
-            gpu_info.registry[device.device_kind] = partial(lambda info: info, info)
 
 
 def token_bounds(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

@@ -27,7 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jspeed.model.kernels.attention_backends import Refused, register_gpus_with_pallas
+from jspeed.jax_versions import register_gpus_with_pallas
+from jspeed.model.kernels.attention_backends import Refused
 from jspeed.model.kernels.fused_attention import LOG2_E, MASKED, dot, like, tokens
 
 SIZE = 64  # tokens of a block

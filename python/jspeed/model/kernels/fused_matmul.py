@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
+from jspeed.jax_versions import smem_layout
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.kernels.attention_backends import Refused
 
@@ -140,7 +141,7 @@ def matmul(
 
                 def multiply(_: Any, a_smem: Any, b_smem: Any, acc: Any) -> Any:
                     mine = pl.ds(wg * COLUMNS, COLUMNS)
-                    b_part = plgpu.transpose_ref(b_smem.at[mine], (1, 0)) if b_in_rows else b_smem.at[:, mine]
+                    b_part = b_smem.at[mine].transpose((1, 0)) if b_in_rows else b_smem.at[:, mine]
                     plgpu.wgmma(acc, a_smem, b_part)
                     if mixed:
                         _mix_types(*mixed)
@@ -182,7 +183,7 @@ def _slot(block: tuple[int, int], dtype: Any) -> Any:
 def _tiled(dtype: Any, columns: int) -> tuple[Any, ...]:
     """How TMA lays rows of ``columns`` entries in shared memory so that wgmma reads them without conflicts."""
     line = columns * jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(min(line, LINE))
+    return smem_layout(8, columns, min(line, LINE))
 
 
 def _store_transposed(slot: Any, value: jax.Array, dtype: Any, interpret: Any) -> None:
@@ -192,7 +193,7 @@ def _store_transposed(slot: Any, value: jax.Array, dtype: Any, interpret: Any) -
     else:
         # Before the cast: Mosaic transposes 16 and 32 bits, between neighbouring lanes of a warp.
         transposed = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.transpose_ref(slot, (1, 0))[...] = transposed.astype(dtype)
+        slot.transpose((1, 0))[...] = transposed.astype(dtype)
 
 
 def _mix_types(a_type: Any, b_type: Any) -> None:

@@ -20,9 +20,10 @@ GPU_OPTIONS: dict[str, Any] = {
     "xla_allow_excess_precision": False,
 }
 
-TPU_EFFORT = "JAX_EXEC_TIME_OPTIMIZATION_EFFORT"
-"""libtpu's optimisation effort, from -1 to 1: -1 unless this variable is set. A core then compiles track3 for eight v6e
-in a minute; with libtpu's own 0 it had not after two hours."""
+# libtpu's optimisation effort, an EffortLevel of XLA, unless EFFORT is set: a core then compiles track3 for eight
+# v6e in a minute; with libtpu's own default it had not after two hours.
+TPU_OPTIONS: dict[str, Any] = {"optimization_level": 19}
+EFFORT = "JAX_OPTIMIZATION_LEVEL"
 
 
 class DoesNotFit(BadInput):
@@ -37,15 +38,20 @@ class DoesNotFit(BadInput):
 
 def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
-    if device.platform == "tpu" and TPU_EFFORT not in os.environ:
-        jax.config.update(TPU_EFFORT.lower(), -1.0)
     try:
-        return lowered.compile(compiler_options=GPU_OPTIONS if device.platform in GPUS else None)
+        return lowered.compile(compiler_options=options_of(device.platform))
     except jax.errors.JaxRuntimeError as error:
         needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
         if device.platform != "tpu" or needed is None:
             raise
         raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
+
+
+def options_of(platform: str) -> dict[str, Any] | None:
+    """The XLA options of this file for a platform by JAX's name; None where all keep their default."""
+    if platform == "tpu" and EFFORT not in os.environ:
+        return TPU_OPTIONS
+    return GPU_OPTIONS if platform in GPUS else None
 
 
 def measured(

@@ -21,6 +21,7 @@ from rich.console import Console
 from jspeed.cluster.distributed import gather
 from jspeed.errors import BadInput, first_line
 from jspeed.files import cache_folder, read_json, write_whole
+from jspeed.jax_versions import loaded_cudnn
 from jspeed.model.kernels import attention_backends
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
@@ -182,12 +183,7 @@ def versions(mesh: Mesh) -> list[str]:
     driver = Path("/proc/driver/nvidia/version")
     found = [first.device_kind, str(getattr(first.client, "platform_version", ""))]
     found.append(driver.read_text().splitlines()[0] if driver.is_file() else "")
-    try:
-        from jax._src.lib import cuda_versions  # of the cuDNN that was loaded, which need not be the installed one
-
-        found.append(str(cuda_versions.cudnn_get_version()) if cuda_versions else "")
-    except (ImportError, AttributeError, RuntimeError):
-        found.append("")
+    found.append(loaded_cudnn())
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent

@@ -1,0 +1,135 @@
+"""What JAX keeps private or has changed between its releases 0.10 and 0.12: a function each, and nowhere else.
+
+Every function says which releases it was read in or run with; `tests/test_architecture.py` keeps private names of JAX
+out of all other files, and `docs/devices.md` lists the deprecated API that is still in use. JAX is imported when a
+function is called: the rooms that never load it may import this one.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """Return (constants, carried values) of a ``scan`` equation's operands, which come in this order.
+
+    JAX 0.10 counts them in ``num_consts`` and ``num_carry``; from 0.11 on ``ft_in`` is a tree of three parts.
+    """
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carried, _ = eqn.params["ft_in"].unpack()
+    return len(constants), len(carried)
+
+
+def source_line(eqn: Any) -> tuple[str, int] | None:
+    """Return (file, line) of the user's frame that made an equation; None if unknown. JAX 0.10 to 0.12."""
+    from jax._src import source_info_util
+
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return (frame.file_name, frame.start_line) if frame else None
+
+
+def cudnn_attention() -> Any:
+    """The module of JAX's calls of cuDNN's attention, whose public face has no offsets of documents (jax 29731).
+
+    ``dot_product_attention`` has the same parameters in 0.10 to 0.12; 0.12 adds ``score_mod`` ones.
+    """
+    return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+def loaded_cudnn() -> str:
+    """Version of the cuDNN that JAX has loaded, as 91002, which need not be the installed one; empty without one."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return str(cuda_versions.cudnn_get_version()) if cuda_versions else ""
+    except (ImportError, AttributeError, RuntimeError):
+        return ""
+
+
+def launcher_address(count: int, index: int) -> str | None:
+    """HOST:PORT of process 0 as JAX detects it under Slurm and Open MPI; None where it knows no launcher.
+
+    JAX 0.10 to 0.12. Raises what JAX raises for variables that it cannot read.
+    """
+    from jax._src.clusters import ClusterEnv
+
+    return ClusterEnv.auto_detect_unset_distributed_params(None, count, index, [], None, 60)[0]
+
+
+def key_value_store() -> Any:
+    """The client of the key-value store that joined processes share. JAX 0.10 to 0.12."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def smem_layout(rows: int, columns: int, swizzle: int) -> tuple[Any, ...]:
+    """Tiling and swizzle (bytes) of a block in shared memory. Mosaic GPU of JAX 0.10 to 0.12.
+
+    The stubs of JAX 0.11 call both classes abstract, which they are not.
+    """
+    plgpu: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    return plgpu.TilingTransform((rows, columns)), plgpu.SwizzleTransform(swizzle)
+
+
+def register_gpus_with_pallas() -> None:
+    """Tell Pallas' Triton backend what the GPUs of this process are.
+
+    JAX 0.11.0 refuses those that are not in its table (RTX 3090, L40S); 0.10 has no table, later ones ask the device.
+    """
+    import jax
+
+    if (gpu_info := _gpu_info()) is None:
+        return
+    for device in jax.local_devices():
+        major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+        if major.isdecimal() and minor.isdecimal():
+            gpu_info.registry[device.device_kind] = _constant(_described(gpu_info, (int(major), int(minor))))
+
+
+@contextmanager
+def pretend_gpu(capability: tuple[int, int], cudnn_version: int) -> Iterator[None]:
+    """Let JAX's questions about the live GPU be answered for an absent one while code is traced and lowered.
+
+    ``capability`` is CUDA's compute capability as (9, 0), ``cudnn_version`` is 91002 for 9.10.2.
+
+    Covers cuDNN's attention, whose library need not be installed, and what Pallas' Triton backend compiles for, which
+    JAX 0.10 takes from the mesh. What cuDNN really supports is checked on the GPU, when its plan is built.
+    """
+
+    def version(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    cudnn = cudnn_attention()
+    with ExitStack() as patches:
+        for module, name, answer in (
+            (cudnn, "check_compute_capability", lambda least: capability >= version(least)),
+            (cudnn, "is_cuda_compute_capability_equal", lambda one: capability == version(one)),
+            (cudnn, "check_cudnn_version", lambda: cudnn_version),
+        ):
+            patches.enter_context(mock.patch.object(module, name, answer))
+        if gpu_info := _gpu_info():
+            answer = _constant(_described(gpu_info, capability))
+            patches.enter_context(mock.patch.object(gpu_info, "get_gpu_info", answer))
+        yield
+
+
+def _gpu_info() -> Any:
+    """Pallas' module of GPU kinds, from JAX 0.11 on; else None."""
+    try:
+        return importlib.import_module("jax._src.pallas.triton.gpu_info")
+    except ImportError:
+        return None
+
+
+def _described(gpu_info: Any, capability: tuple[int, int]) -> Any:
+    major, minor = capability
+    number = 10 * major + minor
+    return gpu_info.GpuInfo(gpu_version=None, arch_name=f"{major}.{minor}", compute_capability=number)
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
