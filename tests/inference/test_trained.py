@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 
 from jspeed.commands import sample as sample_
 from jspeed.commands.export import export
@@ -53,7 +54,11 @@ def test_what_a_run_leaves(run):
     left = {path.name for path in run.run_dir.iterdir()}
     wanted = {"config.json", "recipe.py", "run.json", "metrics.jsonl", "loss.svg", "checkpoints", "model.safetensors"}
     assert wanted | {"profile", "tensorboard"} <= left
-    assert list((run.run_dir / "profile").rglob("*.xplane.pb"))
+    (trace,) = (run.run_dir / "profile").rglob("*.xplane.pb")
+    names = {e.name for plane in ProfileData.from_file(str(trace)).planes for line in plane.lines for e in line.events}
+    assert [name for name in names if "step" in name]
+    # "$file:line function" would be Python's calls, whose hook crashes beside the threads of a checkpoint.
+    assert not [name for name in names if name.startswith("$")]
     assert [s["name"] for s in record(run)["ledger"]].count("profile") == 2
     facts = json.loads((run.run_dir / "config.json").read_text())["tokenizer"]
     assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(facts["symbols"])

@@ -29,8 +29,12 @@ class Profile:
     def before(self, step: int, state: State) -> None:
         """Call before each step with the number of steps done and the state they left."""
         if step == self._begin:
+            options = jax.profiler.ProfileOptions()
+            # The hook for Python calls visits the states of all threads; on CPython 3.11 it may meet one that a thread
+            # of the checkpoint writer is just making, whose frame is still NULL: a segmentation fault.
+            options.python_tracer_level = 0
             with self._clock.section("profile", wait_for=state), jax.transfer_guard("allow"):
-                jax.profiler.start_trace(self._folder)
+                jax.profiler.start_trace(self._folder, profiler_options=options)
             self._running = True
         elif step == self._end:
             self.close(state)
