@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make speedrun` and `make test`. Each builds its own .venv.
+# Two commands do all the set-up: `make speedrun` and `make test`. Each builds .venv where there is none.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -14,9 +14,24 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name fuzz -prune -o -name '*.rs
 speedrun: .venv/built
 	$(BIN)/python scripts/speedrun.py $(ARGS)
 
+# On any supported Python, JAX and Rust; opinions about the source are another command's, `make check`.
 test: .venv/dev
-	@$(MAKE) --no-print-directory --jobs 2 --output-sync check
+	cargo test --quiet --release --workspace
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
+
+# Format, lints and types, by these versions of the tools; mypy sees .venv's packages. Clippy comes with Rust: with
+# another version than this its findings are warnings.
+MYPY := 2.4.1
+RUFF := 0.17.6
+CLIPPY := 0.1.95
+check: .venv/check/installed
+	.venv/check/bin/ruff format --check .
+	.venv/check/bin/ruff check .
+	PYTHONPATH=.venv/check $(BIN)/python -m mypy
+	PYTHONPATH=.venv/check $(BIN)/python -m mypy.stubtest jspeed._dataloader
+	cargo fmt --all --check
+	case "$$(cargo clippy --version)" in 'clippy $(CLIPPY) '*) deny='-D warnings';; *) deny=;; esac; \
+	  cargo clippy --quiet --release --workspace --all-targets -- $$deny
 
 # ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
 test-aot: .venv/aot/installed
@@ -49,10 +64,15 @@ test-package: .venv/lint/installed
 	JSPEED_TEST_PACKAGE=1 $(BIN)/python -m pytest -rs tests/test_package.py
 	PYTHONPATH=.venv/lint $(BIN)/python -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
+# The newest Python and JAX, and the oldest Rust: README's two commands and the compiler's tests, in a fresh clone of
+# HEAD on a new Debian. Needs root on a Debian machine; SUITE=forky is the release after Debian 13.
+test-newest:
+	tests/fresh_machine.sh bash -c 'make speedrun && make test && make test-aot'
+
 # Micro-benchmarks of pure functions by pytest-benchmark. ARGS=--benchmark-autosave keeps the timings; then
 # ARGS=--benchmark-compare shows them beside the next ones.
 bench: .venv/dev
-	$(BIN)/python -m pytest tests/benchmarks --benchmark-enable $(ARGS)
+	$(BIN)/python -m pytest tests/microbenchmarks --benchmark-enable $(ARGS)
 
 page: .venv/built
 	$(BIN)/python scripts/leaderboard.py page
@@ -71,19 +91,6 @@ race-webtext: .venv/built
 	  --val-input '$(WEBTEXT)/webtext_val.jsonl.xz' --out runs/webtext
 	$(BIN)/python scripts/leaderboard.py race records/ideas/fineweb_cpu_full.py fineweb-cpu --rounds 3 \
 	  --run-dir runs/race-webtext --flags="--data runs/webtext --no-progress --no-sample"
-
-check: check-python check-rust
-
-check-python: .venv/dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest jspeed._dataloader
-
-check-rust: .venv/dev
-	cargo fmt --all --check
-	+cargo clippy --quiet --release --workspace --all-targets -- -D warnings
-	+cargo test --quiet --release --workspace
 
 clean:
 	rm -rf .venv target .pytest_cache .mypy_cache .ruff_cache .hypothesis python/jspeed/*.so
@@ -130,9 +137,15 @@ clean:
 	$(BIN)/python -m pip install --no-deps --target .venv/page \
 	  'axe-playwright-python>=0.1.4' && touch $@ || echo 'axe-core cannot be had: its tests will be skipped'
 
+.venv/check/installed: Makefile | .venv/dev
+	rm -rf .venv/check
+	$(BIN)/python -m pip install --target .venv/check mypy==$(MYPY) ruff==$(RUFF)
+	@touch $@
+
 .venv/lint/installed: | .venv/dev
 	rm -rf .venv/lint
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package bench page docs race-webtext check check-python check-rust clean
+.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package test-newest bench page docs \
+  race-webtext check clean

@@ -51,7 +51,7 @@ impl Permutation {
         for key in self.keys {
             (left, right) = (right, left ^ (mix(right ^ key) & mask));
         }
-        left << self.half_bits | right
+        (left << self.half_bits) | right
     }
 }
 

@@ -24,7 +24,7 @@ fn mix(mut z: u64) -> u64 {
 }
 
 fn token(shard: u64, index: u64) -> u16 {
-    let draw = mix(shard << 32 | index);
+    let draw = mix((shard << 32) | index);
     if draw % 690 == 0 { BOS } else { u16::try_from((draw >> 16) % u64::from(BOS)).unwrap() }
 }
 
