@@ -182,12 +182,7 @@ def versions(mesh: Mesh) -> list[str]:
     driver = Path("/proc/driver/nvidia/version")
     found = [first.device_kind, str(getattr(first.client, "platform_version", ""))]
     found.append(driver.read_text().splitlines()[0] if driver.is_file() else "")
-    try:
-        from jax._src.lib import cuda_versions  # of the cuDNN that was loaded, which need not be the installed one
-
-        found.append(str(cuda_versions.cudnn_get_version()) if cuda_versions else "")
-    except (ImportError, AttributeError, RuntimeError):
-        found.append("")
+    found.append(str(attention_backends.cudnn_version()))
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent
