@@ -13,6 +13,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         name: set()
         for name in (
             "_dataloader",
+            "accelerators",
             "errors",
             "fields",
             "files",
@@ -43,7 +44,17 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     },
     {"__main__": {"commands"}},
 ]
-UNDER_ALL = {"errors", "fields", "files", "numbers", "output_folder", "pages", "stage", "standard_streams"}
+UNDER_ALL = {
+    "accelerators",
+    "errors",
+    "fields",
+    "files",
+    "numbers",
+    "output_folder",
+    "pages",
+    "stage",
+    "standard_streams",
+}
 WITHOUT_JAX = {"corpus", "leaderboard", "record"}
 DOZEN = 12
 
