@@ -106,7 +106,7 @@ FORCE:
 	@echo 'installing packages and building the Rust extension: a few minutes, once'
 	@read extras why < .venv/extras; echo "JAX and extras: $$extras ($$why); EXTRAS=NAME,NAME or EXTRAS= override"
 	$(BIN)/python -m pip install 'maturin>=1.9.4,<2'
-	extras=$$(sed 's/ .*//; s/^cpu$$//' .venv/extras)$(DEV); extras=$${extras#,}; \
+	@extras=$$(sed 's/ .*//; s/^cpu$$//' .venv/extras)$(DEV); extras=$${extras#,}; \
 	  $(BIN)/maturin develop --release --quiet $${extras:+--extras "$$extras"}
 	@echo '$(DEV)' > $@
 
