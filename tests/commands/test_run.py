@@ -48,7 +48,11 @@ def test_a_run_on_a_cpu_ends_without(gpus, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "data", "prompt"),
-    [("", {"python": "CPython 3.14.0"}, "class "), ("", {}, ""), ("ROMEO:", {"python": "CPython 3.14.0"}, "ROMEO:")],
+    [
+        ("", {"python": "CPython 3.14.0"}, run.STDLIB_PROMPT),
+        ("", {}, ""),
+        ("ROMEO:", {"python": "CPython 3.14.0"}, "ROMEO:"),
+    ],
 )
 def test_a_sample_of_python_s_library_begins_with_code(tmp_path, monkeypatch, asked, data, prompt):
     """Files of it begin with comments, as a sample without a prompt would."""

@@ -14,7 +14,7 @@ from jspeed.files import write_whole
 from jspeed.run.options import BEST_ON_FINEWEB, Options
 from jspeed.standard_streams import escaped, importing
 
-STDLIB_PROMPT = "class "  # the sources of a library begin with comments, and so would a sample
+STDLIB_PROMPT = "    def __init__(self, "  # the library's files begin with comments, and so would a sample
 
 
 def write_samples(run_dir: Path) -> None:
