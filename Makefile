@@ -102,15 +102,24 @@ clean:
 	  { echo "error: jspeed needs a Rust toolchain (cargo 1.85 or newer), found none; install one with rustup"; exit 2; }
 	$(PYTHON) -m venv .venv
 
-.venv/built: .venv/bin/python pyproject.toml $(RUST)
-	@echo 'installing packages and building the Rust extension: a few minutes, once'
-	$(BIN)/python -m pip install 'maturin>=1.9.4,<2'
-	$(BIN)/maturin develop --release --quiet $(EXTRAS)
-	@echo '$(EXTRAS)' > $@
+# What pyproject.toml calls extras: EXTRAS=cuda12,log, or EXTRAS= for JAX on the CPU, or else what this machine's GPUs or
+# TPUs need. The file changes when that does, as when a GPU comes later, and is followed by a new build.
+.venv/extras: .venv/bin/python FORCE
+	@found=$(if $(filter undefined,$(origin EXTRAS)),"$$(PYTHONPATH=python $(BIN)/python -m jspeed.accelerators)" || exit; \
+	  ,'$(or $(EXTRAS),cpu) EXTRAS=$(EXTRAS)';) test "$$found" = "$$(cat $@ 2>/dev/null)" || echo "$$found" > $@
+FORCE:
 
-.venv/dev: EXTRAS := --extras dev
+.venv/built: .venv/bin/python .venv/extras pyproject.toml $(RUST)
+	@echo 'installing packages and building the Rust extension: a few minutes, once'
+	@read extras why < .venv/extras; echo "JAX and extras: $$extras ($$why); EXTRAS=NAME,NAME or EXTRAS= override"
+	$(BIN)/python -m pip install 'maturin>=1.9.4,<2'
+	@extras=$$(sed 's/ .*//; s/^cpu$$//' .venv/extras)$(DEV); extras=$${extras#,}; \
+	  $(BIN)/maturin develop --release --quiet $${extras:+--extras "$$extras"}
+	@echo '$(DEV)' > $@
+
+.venv/dev: DEV := ,dev
 .venv/dev: .venv/built
-	grep -q dev .venv/built || $(BIN)/maturin develop --release --quiet $(EXTRAS)
+	grep -q dev .venv/built || $(BIN)/maturin develop --release --quiet --extras dev
 	@touch $@
 
 # JAX's CUDA compiler, ptxas and libdevice: all it takes to compile for an absent GPU. CUDA's libraries are

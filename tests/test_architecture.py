@@ -13,6 +13,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         name: set()
         for name in (
             "_dataloader",
+            "accelerators",
             "errors",
             "fields",
             "files",
@@ -45,6 +46,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     {"__main__": {"commands"}},
 ]
 UNDER_ALL = {
+    "accelerators",
     "errors",
     "fields",
     "files",

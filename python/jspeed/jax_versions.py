@@ -39,14 +39,15 @@ def cudnn_attention() -> Any:
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
 
 
-def loaded_cudnn() -> str:
-    """Version of the cuDNN that JAX has loaded, as 91002, which need not be the installed one; empty without one."""
+def loaded_cudnn() -> tuple[int, int, int] | None:
+    """The version of the cuDNN that JAX has loaded, which need not be the installed package's; None without one."""
     try:
         from jax._src.lib import cuda_versions
 
-        return str(cuda_versions.cudnn_get_version()) if cuda_versions else ""
+        number = cuda_versions.cudnn_get_version() if cuda_versions else None
     except (ImportError, AttributeError, RuntimeError):
-        return ""
+        return None
+    return number and (number // 10_000, number // 100 % 100, number % 100)
 
 
 def launcher_address(count: int, index: int) -> str | None:

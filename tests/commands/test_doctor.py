@@ -1,16 +1,24 @@
 """``jspeed doctor`` reports measured facts and never fails on a finding."""
 
+import dataclasses
 import json
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
+from jspeed.accelerators import Accelerators
 from jspeed.commands import doctor
 from jspeed.corpus import tokenise
 from jspeed.run.compute.device import Device
+from jspeed.run.options import Options
+from jspeed.run.train import train
+
+from ..multi_process import TOY, shards
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,3 +128,33 @@ def test_a_file_that_vanishes_meanwhile_counts_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "stat", vanishes)
     assert doctor.folder_size(tmp_path) == 4
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch):
+    """Eight GPUs beside a JAX for the CPU that was not told to use it."""
+    monkeypatch.setattr("jspeed.accelerators.find", lambda: Accelerators(8, "580.95.05"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", "cpu")
+
+
+def test_gpus_that_jax_does_not_use_are_said_with_the_remedy(cache, eight_gpus, capsys):
+    doctor.doctor()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "8 NVIDIA GPUs, driver 580.95.05, and JAX uses the CPU" in shown
+    assert f"pip install 'jax[cuda1{3 if sys.version_info >= (3, 12) else 2}]=={jax.__version__}'" in shown
+
+
+def test_a_run_that_leaves_gpus_idle_says_so(eight_gpus, tmp_path, capsys):
+    options = Options("stdlib", data=shards(tmp_path / "shards"), run_dir=tmp_path / "run", set_=(*TOY, "STEPS=2"))
+    train(dataclasses.replace(options, steps=1, progress=False))
+    assert "note: 8 NVIDIA GPUs, driver 580.95.05, and JAX uses the CPU" in capsys.readouterr().out
+
+
+def test_a_cpu_that_was_asked_for_is_no_problem(cache, eight_gpus, capsys):
+    jax.config.update("jax_platforms", "cpu")
+    doctor.doctor()
+    shown = capsys.readouterr().out
+    assert "JAX uses the CPU" not in shown and "(JAX_PLATFORMS=cpu)" in shown

@@ -180,6 +180,10 @@ def test_scalar_scatters_are_loops_of_compare_and_swap():
     [found] = findings.slow_scatters(SCATTER.replace("WIDTH", "1"))
     assert (found.name, found.value) == ("cas-scatter", 65536)
     assert not findings.slow_scatters(SCATTER.replace("WIDTH", "4"))  # one vector instruction
+    named = SCATTER.replace("WIDTH", "1").replace(
+        "(%into, %at, %what)", "(f32[272]{0} %into, s32[9,1] %at, f32[9,1] %what)"
+    )
+    assert findings.slow_scatters(named) == [found], "operands as older and newer versions write them"
 
 
 def test_exposed_communication():

@@ -53,6 +53,20 @@ def test_a_run_on_other_data_says_so(records: Path, changes: dict[str, Any], say
     assert remark.startswith(says) and "the run does not count on track stdlib/cpu" in remark
 
 
+@pytest.mark.parametrize(("reached", "begins"), [(True, "reached 1.4 on your "), (False, "a run on your ")])
+def test_the_library_of_another_python_is_no_failure(records: Path, reached: bool, begins: str) -> None:
+    path = records / "stdlib" / "cpu" / "track.toml"
+    other = on(val_sha256="ab" * 32, python="CPython 3.13.5") | {"reached": reached}
+    (remark,) = remarks.remarks(other, records)
+    assert "not comparable" in remark, "a track that ranks no Python's library"
+    path.write_text(PINS.replace('name = "stdlib"', 'name = "stdlib", python = "CPython 3.11.7"'))
+    (remark,) = remarks.remarks(other, records)
+    assert remark == f"{begins}CPython 3.13.5's library; times are ranked on that of CPython 3.11.7, whose text differs"
+    assert remarks.remarks(on(python="CPython 3.11.7"), records) == []
+    (remark,) = remarks.remarks(on(val_sha256="ab" * 32), records)
+    assert "not comparable" in remark, "text of another kind"
+
+
 def test_the_track_that_the_run_enters_is_named(records: Path) -> None:
     (records / "stdlib" / "gpu").mkdir()
     (records / "stdlib" / "gpu" / "track.toml").write_text(PINS + 'hardware = {platform = "gpu"}\n')

@@ -5,8 +5,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 
+from jspeed import accelerators
 from jspeed.errors import BadInput
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -146,7 +146,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     if visible is not None:
         names = map(str.strip, visible.split(","))
         return sum(1 for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names))
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+    return accelerators.find().gpus
 
 
 def local_devices(rank: Rank, environment: Mapping[str, str]) -> list[int] | None:

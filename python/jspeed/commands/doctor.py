@@ -78,12 +78,12 @@ def collect() -> dict[str, Any]:
 
 
 def accelerators() -> dict[str, Any]:
-    """Return the devices, and which kernels recipes get on them and why; or why JAX has none."""
+    """Return the devices, and which kernels recipes get on them and why; or why JAX has none, or not the best."""
     with importing():
         import jax
 
         from jspeed.parallel.mesh import make_mesh
-        from jspeed.run.compute.device import device_of
+        from jspeed.run.compute.device import device_of, platform_problem
         from jspeed.run.evidence import provenance
     try:
         kind = provenance.devices()["kind"]
@@ -101,8 +101,9 @@ def accelerators() -> dict[str, Any]:
             "count": len(jax.devices()),
             "memory": device.memory,
             "compute_capability": capability and str(capability),
+            "chosen_by": f"JAX_PLATFORMS={asked}" if (asked := jax.config.values["jax_platforms"]) else None,
         },
-        "problem": None,
+        "problem": platform_problem(device.platform),
         "attention": {"backend": device.attention, "why": attention},
         "fp8": {"matmuls": device.fp8, "why": fp8},
     }
@@ -172,15 +173,18 @@ def as_text(found: Mapping[str, Any]) -> str:
     devices, sizes, machine = found["devices"], found["cache"], found["machine"]
     packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
     memory_of_one = f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
+    chosen = f" ({devices['chosen_by']})" if devices and devices["chosen_by"] else ""
     rows = [
         ("jspeed", f"{found['jspeed']} in {found['package']}"),
         ("repository", found["repository"] or "none (benches, records and tests need a checkout)"),
         ("Python", f"{found['python']} ({found['executable']})"),
         ("packages", packages),
         ("machine", f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"),
-        ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}" if devices else found["problem"]),
+        ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}" if devices else found["problem"]),
     ]
     if devices:
+        if found["problem"]:
+            rows.append(("", found["problem"]))
         rows.append(("attention", f"{found['attention']['backend']}: {found['attention']['why']}"))
         rows.append(("FP8", f"{found['fp8']['matmuls']}: {found['fp8']['why']}"))
     rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))

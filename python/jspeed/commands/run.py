@@ -1,5 +1,9 @@
 """``jspeed run``: train a recipe to its target loss under the clock; the run directory holds the record."""
 
+import os
+import shutil
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,14 +11,17 @@ from jspeed.commands.flags import Command
 from jspeed.errors import first_line
 from jspeed.fields import Wants
 from jspeed.files import write_whole
-from jspeed.run.options import Options
+from jspeed.run.options import BEST_ON_FINEWEB, Options
 from jspeed.standard_streams import escaped, importing
+
+STDLIB_PROMPT = "    def __init__(self, "  # the library's files begin with comments, and so would a sample
 
 
 def write_samples(run_dir: Path) -> None:
     """Generate the recipe's samples with the trained model; print and save them."""
     from jspeed.inference.generate import Sampling, joined, sample
     from jspeed.inference.trained import load_model
+    from jspeed.record.run_json import read_run
 
     try:
         model = load_model(run_dir)
@@ -22,11 +29,27 @@ def write_samples(run_dir: Path) -> None:
         if not asked.number:
             return
         sampling = Sampling(asked.temperature, asked.top_k)
-        texts = sample(model, [asked.prompt] * asked.number, asked.tokens, sampling)
+        prompt = asked.prompt or (STDLIB_PROMPT if "python" in read_run(run_dir)["data"] else "")
+        texts = sample(model, [prompt] * asked.number, asked.tokens, sampling)
         print(f"{run_dir}/samples.txt:\n{escaped(joined(texts))}")
         write_whole(run_dir / "samples.txt", joined(texts) + "\n")
     except Exception as error:  # no vocabulary, a recipe of its own kind, no memory, no room: the run ended well
         print(f"no sample: {first_line(error)}")
+
+
+def after_run(options: Options, run_dir: Path) -> None:
+    """Write the samples that are asked for; after a first run on GPUs print how to train the record's recipe."""
+    import jax
+
+    if options.sample:
+        write_samples(run_dir)
+    if jax.default_backend() == "gpu" and options.recipe is options.data is None:
+        if options.recipe_or_default != BEST_ON_FINEWEB:
+            command = "jspeed" if shutil.which("jspeed") else os.path.relpath(Path(sys.executable).with_name("jspeed"))
+            print(
+                "These GPUs can train the record's recipe too, on FineWeb, 2 GB to download:\n"
+                f"  {command} prepare fineweb --shards 9\n  {command} run {BEST_ON_FINEWEB}"
+            )
 
 
 def run(
@@ -68,7 +91,7 @@ def run(
         return 0
     if plan is not None:
         return run_series(options, plan)
-    return train(options, afterwards=write_samples if options.sample else None)
+    return train(options, afterwards=partial(after_run, options))
 
 
 COMMAND = Command(

@@ -5,7 +5,6 @@ traced for one device, before anything is sharded. Matmuls are matched by source
 """
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +17,12 @@ from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
 from jspeed.plan.schema import CollectiveRow, Level, MatmulRow
 from jspeed.recipe import Recipe, leaves
+from jspeed.run.compute.known_faults import MIN_SCATTER_UPDATES, scalar_scatters
 
 # Thresholds are choices, not measurements.
 MAX_REDUNDANCY = 1.5  # times the FLOPs that a matmul needs
 MIN_SHARE = 0.002  # of the step's FLOPs; smaller matmuls are not reported: their redundancy is mostly padding
 MAX_EXPOSED = 0.05  # of the step's time: exposed communication
-MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
 MIN_REPLICATED_BYTES = 2**23  # of a replicated fp32 array; smaller ones are not reported
 
 
@@ -173,22 +172,13 @@ def exposed(collectives: Sequence[CollectiveRow], step_ms: float, stage: str) ->
 
 
 def slow_scatters(text: str) -> list[Finding]:
-    """Scatters of single fp32 numbers, which jaxlib 0.10.2 to 0.11.0 compiles to compare-and-swap loops (jax 38806)."""
+    """Scatters of single fp32 numbers, for a jaxlib that compiles them to compare-and-swap (has_cas_scatter)."""
+    sources = {step.name: step.source for step in hlo.instructions(text)}
     found = []
-    steps = {step.name: step for step in hlo.instructions(text)}
-    for step in steps.values():
-        if step.opcode != "scatter" or not step.arrays or step.arrays[0].dtype != "f32":
-            continue
-        update = steps[step.operands[2]].arrays[0].dims if step.operands[2] in steps else ()
-        window = re.search(r"update_window_dims=\{([\d,]*)\}", step.attributes)
-        dims = [int(dim) for dim in window[1].split(",") if dim] if window else []
-        updates = math.prod(update)
-        if math.prod(update[dim] for dim in dims) == 1 and updates >= MIN_SCATTER_UPDATES:
-            text = (
-                f"{hlo.short(step.source)}: {updates} scalar fp32 additions by compare-and-swap; add in rows of 4 or "
-            )
-            text += "more, or sort"
-            found.append(Finding("cas-scatter", "error", text, float(updates), float(MIN_SCATTER_UPDATES)))
+    for name, updates in scalar_scatters(text):
+        said = f"{updates} scalar fp32 additions by compare-and-swap; add in rows of 4 or more, or sort"
+        said = f"{hlo.short(sources[name])}: {said}"
+        found.append(Finding("cas-scatter", "error", said, float(updates), float(MIN_SCATTER_UPDATES)))
     return found
 
 

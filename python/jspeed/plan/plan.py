@@ -27,6 +27,7 @@ from jspeed.plan.target import Cluster, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import divisions, micro_batches
+from jspeed.run.compute.known_faults import has_cas_scatter
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.sizes import parameter_count, scored_shape
 from jspeed.stage import Stage
@@ -127,7 +128,7 @@ def find_problems(
         *findings.replicated_parameters(recipe, specs, hardware.mesh),
         *findings.wide_logits(step.text, micro, narrow_vocabulary(recipe, step.stage)),
         *findings.exposed(worst["collectives"], worst["roofline_ms"], worst["name"]),
-        *findings.slow_scatters(step.text),
+        *(findings.slow_scatters(step.text) if has_cas_scatter() else ()),
     ]
     for row in matmuls:
         row["source"] = hlo.short(row["source"])

@@ -37,12 +37,19 @@ def family(track: str, records: Path) -> dict[str, Track]:
 
 
 def other_data(run: Unsealed, track: Track) -> str | None:
-    """Return how the data of ``run`` differ from those that ``track`` pins; None where they do not, or none are."""
+    """Return how the data of ``run`` differ from those that ``track`` pins; None where they do not, or none are.
+
+    Another Python's standard library is as good to train on, and cannot be ranked with the track's.
+    """
     if (shards := shards_of(run)) is None:
         return None
     train = track.rules.get("data.train_sha256")
     pinned = DataSet(track.rules.get("data.val_sha256") or run["data"]["val_sha256"], (train,) if train else ())
     difference = pinned.difference(DataSet(run["data"]["val_sha256"], shards))
+    python, ranked = run["data"].get("python"), track.rules.get("data.python")
+    if difference and python and ranked:
+        begins = f"reached {run['target_loss']:g}" if run["reached"] else "a run"
+        return f"{begins} on your {python}'s library; times are ranked on that of {ranked}, whose text differs"
     return difference and (
         f"{difference} ({track.rules['data.name']}): its loss is not comparable with the target, and the "
         f"run does not count on track {track.name}"

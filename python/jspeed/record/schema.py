@@ -121,6 +121,8 @@ class Evidence(TypedDict):
 class Data(OldData, Evidence):
     """What a run trained and validated on."""
 
+    python: NotRequired[str]  # whose standard library the text is, with its version; absent for other text
+
 
 class Kernels(TypedDict):
     """What attention and FP8 matmuls ran on."""

@@ -26,6 +26,7 @@ Rules = TypedDict(
         "history": NotRequired[str],
         "data.name": str,
         "data.val_tokens": NotRequired[AtLeastOne],
+        "data.python": NotRequired[str],
         "data.val_sha256": NotRequired[str],
         "data.train_sha256": NotRequired[str],
         "hardware.platform": NotRequired[str],

@@ -138,6 +138,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "container": provenance.container(),
         "environment": environment,
     }
+    source = setup.manifest.get("source") or {}
+    if source.get("kind") == "stdlib":
+        run["data"]["python"] = source["python"]
     parts: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # most important first
     if tensors:
         about = export.own_metadata(setup.found)

@@ -33,7 +33,8 @@ from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
-from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
+from jspeed.run.compute.device import Device, device_of, has_document_masks, kernels_of, micro_batches, platform_problem
+from jspeed.run.compute.known_faults import known_faults
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
@@ -130,7 +131,8 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
         output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
-        for note in (device.note, taken_name(recipe.name, recipe.track, found.source_sha256)):
+        taken = taken_name(recipe.name, recipe.track, found.source_sha256)
+        for note in (device.note, platform_problem(device.platform), taken):
             if note:
                 console.print(f"note: {note}", markup=False, soft_wrap=True)
         with clock.section("compile"):
@@ -142,6 +144,8 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
         for note in memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
+        for note in known_faults(device, has_document_masks(recipe), program.texts):
+            console.print(f"note: {note}", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
         with clock.section("warm-up"), output.waiting(console, "warming up"):
             fresh = checksum(program.init(seed))

@@ -36,8 +36,7 @@ def cudnn(
     This is the layer under ``jax.nn.dot_product_attention``, which has no offsets yet
     (https://github.com/jax-ml/jax/pull/29731). The softmax statistic kept for the backward pass is fp32
     ``[B * max_docs, H, T]``, so ``max_docs`` costs memory: 100 MB a layer for 8 lanes of 8,192 tokens, 64
-    documents, 6 heads. Known to be wrong: cuDNN 9.10.0 and 9.10.1 (16-bit attention) and 9.14.0 (packed with a
-    window, more than 1,024 keys), after TransformerEngine's list in transformer_engine/common/fused_attn.
+    documents, 6 heads. Versions of cuDNN that are known to be wrong are in :mod:`jspeed.run.compute.known_faults`.
 
     Raises BadInput for other types, a head width that is no multiple of 8 or above 128 (Hopper and newer: 256),
     arrays of 2**31 elements, no CUDA plugin, and packed lanes on GPUs before Hopper.

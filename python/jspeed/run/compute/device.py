@@ -1,5 +1,6 @@
 """Settings that depend on the devices: attention backend, FP8, micro-batch. Recipes never ask for hardware."""
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -7,12 +8,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspeed import accelerators
+from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, nearest
 from jspeed.model.attention import BACKENDS
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute.split_lanes import numbers_of_pieces
+from jspeed.run.evidence.provenance import installed_version
 
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
@@ -126,6 +130,13 @@ def device_note(device: Any) -> str:
     if device.platform == "tpu":
         return f"{kind}: splash attention, no FP8; jspeed compiles for TPUs but has not been run on one"
     return f"{kind} ({device.platform}) is an unknown device kind: XLA attention, no FP8, never tested"
+
+
+def platform_problem(used: str) -> str | None:
+    """Why JAX uses no better platform than ``used``, or that slowly, with the remedy; None where it was told to."""
+    if used == "cpu" and jax.config.values["jax_platforms"]:
+        return None
+    return accelerators.problem(accelerators.find(), used, visible_gpus(os.environ), installed_version)
 
 
 def micro_batch_of(memory: int | None) -> int:

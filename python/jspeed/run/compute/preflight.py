@@ -183,7 +183,7 @@ def versions(mesh: Mesh) -> list[str]:
     driver = Path("/proc/driver/nvidia/version")
     found = [first.device_kind, str(getattr(first.client, "platform_version", ""))]
     found.append(driver.read_text().splitlines()[0] if driver.is_file() else "")
-    found.append(loaded_cudnn())
+    found.append(str(loaded_cudnn()))
     packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
     # Not imported: a JAX may lack what they import, and few runs want all.
     kernels = Path(attention_backends.__file__).parent

@@ -2,10 +2,11 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -48,6 +49,12 @@ class Program:
     head_chunk: int | None = None
     remat: bool = False
     parts: tuple[int, ...] = ()
+
+    def texts(self) -> Iterator[str]:
+        """Yield the optimised HLO of each step that was compiled."""
+        for step in chain.from_iterable(self.steps):
+            if isinstance(step, jax.stages.Compiled) and (text := step.as_text()):
+                yield text
 
 
 def compile_program(

@@ -199,7 +199,7 @@ def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:
     written = [name for name in FILES if (run_dir / name).exists()]
     lines.append(f"[dim]{escape(str(run_dir))}: {', '.join(written)}[/]")
     ended = f"{run['status']} after {run['steps']} of {run['planned_steps']} steps"
-    lines += [f"[bold yellow]note: {escape(remark)}[/]" for remark in remarks(run)]
+    lines += [f"note: {escape(remark)}" for remark in remarks(run)]
     loss, target = run["val_loss"], run["target_loss"]
     if loss is None:
         return [*lines, f"[bold]no final validation loss: {ended}, {run['timed_seconds']:.1f} s timed[/]"]

@@ -1,0 +1,127 @@
+"""The accelerators of this machine by its files, before any package is there: the extra that fits, why JAX uses none.
+
+``python -m jspeed.accelerators`` prints the extra, or cpu, and the reason, for the Makefile.
+"""
+
+import platform
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# Of JAX's CUDA wheels, the better first: the least driver, by JAX's installation guide.
+LEAST_DRIVER = {"cuda13": 580, "cuda12": 525}
+CUDA13_PYTHON = (3, 12)  # the least that JAX's newest releases take
+FAST_DRIVER = 580  # PyTorch's record runs 35 % slower below it (modded-nanogpt issue 92)
+PYTHON = sys.version_info[:2]
+NVIDIA, GOOGLE = "0x10de", "0x1ae0"  # PCI vendors
+TURING = 0x1E00  # the first PCI device of compute capability 7.5, the least of CUDA 13; Volta's are below it
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """What a machine has. ``driver`` is NVIDIA's version, None where no driver is loaded; ``before_turing``: one of the
+    GPUs is older than CUDA 13 supports."""
+
+    gpus: int = 0
+    driver: str | None = None
+    before_turing: bool = False
+    tpus: int = 0
+
+    @property
+    def driver_major(self) -> int:
+        """The driver's major version, 0 where it is not known."""
+        return int((self.driver or "0").partition(".")[0])
+
+    @property
+    def name(self) -> str:
+        """The GPUs in words, with their driver."""
+        driver = f"driver {self.driver}" if self.driver else "no driver loaded"
+        return f"{self.gpus} NVIDIA GPU{'s' if self.gpus > 1 else ''}, {driver}"
+
+
+def find(root: Path = Path("/")) -> Accelerators:
+    """Return the accelerators of the machine whose files are under ``root``."""
+    devices = {name.name: name for name in (root / "dev").glob("*")}
+    gpus = sum(re.fullmatch("nvidia[0-9]+", name) is not None for name in devices)
+    accel = sum(re.fullmatch("accel[0-9]+", name) is not None for name in devices)
+    version = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    found = {(text_of(folder / "vendor"), text_of(folder / "class")[:4], text_of(folder / "device"))
+             for folder in (root / "sys/bus/pci/devices").glob("*")}  # fmt: skip
+    display = [int(device, 16) for vendor, kind, device in found if (vendor, kind) == (NVIDIA, "0x03")]
+    # Other devices are passed on by vfio too.
+    passed_on = list((root / "dev/vfio").glob("[0-9]*")) if any(vendor == GOOGLE for vendor, *_ in found) else []
+    return Accelerators(gpus, version and version[1], any(at < TURING for at in display), accel or len(passed_on))
+
+
+def text_of(path: Path) -> str:
+    """The text of a file, empty where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def extra_for(found: Accelerators, python: tuple[int, ...] = PYTHON) -> tuple[str, str]:
+    """Return the extra that ``found`` needs, or cpu, and why."""
+    has = f"{found.name}, Python {python[0]}.{python[1]}"
+    if found.gpus and 0 < found.driver_major < LEAST_DRIVER["cuda12"]:
+        return "cpu", f"{has}; JAX's CUDA wheels need driver {LEAST_DRIVER['cuda12']} or newer: update it"
+    if found.gpus and found.driver_major >= LEAST_DRIVER["cuda13"] and python >= CUDA13_PYTHON:
+        older = found.before_turing
+        return ("cuda12", f"{has}; CUDA 13 has no support for GPUs before Turing") if older else ("cuda13", has)
+    if found.gpus:
+        return "cuda12", f"{has}; cuda13 needs driver {LEAST_DRIVER['cuda13']} and Python 3.12, or newer ones"
+    return ("tpu", f"{found.tpus} TPU chips") if found.tpus else ("cpu", "no NVIDIA GPU and no TPU in /dev")
+
+
+def problem(
+    found: Accelerators,
+    used: str,
+    visible: int,
+    version: Callable[[str], str | None],
+    python: tuple[int, ...] = PYTHON,
+) -> str | None:
+    """Say why JAX runs on the platform ``used`` (cpu, gpu, tpu) beside better devices, or slowly, with the remedy.
+
+    ``visible`` GPUs are not hidden by CUDA_VISIBLE_DEVICES; ``version`` is that of a package. None: nothing is wrong.
+    """
+    if used == "gpu" and 0 < found.driver_major < FAST_DRIVER:
+        return (
+            f"driver {found.driver} is older than {FAST_DRIVER}, below which the same program in PyTorch took 35 % "
+            "longer (modded-nanogpt issue 92): update it"
+        )
+    if used != "cpu" or not (found.gpus and visible or found.tpus):
+        return None
+    extra, why = extra_for(found, python)
+    install = f"pip install 'jax[{extra}]=={version('jax')}'"
+    if extra == "tpu":
+        return f"{why} are here and JAX uses the CPU: {install}"
+    if extra == "cpu":
+        return why
+    unused = f"{found.name}, and JAX uses the CPU"
+    if found.driver is None:
+        return f"{unused}: load NVIDIA's driver (nvidia-smi)"
+    wheels = [name for name in LEAST_DRIVER if version(f"jax-{name}-plugin")]
+    if not wheels:
+        return f"{unused}, because that is all this JAX is for: {install}"
+    wheel = next((name for name in wheels if found.driver_major >= LEAST_DRIVER[name]), None)
+    if wheel is None:
+        remove = f"pip uninstall -y jax-{wheels[0]}-plugin jax-{wheels[0]}-pjrt"
+        return (
+            f"{unused}: {wheels[0]} needs driver {LEAST_DRIVER[wheels[0]]} or newer; update it, or {remove}; {install}"
+        )
+    plugin, jaxlib = version(f"jax-{wheel}-plugin"), version("jaxlib")
+    if plugin != jaxlib:
+        return f"{unused}: jax-{wheel}-plugin {plugin} does not fit jaxlib {jaxlib}; {install}"
+    if version(f"nvidia-cudnn-cu{wheel[-2:]}") is None:
+        return f"{unused}: its plugin {wheel} is here without CUDA's libraries; {install}"
+    return f"{unused}: CUDA did not start; JSPEED_DEBUG=1 shows JAX's own message, nvidia-smi the GPUs"
+
+
+if __name__ == "__main__":
+    if platform.system() == "Linux":
+        print(*extra_for(find()))
+    else:
+        print("cpu JAX has GPU and TPU wheels for Linux only")
