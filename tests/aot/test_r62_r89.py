@@ -10,12 +10,11 @@ from jspeed.errors import BadInput
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import cost, hlo
-from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find_recipe import find
 
 from .custom_calls import custom_calls
+from .runs import device_for, step_of_a_run
 
 pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m slow'
 
@@ -39,15 +38,13 @@ def compiled(mesh, name, number, phase):
         gpt2_prefixes(50_256, 50_304)
     except BadInput as reason:
         pytest.skip(str(reason))
-    recipe, device = find(name).recipe, device_of(mesh)
-    stage = recipe.stages[number]
-    if phase is None:
-        _, lowered = program.lower_evaluation(recipe, mesh, "zero1", device, stage.lane_len, 40)
-    else:
-        parts = micro_batches(recipe, stage, mesh, device, None)
-        lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts, phase)
-    built = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
-    return recipe, built.as_text(), compiler.memory_needed(built)
+    found = find(name)
+    if phase is not None:
+        step = step_of_a_run(mesh, name, number, phase)
+        return found.recipe, step.program.as_text(), step.need
+    tokens = found.recipe.stages[number].lane_len
+    _, built = program.compile_evaluation(found.recipe, mesh, "zero1", device_for(found, mesh), tokens, 40)
+    return found.recipe, built.as_text(), compiler.memory_needed(built)
 
 
 @pytest.fixture(params=FACTS)

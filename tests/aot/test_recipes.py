@@ -7,12 +7,12 @@ import pytest
 
 from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
-from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import device_of, micro_batches
+from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 
 from .custom_calls import custom_calls
+from .runs import step_of_a_run
 
 GIGABYTE = 1e9
 ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
@@ -20,13 +20,9 @@ ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
 
 @functools.cache
 def compiled(mesh, name):
-    """Compile the last stage's step: (recipe, optimised HLO, bytes a device needs)."""
-    recipe, device = find(name).recipe, device_of(mesh)
-    stage = recipe.stages[-1]
-    parts = micro_batches(recipe, stage, mesh, device, None)
-    lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts)
-    step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
-    return recipe, step.as_text(), compiler.memory_needed(step)
+    """Compile the last stage's step as a run does: (recipe, optimised HLO, bytes a device needs)."""
+    step = step_of_a_run(mesh, name)
+    return find(name).recipe, step.program.as_text(), step.need
 
 
 @pytest.fixture(params=["r21", "r29"])
@@ -94,6 +90,6 @@ def test_layers_that_are_recomputed_free_half_of_the_memory(mesh):
     device, needs = device_of(mesh(1)), []
     for layout in ("zero1", "zero1+remat"):
         lowered = program.lower_step(recipe, recipe.stages[-1], mesh(1), layout, device, 1)
-        step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
+        step = lowered.compile(compiler_options=compiler.options_for("cuda"))
         needs.append(step.memory_analysis().temp_size_in_bytes)
     assert needs[1] < 0.6 * needs[0]

@@ -36,7 +36,7 @@ from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.device import Device, device_of, kernels_of, micro_batches
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
-from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
+from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
 from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
@@ -137,6 +137,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             program, checked = compile_or_fall_back(
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
+            checked = count_kernels(program, checked, found.fields.get("FP8"), console)
             device = checked.device
         if program.parts != parts:
             console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)

@@ -16,7 +16,7 @@ from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.kernels import attention_backends, composed_heads
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.compute import compiler, device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
 
 from ...model import dense
@@ -254,6 +254,49 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     asked = dataclasses.replace(start, device=with_cudnn((), asked=True))
     with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
         preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
+
+
+F8 = {compiler.FP8_CALL: 3, "__cublas$lt$matmul": 282}
+NO_F8 = {"__cublas$lt$matmul": 3}
+
+
+@pytest.mark.parametrize("found", [[F8, F8], [F8, NO_F8], [NO_F8, F8]])
+@pytest.mark.parametrize("field", ["auto", "on", "off", None])
+def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, monkeypatch):
+    """Of two programs of a step, one of which may multiply in bf16 what was cast to FP8."""
+    step = jax.jit(jnp.sin).lower(1.0).compile()
+    both, left = types.SimpleNamespace(steps=((step, step),)), list(found)
+    monkeypatch.setattr(preflight, "custom_calls", lambda step: left.pop(0))
+    before = preflight.Preflight(device.Device("gpu", "cudnn", "native", 512), ("FP8 matmuls",))
+    lost = NO_F8 in found and field in ("auto", "on")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
+    if lost and field == "on":
+        with pytest.raises(BadInput, match="FP8 is 'on' but XLA compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8="):
+            preflight.count_kernels(both, before, field, said)
+        return
+    after = preflight.count_kernels(both, before, field, said)
+    assert after.record()["calls"] == found[-1] and "calls" not in before.record()
+    assert after.record()["fp8"] == ("emulated" if lost else "native")
+    line = said.file.getvalue()
+    assert line.startswith("note: XLA compiled 1 of 2 training programs without an FP8 matmul") if lost else not line
+
+
+def test_calls_are_counted_in_the_program_s_own_text():
+    """On a CPU XLA calls a function of its own for the largest entries: here once by itself, and once in a loop."""
+
+    def largest(x):
+        return jax.lax.top_k(x, 2)[0]
+
+    step = jax.jit(lambda x: (largest(x), jax.lax.map(largest, x)))
+    assert compiler.custom_calls(step.lower(jnp.ones((4, 8))).compile()) == {"TopK": 2}
+    assert not compiler.custom_calls(jax.jit(jnp.sin).lower(1.0).compile())
+
+
+def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
+    monkeypatch.setattr(preflight_checks, "options_for", lambda platform: {"xla_no_such_option": platform})
+    for check in (functools.partial(preflight_checks.attention_error, "xla", 32, True), preflight_checks.fp8_error):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            check()
 
 
 def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():

@@ -17,6 +17,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import composed
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.parallel.mesh import put
+from jspeed.run.compute.compiler import options_for
 
 Run: TypeAlias = Callable[..., Any]
 
@@ -31,6 +32,12 @@ on a CPU) and a result that is 1 % off at least 0.01."""
 FP8_LIMIT = 0.02
 """Of a kernel that rounds to FP8, where a sum in another order may fall to the next number; 1 % off makes 0.03."""
 KERNEL_SIZES = 1024, 256, 512, 2  # tokens, channels of a model and of its MLP, heads
+
+
+def on_first_device(run: Run, arrays: Any) -> Any:
+    """Return what ``run`` computes of ``arrays`` on a device of this process, compiled as steps are; on the host."""
+    device = jax.local_devices()[0]
+    return jax.device_get(jax.jit(run, compiler_options=options_for(device.platform))(*jax.device_put(arrays, device)))
 
 
 def relative_rms_error(found: Any, expected: np.ndarray) -> float:
@@ -69,8 +76,7 @@ def attention_error(backend: str, width: int, packed: bool) -> str | None:
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
 
-    placed = jax.device_put([tokens, q, k, v, g], jax.local_devices()[0])
-    found = jax.device_get(jax.jit(call)(*placed))
+    found = on_first_device(call, [tokens, q, k, v, g])
     ids = np.cumsum(tokens, axis=1) if packed else np.zeros_like(tokens)
     return first_mismatch(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
 
@@ -102,7 +108,7 @@ def fp8_error() -> str | None:
         y, back = jax.vjp(lambda x, w: fp8.matmul(x, w, scales), x, w)
         return y, *back(g)
 
-    found = jax.device_get(jax.jit(call)(*jax.device_put([x, w, g], jax.local_devices()[0])))
+    found = on_first_device(call, [x, w, g])
     rounded = zip((x, w, g), scales, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)
     qx, qw, qg = (scale * _quantised(a, scale, dtype) for a, scale, dtype in rounded)
     return first_mismatch(("the output", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
@@ -116,8 +122,7 @@ def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
 def own_kernels_error() -> str | None:
     """Compare the kernels that a recipe's OWN_KERNELS stands for, and their gradients, with the same in plain JAX."""
     for name, (own, plain, arrays) in own_kernels(*KERNEL_SIZES).items():
-        placed = jax.device_put(arrays, jax.local_devices()[0])
-        found, expected = (jax.device_get(jax.tree.leaves(jax.jit(run)(*placed))) for run in (own, plain))
+        found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (own, plain))
         names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
         if wrong := first_mismatch(names, found, [np.asarray(one, np.float64) for one in expected], limit):
