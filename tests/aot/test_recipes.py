@@ -1,6 +1,7 @@
 """The real training step of every FineWeb recipe at full size, as XLA compiles it for eight H100s and for one."""
 
 import functools
+import types
 from collections import Counter
 
 import pytest
@@ -11,7 +12,7 @@ from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 
-from .custom_calls import custom_calls
+from .custom_calls import custom_calls, fmha_workspace
 from .runs import step_of_a_run
 
 GIGABYTE = 1e9
@@ -48,6 +49,20 @@ def test_attention_is_a_fused_kernel_forward_and_backward_in_every_layer(on_eigh
     calls = Counter(call.target for call in custom_calls(text))
     layers = ATTENTION_LAYERS[recipe.name]
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == layers
+
+
+def test_attention_s_workspace_is_that_of_rows_not_of_lanes(mesh):
+    """29.2 GB by lanes."""
+    _, text, _ = compiled(mesh(8), "r29")
+    sizes = {fmha_workspace(call) for call in custom_calls(text, "__cudnn$fmhaSoftmaxBackward")}
+    assert sizes == {4 * 192 * 6 * 2048 * 129}
+
+
+def test_a_run_counts_the_calls_that_are_in_its_text(record):
+    _, text, _ = record
+    counted = compiler.custom_calls(types.SimpleNamespace(as_text=lambda: text))
+    assert counted == Counter(call.target for call in custom_calls(text))
+    assert counted[compiler.FP8_CALL] == 3 and counted["__cudnn$fmhaSoftmax"] == 11
 
 
 def test_parameters_are_gathered_once_and_gradients_scattered_once(on_eight, mesh):

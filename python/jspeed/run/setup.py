@@ -105,6 +105,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         check_fits(folder, manifest, (shards, val_shards), *fits)
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
+        recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
         loader = open_loader(recipe, shards, options.seed)
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}

@@ -260,8 +260,8 @@ def test_memory_decides_the_first_micro_batch():
     [
         ("7.5", "xla", "xla"),
         ("8.6", "cudnn triton xla", "triton xla"),
-        ("9.0", "fa4 cudnn triton xla", "fa4 cudnn triton xla"),
-        ("10.0", "cudnn triton xla", "cudnn triton xla"),
+        ("9.0", "fa4 cudnn triton xla", "fa4 cudnn cudnn_lanes triton xla"),
+        ("10.0", "cudnn triton xla", "cudnn cudnn_lanes triton xla"),
         ("12.0", "cudnn triton xla", "triton xla"),
     ],
 )

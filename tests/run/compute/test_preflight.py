@@ -40,9 +40,8 @@ def with_cudnn(fallbacks=("xla",), **rest):
     return device.Device("gpu", "cudnn", "missing", 512, fallbacks=fallbacks, **rest)
 
 
-def by_xla(q, k, v, *, scale, offsets_BO, window, marked=False):
+def by_xla(q, k, v, *, scale, offsets_BO, window, longest=None):
     """What cuDNN is told, computed by the plain backend."""
-    assert not marked
     starts = jnp.zeros(q.shape[:2], jnp.int32).at[jnp.arange(2)[:, None], offsets_BO].set(1, mode="drop")
     return attention(q, k, v, scale=scale, documents=find_documents(starts, 1), window=window)
 
@@ -102,12 +101,28 @@ def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of this test"])
     for _ in range(2):
         found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
-        assert found.device.attention == "cudnn" and not found.refused and len(calls) == 1
+        assert found.device.attention == "cudnn" and not found.refused and len(calls) == 2
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["another driver"])
     monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
-    for count in (2, 3):
+    for count in (3, 4):
         assert preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said).device.attention == "xla"
         assert len(calls) == count
+
+
+def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
+    """cuDNN is asked for both: as evaluation may have to call it, and as training does, told the longest document."""
+
+    def wrong_rows(*qkv, longest=None, **rest):
+        out = by_xla(*qkv, **rest)
+        return a_percent_off(out) if longest else out
+
+    monkeypatch.setattr(attention_backends, "cudnn", wrong_rows)
+    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    found = preflight.preflight(RECIPE, one_device(), with_cudnn(("cudnn_lanes", "xla")), {}, said)
+    assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
+    assert found.refused[0].startswith("attention cudnn: the output is off by 1.0")
+    found = preflight.preflight(find("r21").recipe, one_device(), with_cudnn(), {}, said)
+    assert found.device.attention == "cudnn" and found.checks == ("attention cudnn, packed, heads of 128",)
 
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):

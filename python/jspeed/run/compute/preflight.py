@@ -28,7 +28,7 @@ from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compiler import FP8_CALL, custom_calls, options_for
-from jspeed.run.compute.device import Device, has_document_masks, head_width
+from jspeed.run.compute.device import Device, has_bounded_documents, has_document_masks, head_width
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
@@ -133,11 +133,17 @@ def working_attention(recipe: Recipe, device: Device, remembered: "PassedChecks"
     backends: Sequence[str] = (device.attention, *device.fallbacks)
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
-        name = f"attention {backend}, {'packed' if packed else 'causal'}, heads of {width}"
-        reason = failure_of(name, partial(preflight_checks.attention_error, backend, width, packed), remembered)
+        # Evaluation's documents may be as long as its rows, so that cuDNN has to do both.
+        kinds = [False, True] if backend == "cudnn" and has_bounded_documents(recipe) else [False]
+        names, reason = [], None
+        for bounded in kinds:
+            kind = "packed, a longest document" if bounded else "packed" if packed else "causal"
+            names.append(f"attention {backend}, {kind}, heads of {width}")
+            check = partial(preflight_checks.attention_error, backend, width, packed, bounded)
+            reason = reason or failure_of(names[-1], check, remembered)
         if reason is None:
             device = replace(device, attention=backend, fallbacks=tuple(backends[used:]))
-            return Preflight(device, (name,), tuple(refused))
+            return Preflight(device, tuple(names), tuple(refused))
         refused.append(f"attention {backend}: {reason}")
     what = "--" if device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
     raise BadInput(

@@ -59,19 +59,22 @@ def first_mismatch(
     return None
 
 
-def attention_error(backend: str, width: int, packed: bool) -> str | None:
+def attention_error(backend: str, width: int, packed: bool, bounded: bool = False) -> str | None:
     """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return what is wrong.
 
-    ``packed`` lanes have documents and a window; else attention is causal. Raises what the backend raises.
+    ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are half as long again, of
+    documents that ``backend`` is told to be at most LENGTH. Raises what the backend raises.
     """
-    tokens = np.zeros((2, LENGTH), np.int32)
-    tokens[0, [at for at in BORDERS if at < LENGTH]] = 1
+    tokens = np.zeros((2, LENGTH * 3 // 2 if bounded else LENGTH), np.int32)
+    tokens[0, [at for at in BORDERS if at < tokens.shape[1]]] = 1
+    if bounded:
+        tokens[1, LENGTH // 2 + 10] = 1
     draw = np.random.default_rng(0)
-    q, k, v, g = (draw.normal(size=(2, LENGTH, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
+    q, k, v, g = (draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
     scale, window = width**-0.5, WINDOW if packed else None
 
     def call(tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        documents = find_documents(tokens, 1, len(BORDERS) + 2) if packed else None
+        documents = find_documents(tokens, 1, len(BORDERS) + 2, LENGTH if bounded else None) if packed else None
         run = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
