@@ -6,6 +6,7 @@ function is called: the rooms that never load it may import this one.
 """
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -34,9 +35,16 @@ def source_line(eqn: Any) -> tuple[str, int] | None:
 def cudnn_attention() -> Any:
     """The module of JAX's calls of cuDNN's attention, whose public face has no offsets of documents (jax 29731).
 
-    ``dot_product_attention`` has the same parameters in 0.10 to 0.12; 0.12 adds ``score_mod`` ones.
+    Its function and its primitives take the same arguments in 0.10 to 0.12 but for those of :func:`no_score_mod`.
     """
     return importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
+
+
+def no_score_mod() -> dict[str, None]:
+    """What the primitives of :func:`cudnn_attention` also take from JAX 0.12 on: no change of the scores."""
+    lowering = cudnn_attention()._dot_product_attention_fwd_cuda_lowering
+    names = inspect.signature(lowering).parameters.keys() & {"score_mod_name", "score_mod_jaxpr"}
+    return dict.fromkeys(names)
 
 
 def loaded_cudnn() -> tuple[int, int, int] | None:

@@ -199,7 +199,8 @@ class Recipe:
     sampled softmax: ``train_loss`` is then an estimate too; ``val_loss`` never is. ``optimizer()`` returns an optax
     transformation over the whole parameter tree. The global batch is ``lanes`` rows of ``stage.lane_len`` tokens on any
     number of devices. Evaluation reads the first ``eval_tokens`` tokens of the validation shards in rows of
-    ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are given.
+    ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are given. A run sets
+    ``eval_max_doc_len``, their longest document in tokens, by its data.
 
     ``alike``: all layers are the same function, applied by ``ctx.blocks``. Only such layers can be gathered one by one,
     or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B, T]``, 0 or
@@ -225,6 +226,7 @@ class Recipe:
     attention_width: Count
     layers: Annotated[int, integer(1, MOST_LAYERS)]
     eval_windows: tuple[Count, ...] = ()
+    eval_max_doc_len: Count | None = None
     alike: bool = False
     heads: Count | None = None
     weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None

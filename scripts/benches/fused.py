@@ -26,6 +26,7 @@ from jspeed.model.kernels.fused_mlp import (
 )
 from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, queries_and_keys
+from jspeed.run.compute.compiler import options_for
 
 WIDTH, MLP_WIDTH, HEADS = 768, 3072, 6  # record 89's
 DOCUMENT = 700  # tokens
@@ -61,7 +62,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX {jax.__version__}; ms, medians"
     )
     for name, (kernel, reference, arrays) in cases.items():
-        calls = [partial(jax.jit(way), *arrays) for way in (kernel, reference)]
+        calls = [partial(jax.jit(way, compiler_options=options_for("gpu")), *arrays) for way in (kernel, reference)]
         spent: list[list[float]] = [[], []]
         for _ in range(rounds):
             for call, times in zip(calls, spent, strict=True):

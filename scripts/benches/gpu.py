@@ -57,7 +57,7 @@ def gpu(
         steps: Steps timed one by one, and again in a row; default 30.
         data: Folder of token shards; default: synthetic tokens that are on the devices already.
         micro_batch: Tokens per device in a micro-batch.
-        attention: Attention backend instead of the one the device gets: xla, triton, cudnn, fa4 or (TPU) splash.
+        attention: Attention backend instead of the device's: xla, triton, cudnn, cudnn_lanes, fa4 or (TPU) splash.
         set: Replace fields of the recipe files.
         json_: Write everything here.
         versus: Shell command that trains on the same tokens (their folder is in JSPEED_DATA and DATA_PATH) and prints

@@ -4,7 +4,6 @@ Nothing runs and cuDNN plans are not built, so what cuDNN refuses only then is n
 """
 
 import importlib.util
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +16,18 @@ from jspeed.plan import cost
 from jspeed.plan.custom_calls.attention import TRITON
 from jspeed.plan.target import Target, load_target, pretend, target_mesh
 
-from .custom_calls import custom_calls
+from .custom_calls import custom_calls, fmha_config
 
 BOS = 50_256
 SHAPE = (4, 2048, 6, 128)
 
 
-def compiled(mesh, backend: str, packed: bool, window: int | None) -> str:
+def compiled(mesh, backend: str, packed: bool, window: int | None, longest: int | None = None) -> str:
     """The optimised program of all three gradients, lanes spread over two devices."""
     two = mesh(2)
 
     def loss(q, k, v, tokens):
-        documents = find_documents(tokens, BOS, 64) if packed else None
+        documents = find_documents(tokens, BOS, 64, longest) if packed else None
         out = attention(q, k, v, scale=0.12, documents=documents, window=window, backend=backend)
         return jnp.sum(out.astype(jnp.float32) ** 2)[None]
 
@@ -45,11 +44,26 @@ def test_cudnn(mesh, packed, window):
     calls = custom_calls(compiled(mesh, "cudnn", packed, window), "__cudnn$fmha")
     assert sorted(call.target for call in calls) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
     for call in calls:
-        config = json.loads(call.attributes.split("backend_config=")[1])["cudnn_fmha_backend_config"]
+        config = fmha_config(call)
         assert config["mask_type"] == ("PADDING_CAUSAL" if packed else "CAUSAL")
         assert config["sliding_window_length"] == (window or 0)
         assert config["max_seg_per_batch"] == (64 if packed else 1)
         assert config["fmha_scale"] == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_cudnn_is_told_the_longest_document(mesh, window):
+    """Two lanes a device are eight rows, of 16 slots each; nothing is made of all slots by a lane."""
+    text = compiled(mesh, "cudnn", True, window, longest=512)
+    calls = custom_calls(text, "__cudnn$fmha")
+    assert sorted(call.target for call in calls) == ["__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"]
+    for call in calls:
+        config = fmha_config(call)
+        assert config["intermediate_tensor_shape"]["dimensions"] == ["8", "6", "512", "512"]
+        assert config["max_seg_per_batch"] == 16 and config["mask_type"] == "PADDING_CAUSAL"
+        assert config["sliding_window_length"] == (window or 0)
+    statistic = "f32[128,6,512]"
+    assert statistic in text and "f32[128,6,2048]" not in text
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fa4-jax's use of cutlass

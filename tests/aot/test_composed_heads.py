@@ -12,7 +12,7 @@ from jspeed.model.attention import find_documents
 from jspeed.model.heads import composed
 from jspeed.plan import cost
 from jspeed.plan.custom_calls.attention import TRITON
-from jspeed.plan.target import COMPILER_OPTIONS
+from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 
@@ -32,7 +32,7 @@ def compiled(mesh, own_kernels):
         return out, back(g)
 
     lowered = jax.jit(gradients).trace(big, big, big, small, small, tokens, big).lower(lowering_platforms=("cuda",))
-    return lowered.compile(COMPILER_OPTIONS | (SPILLS if own_kernels else {}))
+    return lowered.compile(options_for("cuda") | (SPILLS if own_kernels else {}))
 
 
 def test_four_kernels_that_spill_nothing_and_read_every_array_once(mesh):

@@ -13,7 +13,7 @@ from jspeed.model.kernels import fp8_cast
 from jspeed.model.mlp import mlp
 from jspeed.plan import cost, hlo
 from jspeed.plan.custom_calls.attention import TRITON
-from jspeed.plan.target import COMPILER_OPTIONS
+from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 
@@ -33,7 +33,7 @@ def compiled(mesh, function, arguments, **options) -> str:
         jax.jit(function)
         .trace(*arrays)
         .lower(lowering_platforms=("cuda",))
-        .compile(COMPILER_OPTIONS | options)
+        .compile(options_for("cuda") | options)
         .as_text()
     )
 

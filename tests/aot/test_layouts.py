@@ -9,7 +9,6 @@ import pytest
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import hlo
-from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.recipe import leaves
 from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import device_of, micro_batches
@@ -37,7 +36,7 @@ def compile_step(layout, devices):
     mesh = make_mesh(MESHES[layout], list(devices.devices.flat))
     device, [stage] = device_of(mesh), RECIPE.stages
     lowered = program.lower_step(RECIPE, stage, mesh, layout, device, micro_batches(RECIPE, stage, mesh, device, None))
-    step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
+    step = lowered.compile(compiler_options=compiler.options_for("cuda"))
     found = Counter((c.kind, a.dtype, a.dims) for c in hlo.collectives(step.as_text()) for a in c.arrays)
     return layout, mesh, found, step.memory_analysis().argument_size_in_bytes
 

@@ -15,7 +15,7 @@ from jspeed.model import fp8
 from jspeed.model.losses import cross_entropy, root_cap, sigmoid_cap
 from jspeed.model.sampled import columns, draw, sampled_cross_entropy
 from jspeed.plan import hlo
-from jspeed.plan.target import COMPILER_OPTIONS
+from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 
@@ -48,7 +48,7 @@ def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, 
     x = array((rows, tokens // rows, WIDTH), jnp.bfloat16)
     w, targets = array((VOCAB, WIDTH), jnp.float32), array((rows, tokens // rows), jnp.int32)
     function = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True) if gradient else loss
-    return jax.jit(function).lower(x, w, targets).compile(compiler_options=COMPILER_OPTIONS)
+    return jax.jit(function).lower(x, w, targets).compile(compiler_options=options_for("cuda"))
 
 
 def made(program, size):

@@ -10,12 +10,12 @@ from jspeed.errors import BadInput
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.parallel.layout import partitions
 from jspeed.plan import cost, hlo
-from jspeed.plan.target import COMPILER_OPTIONS
+from jspeed.plan.custom_calls.attention import TRITON
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import device_of, micro_batches
 from jspeed.run.find_recipe import find
 
-from .custom_calls import custom_calls
+from .custom_calls import custom_calls, fmha_workspace
+from .runs import device_for, step_of_a_run
 
 pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m slow'
 
@@ -30,6 +30,7 @@ FACTS = {
 # The sampled head has two matmuls for one; four of six of each MLP's (own kernels compute the others) and the
 # projections with their gradients are in FP8 too, of which XLA merges some in the first stage, in bf16.
 FACTS["jspeed2"] = ((104, 6 + 4 * 11 + 3 * 30), *FACTS["r89"][1:])
+OWN_KERNELS = {"jspeed2": {TRITON: 65, "mosaic_gpu_v2": 22}}  # of the last stage
 
 
 @functools.cache
@@ -39,15 +40,13 @@ def compiled(mesh, name, number, phase):
         gpt2_prefixes(50_256, 50_304)
     except BadInput as reason:
         pytest.skip(str(reason))
-    recipe, device = find(name).recipe, device_of(mesh)
-    stage = recipe.stages[number]
-    if phase is None:
-        _, lowered = program.lower_evaluation(recipe, mesh, "zero1", device, stage.lane_len, 40)
-    else:
-        parts = micro_batches(recipe, stage, mesh, device, None)
-        lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts, phase)
-    built = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
-    return recipe, built.as_text(), compiler.memory_needed(built)
+    found = find(name)
+    if phase is not None:
+        step = step_of_a_run(mesh, name, number, phase)
+        return found.recipe, step.program.as_text(), step.need
+    tokens = found.recipe.stages[number].lane_len
+    _, built = program.compile_evaluation(found.recipe, mesh, "zero1", device_for(found, mesh), tokens, 40)
+    return found.recipe, built.as_text(), compiler.memory_needed(built)
 
 
 @pytest.fixture(params=FACTS)
@@ -62,6 +61,10 @@ def test_a_step_needs_less_than_60_gigabytes_and_uses_the_fast_kernels(mesh, nam
     calls = Counter(call.target for call in custom_calls(text))
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == 10
     assert calls["__cublas$lt$matmul$f8"] == FACTS[name][0][number]
+    own = {target: calls[target] for target in (TRITON, "mosaic_gpu_v2") if calls[target]}
+    assert own == OWN_KERNELS.get(name, {}) or (number == 0 and bool(own) == (name in OWN_KERNELS))
+    sizes = {fmha_workspace(call) for call in custom_calls(text, "__cudnn$fmhaSoftmaxBackward")}
+    assert max(sizes) < 1.3 * GIGABYTE
     stage = recipe.stages[number]
     logits = 4 * stage.lane_len * (stage.scored or 50_304)
     assert not [b for b in hlo.buffers(text, logits) if b.array.dtype in ("f32", "f64")]

@@ -1,18 +1,19 @@
 """The real training step of every FineWeb recipe at full size, as XLA compiles it for eight H100s and for one."""
 
 import functools
+import types
 from collections import Counter
 
 import pytest
 
 from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
-from jspeed.plan.target import COMPILER_OPTIONS
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import device_of, micro_batches
+from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 
-from .custom_calls import custom_calls
+from .custom_calls import custom_calls, fmha_workspace
+from .runs import step_of_a_run
 
 GIGABYTE = 1e9
 ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
@@ -20,13 +21,9 @@ ATTENTION_LAYERS = {"llmc": 12, "track3": 12, "r21": 11, "r29": 11}
 
 @functools.cache
 def compiled(mesh, name):
-    """Compile the last stage's step: (recipe, optimised HLO, bytes a device needs)."""
-    recipe, device = find(name).recipe, device_of(mesh)
-    stage = recipe.stages[-1]
-    parts = micro_batches(recipe, stage, mesh, device, None)
-    lowered = program.lower_step(recipe, stage, mesh, "zero1", device, parts)
-    step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
-    return recipe, step.as_text(), compiler.memory_needed(step)
+    """Compile the last stage's step as a run does: (recipe, optimised HLO, bytes a device needs)."""
+    step = step_of_a_run(mesh, name)
+    return find(name).recipe, step.program.as_text(), step.need
 
 
 @pytest.fixture(params=["r21", "r29"])
@@ -52,6 +49,20 @@ def test_attention_is_a_fused_kernel_forward_and_backward_in_every_layer(on_eigh
     calls = Counter(call.target for call in custom_calls(text))
     layers = ATTENTION_LAYERS[recipe.name]
     assert calls["__cudnn$fmhaSoftmax"] == calls["__cudnn$fmhaSoftmaxBackward"] == layers
+
+
+def test_attention_s_workspace_is_that_of_rows_not_of_lanes(mesh):
+    """29.2 GB by lanes."""
+    _, text, _ = compiled(mesh(8), "r29")
+    sizes = {fmha_workspace(call) for call in custom_calls(text, "__cudnn$fmhaSoftmaxBackward")}
+    assert sizes == {4 * 192 * 6 * 2048 * 129}
+
+
+def test_a_run_counts_the_calls_that_are_in_its_text(record):
+    _, text, _ = record
+    counted = compiler.custom_calls(types.SimpleNamespace(as_text=lambda: text))
+    assert counted == Counter(call.target for call in custom_calls(text))
+    assert counted[compiler.FP8_CALL] == 3 and counted["__cudnn$fmhaSoftmax"] == 11
 
 
 def test_parameters_are_gathered_once_and_gradients_scattered_once(on_eight, mesh):
@@ -94,6 +105,6 @@ def test_layers_that_are_recomputed_free_half_of_the_memory(mesh):
     device, needs = device_of(mesh(1)), []
     for layout in ("zero1", "zero1+remat"):
         lowered = program.lower_step(recipe, recipe.stages[-1], mesh(1), layout, device, 1)
-        step = lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
+        step = lowered.compile(compiler_options=compiler.options_for("cuda"))
         needs.append(step.memory_analysis().temp_size_in_bytes)
     assert needs[1] < 0.6 * needs[0]

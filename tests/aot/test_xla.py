@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.plan import hlo
-from jspeed.plan.target import COMPILER_OPTIONS
+from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls
 
@@ -22,7 +22,7 @@ def array(mesh: Mesh, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = 
 
 
 def compiled(function: Callable, *arrays: jax.ShapeDtypeStruct) -> str:
-    return jax.jit(function).lower(*arrays).compile(compiler_options=COMPILER_OPTIONS).as_text()
+    return jax.jit(function).lower(*arrays).compile(compiler_options=options_for("cuda")).as_text()
 
 
 @pytest.mark.parametrize("devices", [1, 8])

@@ -65,6 +65,26 @@ def test_agrees_with_dense_mask(backend, packed, window, length, width):
             assert dense.distance(found, wanted) < 0.01, name
 
 
+@pytest.mark.parametrize("window", [None, 1, 384])
+def test_lanes_as_rows_of_the_longest_document(backend, window):
+    """Documents of at most 700 tokens, across the borders of rows of 768; only cuDNN makes use of it."""
+    tokens = lanes(3072)
+    tokens[:, ::700] = BOS
+    q, k, v, dout = np.random.default_rng(1).normal(size=(4, 4, 3072, 2, 128)).astype(jnp.bfloat16)
+
+    @jax.jit
+    def run(tokens, *arrays):
+        documents = find_documents(tokens, BOS, MAX_DOCS + 5, 700)
+        return all_of(partial(attention, scale=0.12, documents=documents, window=window, backend=backend), *arrays)
+
+    exact = [x.astype(np.float64) for x in (q, k, v, dout)]
+    seen = dense.mask(tokens, BOS, window)
+    expected = dense.forward(*exact[:3], 0.12, seen)[0], *dense.backward(*exact[:3], 0.12, seen, exact[3])
+    for name, found, wanted in zip(("out", "dq", "dk", "dv"), run(tokens, q, k, v, dout), expected, strict=True):
+        if window != 1 or name not in ("dq", "dk"):
+            assert dense.distance(found, wanted) < 0.01, name
+
+
 def test_too_many_documents_are_nan_and_leave_other_lanes_alone(backend):
     if backend == "xla":
         pytest.skip("xla reads the numbers of documents and has no limit")

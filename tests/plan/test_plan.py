@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -21,7 +22,7 @@ from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devi
 from jspeed.plan.schema import Allocation, Kind, Plan, Time
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import compare, terminal
-from jspeed.run.compute import memory_fallbacks
+from jspeed.run.compute import compiler, memory_fallbacks, program
 from jspeed.run.compute.compiler import DoesNotFit
 from jspeed.run.compute.device import Device
 from jspeed.run.find_recipe import find
@@ -150,7 +151,7 @@ def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
 
 def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
     """libtpu refuses what needs too much memory; other compilers leave that to us."""
-    build = jspeed.plan.compile.build
+    build = compiler.compiled
     largest = [True]
 
     def refuses(lowered, device):
@@ -158,7 +159,7 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
             raise DoesNotFit(12 * 10**9)
         return build(lowered, device)
 
-    monkeypatch.setattr(jspeed.plan.compile, "build", refuses)
+    monkeypatch.setattr(compiler, "compiled", refuses)
     monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
     fits, refused = search(FOUND, [taking(hardware_for(), 1024)])
     assert fits == next(row for row in rows if row["fits"])
@@ -217,9 +218,27 @@ def tried(monkeypatch):
         return SimpleNamespace(as_text=lambda: str((tokens, head_chunk)), need=1000 * tokens - 10 * (head_chunk or 0))
 
     monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
-    monkeypatch.setattr(jspeed.plan.compile, "build", lambda lowered, device: lowered)
+    monkeypatch.setattr(compiler, "compiled", lambda lowered, device: lowered)
     monkeypatch.setattr(jspeed.plan.compile.compiler, "memory_needed", lambda step: step.need)
     return found
+
+
+def test_a_plan_compiles_as_a_run_does(monkeypatch):
+    """The same program with the same options of XLA; ``bench.py gpu`` takes :func:`program.fit` too."""
+    given, compile_it = [], jax.stages.Lowered.compile
+
+    def compile_here(lowered, compiler_options=None):
+        given.append((compiler_options, lowered.as_text()))
+        return compile_it(lowered)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_here)
+    recipe, gpu = FOUND.recipe, Device("cuda", "xla", "missing", 512, memory=10**10)
+    hardware = replace(hardware_for(), device=gpu)
+    compile_that_fits(recipe, recipe.stages[0], hardware)
+    program.fit(recipe, recipe.stages[0], hardware.mesh, hardware.layout, gpu, None)
+    program.compile_evaluation(recipe, hardware.mesh, hardware.layout, gpu, 512, 8)
+    (options, planned), (_, run), _ = given
+    assert options and [also for also, _ in given] == [options] * 3 and planned == run
 
 
 def test_a_plan_takes_what_training_would_find(tried, monkeypatch):

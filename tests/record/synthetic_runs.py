@@ -79,6 +79,7 @@ def as_run(
             "attention": "cudnn",
             "fp8": "native",
             "own": True,
+            "calls": {"__cublas$lt$matmul$f8": 3},
             "checked": ["FP8 matmuls"],
             "refused": ["attention fa4: a test"],
         },

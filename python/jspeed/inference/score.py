@@ -72,6 +72,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     device = device_of(model.mesh, recipe=recipe)
     device = preflight(recipe, model.mesh, device, {}, Console(stderr=True, highlight=False)).device
     evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
+    recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
     padded, run = compile_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     loss = evaluate.validation_loss(run, model.params, validation)

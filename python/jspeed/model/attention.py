@@ -4,8 +4,8 @@ A lane is one row of a batch; it holds several documents, one after the other.
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +15,34 @@ from jspeed.errors import BadInput, nearest
 from jspeed.model.kernels import attention_backends
 from jspeed.model.kv_cache import CacheStep, active_cache, write_rows
 
-BACKENDS = ("xla", "triton", "cudnn", "fa4", "splash")
+BACKENDS = ("xla", "triton", "cudnn", "cudnn_lanes", "fa4", "splash")
 QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this run as a loop instead of unrolled."""
 
 
-class Documents(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=("ids", "offsets"), meta_fields=("longest",))
+@dataclass(frozen=True)
+class Documents:
     """Document index of every token. Made once by :func:`find_documents`, read by every layer."""
 
     ids: jax.Array
     """int32 ``[B, T]``: 0 for the first document of the lane, one more at every document start after it."""
     offsets: jax.Array | None = None
     """int32 ``[B, max_docs + 1]``: where each document starts, then T; None without ``max_docs``."""
+    longest: int | None = None
+    """Tokens that no document exceeds, where that is known."""
 
 
-def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = None) -> Documents:
+def find_documents(
+    tokens_BT: jax.Array, bos_id: int, max_docs: int | None = None, max_doc_len: int | None = None
+) -> Documents:
     """Number the documents of each lane, and with ``max_docs`` return where they start, as the loader's own table does.
 
     A document starts at every BOS token ``bos_id``. A lane need not begin with one: its first document starts at 0
-    either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents,
-    its last offset is less than T, by which backends detect the overflow. The loader refuses such lanes in training
-    (DocOverflowError).
+    either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents, or
+    one of more than ``max_doc_len`` tokens, its last offset is less than T, by which backends detect the overflow. The
+    loader gives no such lanes in training (DocOverflowError).
     """
     ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
     if cache := active_cache():
@@ -49,7 +55,12 @@ def find_documents(tokens_BT: jax.Array, bos_id: int, max_docs: int | None = Non
     # A binary search in the sorted ids, because scatters (nonzero, bincount) are a loop of contended atomics on the GPU
     # with jaxlib 0.10.2; unrolled, because a loop of log2(T) tiny steps costs more to launch than to run.
     search = partial(jnp.searchsorted, v=jnp.arange(max_docs + 1, dtype=jnp.int32), method="scan_unrolled")
-    return Documents(ids_BT, jax.vmap(search)(ids_BT).astype(jnp.int32))
+    offsets_BO = jax.vmap(search)(ids_BT).astype(jnp.int32)
+    if max_doc_len is None:
+        return Documents(ids_BT, offsets_BO)
+    fits_B1 = jnp.all(jnp.diff(offsets_BO) <= max_doc_len, axis=1, keepdims=True)
+    last_B1 = jnp.where(fits_B1, offsets_BO[:, -1:], 0)
+    return Documents(ids_BT, jnp.concatenate([offsets_BO[:, :-1], last_B1], axis=1), max_doc_len)
 
 
 def attention(
@@ -72,8 +83,9 @@ def attention(
     ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
     :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
     ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
-    than ``max_docs`` documents gives NaN, never a silently wrong mask. ``marked``: the caller has already made the
-    queries of such lanes NaN (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them.
+    than ``max_docs`` documents, or of one past ``max_doc_len``, gives NaN, never a silently wrong mask; of the
+    latter ``cudnn`` does not write what is past it. ``marked``: the caller has already made the queries of such lanes
+    NaN (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them.
     Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
     for heads that do not divide.
     """
@@ -105,8 +117,9 @@ def attention(
     def with_offsets(q_BTHK, k_BTHK, v_BTHK):
         if offsets_BO is not None and not marked:
             q_BTHK = attention_backends.nan_where_overflown(q_BTHK, offsets_BO)
+        rest = {"longest": documents.longest} if backend == "cudnn" and documents and documents.longest else {}
         path = getattr(attention_backends, backend)
-        return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window)
+        return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest)
 
     return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK)
 

@@ -35,8 +35,12 @@ def pair_positions(length: int) -> jax.Array:
 
 def pair_documents(documents: Documents) -> Documents:
     """Documents of the interleaved sequence of :func:`pair_heads`, of twice as many tokens."""
-    offsets_BO = documents.offsets
-    return Documents(jnp.repeat(documents.ids, 2, axis=1), None if offsets_BO is None else 2 * offsets_BO)
+    offsets_BO, longest = documents.offsets, documents.longest
+    return Documents(
+        jnp.repeat(documents.ids, 2, axis=1),
+        None if offsets_BO is None else 2 * offsets_BO,
+        None if longest is None else 2 * longest,
+    )
 
 
 def without_own_value(y_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax.Array:

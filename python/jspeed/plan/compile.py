@@ -15,7 +15,7 @@ from jspeed.parallel.layout import with_remat
 from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.schema import Allocation
-from jspeed.plan.target import COMPILER_OPTIONS, Cluster, pretend, target_mesh
+from jspeed.plan.target import Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
@@ -176,15 +176,8 @@ def tries(
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         return lower(recipe, stage, add_remat(hardware) if remat else hardware, parts, phase, head_chunk)
 
-    measure = partial(compiler.measured, partial(build, device=hardware.device))
+    measure = partial(compiler.measured, partial(compiler.compiled, device=hardware.device))
     return attempts(recipe, stage, hardware.mesh, numbers, hardware.limit, lowered, measure)
-
-
-def build(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
-    """Compile with the options of training, and matmuls as cuBLAS calls (nothing can be autotuned here)."""
-    if device.platform not in GPUS:
-        return compiler.compiled(lowered, device)
-    return lowered.compile(compiler_options={**compiler.GPU_OPTIONS, **COMPILER_OPTIONS})
 
 
 def step_of(stage: Stage, attempt: Attempt) -> Step:

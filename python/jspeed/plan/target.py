@@ -20,10 +20,6 @@ from jspeed.standard_streams import without_logs
 TARGETS = Path(__file__).with_name("targets")
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 
-# Without a GPU nothing can be autotuned, and matmuls fall to Triton with a default tile that no real run would use.
-# Where autotuning is possible it chooses cuBLASLt for most plain bf16 and FP8 matmuls on this hardware.
-COMPILER_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
-
 
 class Target(NamedTuple):
     """One kind of GPU or TPU, as passed to the compiler."""

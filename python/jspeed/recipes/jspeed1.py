@@ -165,7 +165,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     """Return what the head reads: ``[B, T, D]``."""
     stage, length = ctx.stage.own, tokens_BT.shape[1]
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs), ctx.stage.windows
+    documents, windows = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len), ctx.stage.windows
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else [None] * LAYERS

@@ -120,7 +120,7 @@ PARAMETERS = {
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: ``[B, T, D]``."""
     heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs)
+    documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len)
     windows = ctx.stage.windows or (None,) * LAYERS
     values = [lookup(table, tokens_BT).reshape(heads) for table in params["values"]]
     value_of = {layer: values[layer] for layer in range(VALUE_TABLES)}

@@ -130,6 +130,7 @@ class Kernels(TypedDict):
     attention: str  # backend
     fp8: str  # native, emulated or missing
     own: NotRequired[bool]  # whether parts of the recipe ran in jspeed's own kernels; older runs do not say
+    calls: NotRequired[dict[str, AtLeastOne]]  # of the last stage's program to kernels XLA did not make, by target
     checked: list[str]  # preflight checks that passed; empty without a preflight
     refused: list[str]  # features found broken and not used, with reasons
 

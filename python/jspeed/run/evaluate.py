@@ -60,6 +60,13 @@ def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
         )
 
 
+def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
+    """Return the tokens of the longest document within a row; a row begins with one, whatever its first token."""
+    starts = rows[:, :-1] == recipe.data.bos_id
+    starts[:, 0] = True
+    return int(np.max(np.diff(np.flatnonzero(starts), append=starts.size)))
+
+
 def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
     full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)

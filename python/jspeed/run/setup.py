@@ -37,7 +37,7 @@ from jspeed.run.compute.device import Device, device_of, has_document_masks, ker
 from jspeed.run.compute.known_faults import known_faults
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
-from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, preflight
+from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
 from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
@@ -106,6 +106,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         check_fits(folder, manifest, (shards, val_shards), *fits)
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
+        recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
         loader = open_loader(recipe, shards, options.seed)
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
@@ -139,6 +140,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             program, checked = compile_or_fall_back(
                 recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
             )
+            checked = count_kernels(program, checked, found.fields.get("FP8"), console)
             device = checked.device
         if program.parts != parts:
             console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)

@@ -213,6 +213,16 @@ def test_no_options_for_gpus_reach_another_compiler(monkeypatch):
     assert given == [None, compiler.TPU_OPTIONS, None, compiler.GPU_OPTIONS, compiler.GPU_OPTIONS]
 
 
+def test_flags_of_the_user_s_go_before_options_for_gpus(monkeypatch):
+    """Else XLA would take ours: options of one program are stronger than those of the process."""
+    chosen, others = "xla_gpu_enable_triton_gemm", compiler.GPU_OPTIONS.keys()
+    for flags in (f"--{chosen}=true", f"--xla_dump_to=x --{chosen} --xla_y=1"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        assert compiler.options_for("gpu").keys() == others - {chosen}
+    monkeypatch.setenv("XLA_FLAGS", f"--{chosen}_any=true")
+    assert compiler.options_for("gpu") == compiler.GPU_OPTIONS
+
+
 def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch):
     """Its words are those of libtpu 0.0.42 for a v5e."""
     words = (
@@ -250,8 +260,8 @@ def test_memory_decides_the_first_micro_batch():
     [
         ("7.5", "xla", "xla"),
         ("8.6", "cudnn triton xla", "triton xla"),
-        ("9.0", "fa4 cudnn triton xla", "fa4 cudnn triton xla"),
-        ("10.0", "cudnn triton xla", "cudnn triton xla"),
+        ("9.0", "fa4 cudnn triton xla", "fa4 cudnn cudnn_lanes triton xla"),
+        ("10.0", "cudnn triton xla", "cudnn cudnn_lanes triton xla"),
         ("12.0", "cudnn triton xla", "triton xla"),
     ],
 )

@@ -16,7 +16,7 @@ from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.kernels import attention_backends, composed_heads
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.compute import compiler, device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
 
 from ...model import dense
@@ -40,9 +40,8 @@ def with_cudnn(fallbacks=("xla",), **rest):
     return device.Device("gpu", "cudnn", "missing", 512, fallbacks=fallbacks, **rest)
 
 
-def by_xla(q, k, v, *, scale, offsets_BO, window, marked=False):
+def by_xla(q, k, v, *, scale, offsets_BO, window, longest=None):
     """What cuDNN is told, computed by the plain backend."""
-    assert not marked
     starts = jnp.zeros(q.shape[:2], jnp.int32).at[jnp.arange(2)[:, None], offsets_BO].set(1, mode="drop")
     return attention(q, k, v, scale=scale, documents=find_documents(starts, 1), window=window)
 
@@ -102,12 +101,28 @@ def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["of this test"])
     for _ in range(2):
         found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
-        assert found.device.attention == "cudnn" and not found.refused and len(calls) == 1
+        assert found.device.attention == "cudnn" and not found.refused and len(calls) == 2
     monkeypatch.setattr(preflight, "versions", lambda mesh: ["another driver"])
     monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
-    for count in (2, 3):
+    for count in (3, 4):
         assert preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said).device.attention == "xla"
         assert len(calls) == count
+
+
+def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
+    """cuDNN is asked for both: as evaluation may have to call it, and as training does, told the longest document."""
+
+    def wrong_rows(*qkv, longest=None, **rest):
+        out = by_xla(*qkv, **rest)
+        return a_percent_off(out) if longest else out
+
+    monkeypatch.setattr(attention_backends, "cudnn", wrong_rows)
+    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    found = preflight.preflight(RECIPE, one_device(), with_cudnn(("cudnn_lanes", "xla")), {}, said)
+    assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
+    assert found.refused[0].startswith("attention cudnn: the output is off by 1.0")
+    found = preflight.preflight(find("r21").recipe, one_device(), with_cudnn(), {}, said)
+    assert found.device.attention == "cudnn" and found.checks == ("attention cudnn, packed, heads of 128",)
 
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
@@ -254,6 +269,49 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     asked = dataclasses.replace(start, device=with_cudnn((), asked=True))
     with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
         preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
+
+
+F8 = {compiler.FP8_CALL: 3, "__cublas$lt$matmul": 282}
+NO_F8 = {"__cublas$lt$matmul": 3}
+
+
+@pytest.mark.parametrize("found", [[F8, F8], [F8, NO_F8], [NO_F8, F8]])
+@pytest.mark.parametrize("field", ["auto", "on", "off", None])
+def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, monkeypatch):
+    """Of two programs of a step, one of which may multiply in bf16 what was cast to FP8."""
+    step = jax.jit(jnp.sin).lower(1.0).compile()
+    both, left = types.SimpleNamespace(steps=((step, step),)), list(found)
+    monkeypatch.setattr(preflight, "custom_calls", lambda step: left.pop(0))
+    before = preflight.Preflight(device.Device("gpu", "cudnn", "native", 512), ("FP8 matmuls",))
+    lost = NO_F8 in found and field in ("auto", "on")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
+    if lost and field == "on":
+        with pytest.raises(BadInput, match="FP8 is 'on' but XLA compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8="):
+            preflight.count_kernels(both, before, field, said)
+        return
+    after = preflight.count_kernels(both, before, field, said)
+    assert after.record()["calls"] == found[-1] and "calls" not in before.record()
+    assert after.record()["fp8"] == ("emulated" if lost else "native")
+    line = said.file.getvalue()
+    assert line.startswith("note: XLA compiled 1 of 2 training programs without an FP8 matmul") if lost else not line
+
+
+def test_calls_are_counted_in_the_program_s_own_text():
+    """On a CPU XLA calls a function of its own for the largest entries: here once by itself, and once in a loop."""
+
+    def largest(x):
+        return jax.lax.top_k(x, 2)[0]
+
+    step = jax.jit(lambda x: (largest(x), jax.lax.map(largest, x)))
+    assert compiler.custom_calls(step.lower(jnp.ones((4, 8))).compile()) == {"TopK": 2}
+    assert not compiler.custom_calls(jax.jit(jnp.sin).lower(1.0).compile())
+
+
+def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
+    monkeypatch.setattr(preflight_checks, "options_for", lambda platform: {"xla_no_such_option": platform})
+    for check in (functools.partial(preflight_checks.attention_error, "xla", 32, True), preflight_checks.fp8_error):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+            check()
 
 
 def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jspeed.errors import BadInput
 from jspeed.jax_versions import cudnn_attention, register_gpus_with_pallas
+from jspeed.model.kernels import packed_cudnn
 
 TRITON_WIDTHS = (64, 128)  # of heads, that model/kernels/fused_attention.py has blocks for
 
@@ -30,13 +31,16 @@ def cudnn(
     scale: float,
     offsets_BO: jax.Array | None,
     window: int | None,
+    longest: int | None = None,
 ) -> jax.Array:
     """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO`` are given.
 
-    This is the layer under ``jax.nn.dot_product_attention``, which has no offsets yet
-    (https://github.com/jax-ml/jax/pull/29731). The softmax statistic kept for the backward pass is fp32
-    ``[B * max_docs, H, T]``, so ``max_docs`` costs memory: 100 MB a layer for 8 lanes of 8,192 tokens, 64
-    documents, 6 heads. Versions of cuDNN that are known to be wrong are in :mod:`jspeed.run.compute.known_faults`.
+    Packed lanes are viewed as rows of about ``longest`` tokens, which no document exceeds
+    (:mod:`jspeed.model.kernels.packed_cudnn`). Without it, or where the lanes do not divide, this is the layer under
+    ``jax.nn.dot_product_attention``, which has no offsets yet (https://github.com/jax-ml/jax/pull/29731). Each slot for
+    a document then costs as much memory as a lane: of the softmax statistic, fp32 ``[B * max_docs, H, T]``, 100 MB a
+    layer for 8 lanes of 8,192 tokens, 64 documents, 6 heads; and in the backward pass of workspace, fp32
+    ``[B * max_docs, H, T, K]``. Versions of cuDNN that are known to be wrong: :mod:`jspeed.run.compute.known_faults`.
 
     Raises BadInput for other types, a head width that is no multiple of 8 or above 128 (Hopper and newer: 256),
     arrays of 2**31 elements, no CUDA plugin, and packed lanes on GPUs before Hopper.
@@ -57,6 +61,10 @@ def cudnn(
         mask = fused.MaskType.PADDING_CAUSAL
         lengths_BM, starts_BO = cudnn_slots(offsets_BO, q_BTHK.shape[1])
     try:
+        if lengths_BM is not None and starts_BO is not None and longest is not None:
+            lanes, length = q_BTHK.shape[:2]
+            if (row := packed_cudnn.row_length(lanes * length, longest)) < length:
+                return packed_cudnn.attend(q_BTHK, k_BTHK, v_BTHK, lengths_BM, starts_BO, row, scale, window)
         return fused.dot_product_attention(
             q_BTHK,
             k_BTHK,
@@ -71,6 +79,11 @@ def cudnn(
         )
     except NotImplementedError as error:
         raise Refused(f"attention backend 'cudnn' cannot do this here ({error}); choose another backend") from error
+
+
+def cudnn_lanes(q_BTHK: jax.Array, k_BTHK: jax.Array, v_BTHK: jax.Array, **rest: Any) -> jax.Array:
+    """:func:`cudnn` that is not told the longest document, for a cuDNN that is wrong about rows."""
+    return cudnn(q_BTHK, k_BTHK, v_BTHK, **rest)
 
 
 def cudnn_slots(offsets_BO: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:

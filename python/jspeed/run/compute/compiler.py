@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 from jspeed.errors import BadInput
 from jspeed.run.compute.device import GPUS, Device
 
-# XLA options for GPUs, each with its reason; all others keep XLA's default.
+# XLA options for GPUs, each with its reason; all others keep XLA's default. XLA_FLAGS goes before them.
 GPU_OPTIONS: dict[str, Any] = {
     # Every bank and table is large enough for a transfer of its own: combined, they all wait for the last gradient;
     # apart, the first bank is orthogonalised while the next is on its way.
@@ -18,11 +19,15 @@ GPU_OPTIONS: dict[str, Any] = {
     # Else a rounding to bf16 that is undone at once is left out, and the fp32 numbers, twice the bytes, go through
     # memory: 10 of the 183 GB that record 89's last stages move in a step. So it rounds as written, as PyTorch does.
     "xla_allow_excess_precision": False,
+    # Else matmuls become Triton fusions, into which XLA takes what makes their operands: where that is a cast from FP8,
+    # it multiplies in bf16. Record 29's head has three FP8 matmuls without and none with them. cuBLASLt has the rest.
+    "xla_gpu_enable_triton_gemm": False,
 }
+FP8_CALL = "__cublas$lt$matmul$f8"  # the custom call of an FP8 matmul
 
-# libtpu's optimisation effort, an EffortLevel of XLA, unless EFFORT is set: a core then compiles track3 for eight
+# libtpu's least optimisation effort, XLA's EffortLevel O0, unless EFFORT is set: a core then compiles track3 for eight
 # v6e in a minute; with libtpu's own default it had not after two hours.
-TPU_OPTIONS: dict[str, Any] = {"optimization_level": 19}
+TPU_OPTIONS: dict[str, Any] = {"optimization_level": 9}
 EFFORT = "JAX_OPTIMIZATION_LEVEL"
 
 
@@ -36,22 +41,24 @@ class DoesNotFit(BadInput):
         self.bytes = needed
 
 
+def options_for(platform: str) -> dict[str, Any] | None:
+    """The XLA options of this file that ``platform`` takes, without those that the environment sets."""
+    if platform == "tpu":
+        return None if EFFORT in os.environ else TPU_OPTIONS
+    flags = os.environ.get("XLA_FLAGS", "")
+    given = {name: value for name, value in GPU_OPTIONS.items() if not re.search(rf"--{name}\b", flags)}
+    return given if platform in GPUS else None
+
+
 def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
     """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
     try:
-        return lowered.compile(compiler_options=options_of(device.platform))
+        return lowered.compile(compiler_options=options_for(device.platform))
     except jax.errors.JaxRuntimeError as error:
         needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
         if device.platform != "tpu" or needed is None:
             raise
         raise DoesNotFit(int(float(needed[1]) * 2**30)) from error
-
-
-def options_of(platform: str) -> dict[str, Any] | None:
-    """The XLA options of this file for a platform by JAX's name; None where all keep their default."""
-    if platform == "tpu" and EFFORT not in os.environ:
-        return TPU_OPTIONS
-    return GPU_OPTIONS if platform in GPUS else None
 
 
 def measured(
@@ -63,6 +70,12 @@ def measured(
     except DoesNotFit as refused:
         return refused.bytes, None
     return memory_needed(step), step
+
+
+def custom_calls(step: jax.stages.Compiled) -> Counter[str]:
+    """How often the program of ``step`` calls what XLA does not compile itself (kernels of libraries, own ones), by
+    target. A call in a loop is one."""
+    return Counter(re.findall(r'custom_call_target="([^"]+)"', str(step.as_text())))
 
 
 def memory_needed(step: jax.stages.Compiled) -> int:

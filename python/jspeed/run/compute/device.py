@@ -73,9 +73,8 @@ def device_of(
     # Of another process's device nothing is known.
     own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     memory = memory or memory_of(own)
-    best, *rest = (
-        [attention] if attention else backends(first, recipe is None or has_document_masks(recipe), head_width(recipe))
-    )
+    packed, bounded = recipe is None or has_document_masks(recipe), recipe is not None and has_bounded_documents(recipe)
+    best, *rest = [attention] if attention else backends(first, packed, head_width(recipe), bounded)
     return Device(
         platform=first.platform,
         attention=best,
@@ -94,15 +93,21 @@ def has_document_masks(recipe: Recipe) -> bool:
     return any(stage.max_docs for stage in recipe.stages)
 
 
+def has_bounded_documents(recipe: Recipe) -> bool:
+    """Whether attention of ``recipe`` is told of the longest document, too."""
+    return any(stage.max_docs and stage.max_doc_len for stage in recipe.stages)
+
+
 def head_width(recipe: Recipe | None) -> int | None:
     """Channels of an attention head; None where the recipe does not say."""
     return recipe.attention_width // recipe.heads if recipe and recipe.heads else None
 
 
-def backends(device: Any, packed: bool, width: int | None = None) -> list[str]:
+def backends(device: Any, packed: bool, width: int | None = None, bounded: bool = False) -> list[str]:
     """Attention backends that ``device`` should have, the fastest first; the last one, ``xla``, runs everywhere.
 
-    ``width`` is that of a head, None if it is not known.
+    ``packed`` lanes hold documents, ``bounded`` ones of a length that none exceeds. ``width`` is that of a head, None
+    if it is not known.
     """
     if device.platform == "tpu":
         return ["splash", "xla"]
@@ -111,7 +116,7 @@ def backends(device: Any, packed: bool, width: int | None = None) -> list[str]:
         return ["xla"]
     least, below = PACKED_CUDNN
     fa4 = ["fa4"] if capability == HOPPER and find_spec("fa4_jax") else []
-    cudnn = ["cudnn"] if not packed or least <= capability < below else []
+    cudnn = ["cudnn", *["cudnn_lanes"] * bounded] if not packed or least <= capability < below else []
     triton = ["triton"] if width is None or width in TRITON_WIDTHS else []
     return [*fa4, *cudnn, *triton, "xla"]
 

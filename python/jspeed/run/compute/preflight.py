@@ -8,6 +8,7 @@ and one set of versions; what failed is checked again in every run. The examples
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +28,8 @@ from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.device import Device, has_document_masks, head_width
+from jspeed.run.compute.compiler import FP8_CALL, custom_calls, options_for
+from jspeed.run.compute.device import Device, has_bounded_documents, has_document_masks, head_width
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
@@ -61,22 +63,26 @@ OPTIONAL_FEATURES = {  # by the recipe's field
 @dataclass(frozen=True)
 class Preflight:
     """What was found: ``checks`` are the names of what passed, ``refused`` those of what did not, with the
-    reasons. ``own_kernels_asked``: the recipe's field says ``on``, so that there is nothing to fall back to."""
+    reasons. ``own_kernels_asked``: the recipe's field says ``on``, so that there is nothing to fall back to. ``calls``:
+    what the last stage's program calls (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
+    """
 
     device: Device
     checks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     own_kernels_asked: bool = False
+    calls: Mapping[str, int] | None = None
 
     def record(self) -> Kernels:
         """What run.json says of it."""
-        return {
+        said: Kernels = {
             "attention": self.device.attention,
             "fp8": self.device.fp8,
             "own": self.device.own_kernels,
             "checked": list(self.checks),
             "refused": list(self.refused),
         }
+        return said if self.calls is None else said | {"calls": dict(self.calls)}
 
 
 def preflight(recipe: Recipe, mesh: Mesh, device: Device, fields: Mapping[str, Any], console: Console) -> Preflight:
@@ -128,11 +134,17 @@ def working_attention(recipe: Recipe, device: Device, remembered: "PassedChecks"
     backends: Sequence[str] = (device.attention, *device.fallbacks)
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
-        name = f"attention {backend}, {'packed' if packed else 'causal'}, heads of {width}"
-        reason = failure_of(name, partial(preflight_checks.attention_error, backend, width, packed), remembered)
+        # Evaluation's documents may be as long as its rows, so that cuDNN has to do both.
+        kinds = [False, True] if backend == "cudnn" and has_bounded_documents(recipe) else [False]
+        names, reason = [], None
+        for bounded in kinds:
+            kind = "packed, a longest document" if bounded else "packed" if packed else "causal"
+            names.append(f"attention {backend}, {kind}, heads of {width}")
+            check = partial(preflight_checks.attention_error, backend, width, packed, bounded)
+            reason = reason or failure_of(names[-1], check, remembered)
         if reason is None:
             device = replace(device, attention=backend, fallbacks=tuple(backends[used:]))
-            return Preflight(device, (name,), tuple(refused))
+            return Preflight(device, tuple(names), tuple(refused))
         refused.append(f"attention {backend}: {reason}")
     what = "--" if device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
     raise BadInput(
@@ -178,8 +190,10 @@ class PassedChecks:
 
 
 def versions(mesh: Mesh) -> list[str]:
-    """What the outcome depends on: kind of device, driver, packages whose kernels are checked, our calls of them."""
+    """What the outcome depends on: kind of device, driver, packages whose kernels are checked, our calls of them, XLA's
+    options."""
     first = mesh.devices.flat[0]
+    options = json.dumps(options_for(first.platform), sort_keys=True)
     driver = Path("/proc/driver/nvidia/version")
     found = [first.device_kind, str(getattr(first.client, "platform_version", ""))]
     found.append(driver.read_text().splitlines()[0] if driver.is_file() else "")
@@ -189,7 +203,7 @@ def versions(mesh: Mesh) -> list[str]:
     kernels = Path(attention_backends.__file__).parent
     callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "heads", "positions"))
     sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(preflight_checks.__file__))]
-    return found + [installed_version(package) or "" for package in packages] + sources
+    return found + [installed_version(package) or "" for package in packages] + sources + [options]
 
 
 def compile_or_fall_back(
@@ -247,3 +261,24 @@ def compile_or_fall_back(
             checked = Preflight(rest.device, rest.checks + others, checked.refused + rest.refused)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
         console.print(f"{said}; attention by {checked.device.attention}", markup=False, soft_wrap=True)
+
+
+def count_kernels(program: Program, checked: Preflight, fp8: str | None, console: Console) -> Preflight:
+    """Return ``checked`` with what the compiled steps call; say so where FP8 matmuls should be among it and are not.
+
+    ``fp8`` is the recipe's field. XLA may multiply in bf16 what was to be multiplied in FP8; the result differs by
+    rounding, so that no check of numbers shows it. Raises :class:`BadInput` then if the field says ``on``.
+    """
+    found = [custom_calls(step) for steps in program.steps for step in steps if isinstance(step, jax.stages.Compiled)]
+    if not found:  # without jit
+        return checked
+    checked = replace(checked, calls=found[-1])
+    without = sum(FP8_CALL not in calls for calls in found)
+    if checked.device.fp8 != "native" or fp8 not in ("auto", "on") or not without:
+        return checked
+    lost = f"XLA compiled {without} of {len(found)} training programs without an FP8 matmul"
+    flags = f"; XLA_FLAGS is {os.environ['XLA_FLAGS']!r}" if os.environ.get("XLA_FLAGS") else ""
+    if fp8 == "on":
+        raise BadInput(f"field FP8 is 'on' but {lost}{flags}; set FP8=auto or FP8=off")
+    console.print(f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True)
+    return replace(checked, device=replace(checked.device, fp8="emulated"))

@@ -17,6 +17,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import composed
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.parallel.mesh import put
+from jspeed.run.compute.compiler import options_for
 
 Run: TypeAlias = Callable[..., Any]
 
@@ -31,6 +32,12 @@ on a CPU) and a result that is 1 % off at least 0.01."""
 FP8_LIMIT = 0.02
 """Of a kernel that rounds to FP8, where a sum in another order may fall to the next number; 1 % off makes 0.03."""
 KERNEL_SIZES = 1024, 256, 512, 2  # tokens, channels of a model and of its MLP, heads
+
+
+def on_first_device(run: Run, arrays: Any) -> Any:
+    """Return what ``run`` computes of ``arrays`` on a device of this process, compiled as steps are; on the host."""
+    device = jax.local_devices()[0]
+    return jax.device_get(jax.jit(run, compiler_options=options_for(device.platform))(*jax.device_put(arrays, device)))
 
 
 def relative_rms_error(found: Any, expected: np.ndarray) -> float:
@@ -52,25 +59,27 @@ def first_mismatch(
     return None
 
 
-def attention_error(backend: str, width: int, packed: bool) -> str | None:
+def attention_error(backend: str, width: int, packed: bool, bounded: bool = False) -> str | None:
     """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return what is wrong.
 
-    ``packed`` lanes have documents and a window; else attention is causal. Raises what the backend raises.
+    ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are half as long again, of
+    documents that ``backend`` is told to be at most LENGTH. Raises what the backend raises.
     """
-    tokens = np.zeros((2, LENGTH), np.int32)
-    tokens[0, [at for at in BORDERS if at < LENGTH]] = 1
+    tokens = np.zeros((2, LENGTH * 3 // 2 if bounded else LENGTH), np.int32)
+    tokens[0, [at for at in BORDERS if at < tokens.shape[1]]] = 1
+    if bounded:
+        tokens[1, LENGTH // 2 + 10] = 1
     draw = np.random.default_rng(0)
-    q, k, v, g = (draw.normal(size=(2, LENGTH, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
+    q, k, v, g = (draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
     scale, window = width**-0.5, WINDOW if packed else None
 
     def call(tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        documents = find_documents(tokens, 1, len(BORDERS) + 2) if packed else None
+        documents = find_documents(tokens, 1, len(BORDERS) + 2, LENGTH if bounded else None) if packed else None
         run = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
 
-    placed = jax.device_put([tokens, q, k, v, g], jax.local_devices()[0])
-    found = jax.device_get(jax.jit(call)(*placed))
+    found = on_first_device(call, [tokens, q, k, v, g])
     ids = np.cumsum(tokens, axis=1) if packed else np.zeros_like(tokens)
     return first_mismatch(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
 
@@ -102,7 +111,7 @@ def fp8_error() -> str | None:
         y, back = jax.vjp(lambda x, w: fp8.matmul(x, w, scales), x, w)
         return y, *back(g)
 
-    found = jax.device_get(jax.jit(call)(*jax.device_put([x, w, g], jax.local_devices()[0])))
+    found = on_first_device(call, [x, w, g])
     rounded = zip((x, w, g), scales, (fp8.E4M3, fp8.E4M3, fp8.E5M2), strict=True)
     qx, qw, qg = (scale * _quantised(a, scale, dtype) for a, scale, dtype in rounded)
     return first_mismatch(("the output", "dx", "dw"), found, (qx @ qw.T, qg @ qw, qg.T @ qx))
@@ -116,8 +125,7 @@ def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
 def own_kernels_error() -> str | None:
     """Compare the kernels that a recipe's OWN_KERNELS stands for, and their gradients, with the same in plain JAX."""
     for name, (own, plain, arrays) in own_kernels(*KERNEL_SIZES).items():
-        placed = jax.device_put(arrays, jax.local_devices()[0])
-        found, expected = (jax.device_get(jax.tree.leaves(jax.jit(run)(*placed))) for run in (own, plain))
+        found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (own, plain))
         names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
         if wrong := first_mismatch(names, found, [np.asarray(one, np.float64) for one in expected], limit):

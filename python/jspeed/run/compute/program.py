@@ -253,7 +253,7 @@ def eval_context(recipe: Recipe, device: Device) -> Context:
     last = recipe.stages[-1]
     docs = last.max_docs and -(-last.max_docs * recipe.eval_len // last.lane_len)
     windows = recipe.eval_windows or last.windows
-    stage = Stage(steps=1, lane_len=recipe.eval_len, max_docs=docs, windows=windows, own=last.own)
+    stage = Stage(1, recipe.eval_len, recipe.eval_max_doc_len, docs, windows, own=last.own)
     return Context(stage, training=False, attention=device.attention, fp8=device.fp8)
 
 

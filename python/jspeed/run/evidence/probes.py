@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -95,7 +96,8 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
     the host, through which an evaluation could keep or learn something.
     """
-    recipe, length = setup.recipe, setup.recipe.eval_len
+    # Changed inputs have other documents, of any length.
+    recipe, length = replace(setup.recipe, eval_max_doc_len=None), setup.recipe.eval_len
     ctx = eval_context(recipe, setup.device)
 
     def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
@@ -106,7 +108,10 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
-        return jax.device_get(probe(params, put(both, replicated(setup.mesh))))[0]
+        found = jax.device_get(probe(params, put(both, replicated(setup.mesh))))[0]
+        if not np.isfinite(found).all():  # which would compare as no leak
+            raise FloatingPointError("a loss of the row or of its changed inputs is not finite")
+        return found
 
     before, leak, moved = measured(tokens), 0.0, np.inf
     for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):

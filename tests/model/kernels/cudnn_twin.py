@@ -1,0 +1,64 @@
+"""What cuDNN computes of packed documents, in plain JAX: it finds each by its start in memory and its length alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as fused
+
+from jspeed.model.kernels import attention_backends, packed_cudnn
+
+
+def put_in_place(patch: pytest.MonkeyPatch) -> None:
+    """Let jspeed call the twin where it would call cuDNN, in any float type, so that no rounding hides a difference;
+    what cuDNN would leave unwritten is NaN."""
+    patch.setattr(attention_backends, "_check", lambda *_, **__: None)
+    patch.setattr(fused, "check_cudnn_version", lambda: 92800)
+    patch.setattr(fused, "dot_product_attention", attend_lanes)
+    patch.setattr(packed_cudnn, "forward", forward)
+    patch.setattr(packed_cudnn, "backward", backward)
+
+
+def attend_lanes(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, mask_type, sliding_window_length):
+    """The same through JAX's own tables, of lanes."""
+    assert mask_type == fused.MaskType.PADDING_CAUSAL
+    sizes, _, starts, _ = fused._fix_seqlen_offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, q, k)
+    return packed_cudnn._attend(q, k, v, sizes, starts, scale, sliding_window_length)
+
+
+def masks(lengths, starts, shape, window):
+    """Return (what sees what, what lies in a document) of all tokens in memory, bool ``[N, N]`` and ``[N]``."""
+    rows, row, heads, width = shape
+    assert lengths.shape[0] == starts.shape[0] == rows and starts.shape[1] == lengths.shape[1] + 1 > 2
+    sizes_S1 = lengths.reshape(-1, 1)
+    starts_S1 = starts.reshape(-1, 1)[: len(sizes_S1)] // (heads * width)
+    n_N = jnp.arange(rows * row)[None]
+    # A document longer than the graph's sequence would be read and written up to there.
+    inside_SN = (n_N >= starts_S1) & (n_N < starts_S1 + jnp.minimum(sizes_S1, row))
+    distance_NN = n_N.T - n_N
+    seen_NN = (distance_NN >= 0) & (distance_NN < (window or rows * row))
+    return seen_NN & (inside_SN.T.astype(jnp.int32) @ inside_SN.astype(jnp.int32) > 0), inside_SN.any(axis=0)
+
+
+def attended(q, k, v, seen, written, scale):
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    scores = scale * jnp.einsum("thk,shk->hts", *flat[:2], precision="highest")
+    weights = jax.nn.softmax(jnp.where(seen | ~written[:, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("hts,shk->thk", weights, flat[2], precision="highest").reshape(q.shape)
+
+
+def unwritten(x, written):
+    return jnp.where(written.reshape(*x.shape[:2], 1, 1), x, jnp.nan)
+
+
+def forward(q, k, v, lengths, starts, scale, window, training):
+    seen, written = masks(lengths, starts, q.shape, window)
+    out = unwritten(attended(q, k, v, seen, written, scale), written)
+    return (out, jnp.zeros((lengths.size, q.shape[2], q.shape[1]))) if training else (out,)
+
+
+def backward(q, k, v, lengths, starts, statistic, out, g, scale, window):
+    seen, written = masks(lengths, starts, q.shape, window)
+    assert statistic.shape == (lengths.size, q.shape[2], q.shape[1])
+    g = jnp.where(written.reshape(*q.shape[:2], 1, 1), g, 0)
+    gradients = jax.vjp(lambda *qkv: attended(*qkv, seen, written, scale), q, k, v)[1](g)
+    return tuple(unwritten(x, written) for x in gradients)
