@@ -45,11 +45,9 @@ def test_flops_of_r29(mesh):
         assert described["flops_by_dtype"]["f8"] == 6 * tokens * vocabulary * width
         assert described["kernels"]["fp8_matmul"] == 3
         assert described["kernels"]["attention_forward"] == described["kernels"]["attention_backward"] == 11
-        assert Counter(one["kind"] for one in described["collectives"]) == {
-            "all-gather": 5,
-            "reduce-scatter": 5,
-            "all-reduce": 2,
-        }
+        collectives = Counter(one["kind"] for one in described["collectives"])
+        assert collectives.pop("all-reduce") in (1, 2)  # JAX 0.12 combines them
+        assert collectives == {"all-gather": 5, "reduce-scatter": 5}
 
 
 @pytest.mark.parametrize("name", [published.recipe for published in predict.PUBLISHED])

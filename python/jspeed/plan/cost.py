@@ -116,6 +116,10 @@ def convolution_flops(step: Instruction, operands: list[Instruction]) -> tuple[f
 MATMUL_OPS = {"dot": matmul_flops, "convolution": convolution_flops}
 
 
+def _is_matmul(step: Instruction) -> bool:
+    return step.opcode in MATMUL_OPS or "matmul" in step.target
+
+
 def _walk(
     name: str,
     times: int,
@@ -162,7 +166,7 @@ def _kernel(
         flops = attention.flops_of(kind, step, max_doc_len)
         dtype = "bf16" if step.target == attention.TPU else _dtype(step.arrays[0].dtype)
         return Kernel(kind, flops, moved + attention.read_again(step), dtype, (), times, step)
-    if step.opcode in MATMUL_OPS or "matmul" in step.target:
+    if _is_matmul(step):
         flops, dims = MATMUL_OPS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
@@ -176,8 +180,9 @@ def _kernel(
         for called in step.calls:
             body = computations.get(called, {})
             for dot in body.values():
-                if dot.opcode in MATMUL_OPS:
-                    more, dims = MATMUL_OPS[dot.opcode](dot, [body[name] for name in dot.operands])
+                if _is_matmul(dot):  # from JAX 0.12 on also cuBLAS's, with the slice of a bank that it reads
+                    of = MATMUL_OPS.get(dot.opcode, matmul_flops)
+                    more, dims = of(dot, [body[name] for name in dot.operands])
                     flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
         what: Kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
         return Kernel(what, flops, moved, dtype, dims, times, step)
