@@ -36,6 +36,7 @@ def call(cwd: Path, script: str, *arguments: object) -> Done:
             if script.endswith(".py"):
                 runpy.run_path(str(SCRIPTS / script), run_name="__main__")
             else:
+                sys.modules.pop(f"{script}.__main__", None)  # another test may have imported it
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             raise AssertionError(f"{words} ended without an exit code")
         except SystemExit as ended:

@@ -18,12 +18,6 @@ from .test_report import PLAN
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plan.py"
 
 
-@pytest.fixture(autouse=True)
-def own_path(monkeypatch):
-    """A plan imports the compiler of make test-aot, where there is one; other tests must not."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-
-
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": "160"}
     command = [sys.executable, str(SCRIPT), *arguments]

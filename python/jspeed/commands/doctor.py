@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -228,7 +229,8 @@ def folder_size(folder: Path) -> int:
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # a run may replace a file of the cache meanwhile
-            total += path.stat().st_size if path.is_file() else 0
+            status = path.stat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
