@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
         [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout and process.stdout.readline() == "working\n"
+        time.sleep(0.5)  # else print may not have emptied its buffer yet, which is then written twice
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "clean\n", "")
