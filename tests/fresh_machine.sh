@@ -41,7 +41,7 @@ copy_settings() {
     [ ! -e "$file" ] || install -D --mode 644 "$file" "$root$file"
   done
   for file in .config/pip/pip.conf .cargo/config.toml; do
-    [ ! -e "$HOME/$file" ] || install -D --mode 644 "$HOME/$file" "$root/root/$file"
+    [ ! -e "$HOME/$file" ] || install -D --mode 644 "$HOME/$file" "$root/home/$file"
   done
 }
 
@@ -53,9 +53,9 @@ exec 9>"$root.lock"
 flock 9 # one at a time
 [ -d "$root" ] || make_root
 copy_settings
-rm -rf --one-file-system "$root/work"
-git clone --quiet . "$root/work/jspeed"
-mkdir "$root/work/shared"
+rm -rf --one-file-system "$root/srv"
+git clone --quiet . "$root/srv/jspeed"
+mkdir "$root/srv/shared"
 mapfile -t passed < <(env | grep -iE '^((https?|all|no)_proxy|PIP_(INDEX_URL|EXTRA_INDEX_URL|DEFAULT_TIMEOUT))=')
 # shellcheck disable=SC2016
 unshare --mount bash -euc '
@@ -63,8 +63,8 @@ unshare --mount bash -euc '
   mount -t proc proc "$root/proc"
   mount --rbind /dev "$root/dev"
   mount -t tmpfs tmpfs "$root/dev/shm"
-  if [ -d ../shared ]; then mount --bind ../shared "$root/work/shared" -o ro; else rmdir "$root/work/shared"; fi
-  exec chroot "$root" /usr/bin/env --ignore-environment --chdir=/work/jspeed HOME=/root LANG=C.UTF-8 \
+  if [ -d ../shared ]; then mount --bind ../shared "$root/srv/shared" -o ro; else rmdir "$root/srv/shared"; fi
+  exec chroot "$root" /usr/bin/env --ignore-environment --chdir=/srv/jspeed HOME=/home LANG=C.UTF-8 \
     PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt PIP_CERT=/etc/ssl/certs/ca-certificates.crt "$@"' \
   fresh "$root" "${passed[@]}" "$@" 9>&-

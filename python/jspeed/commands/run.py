@@ -43,13 +43,13 @@ def after_run(options: Options, run_dir: Path) -> None:
 
     if options.sample:
         write_samples(run_dir)
-    if jax.default_backend() == "gpu" and options.recipe is options.data is None:
-        if options.recipe_or_default != BEST_ON_FINEWEB:
-            command = "jspeed" if shutil.which("jspeed") else os.path.relpath(Path(sys.executable).with_name("jspeed"))
-            print(
-                "These GPUs can train the record's recipe too, on FineWeb, 2 GB to download:\n"
-                f"  {command} prepare fineweb --shards 9\n  {command} run {BEST_ON_FINEWEB}"
-            )
+    asked_for_nothing = options.recipe is options.data is None
+    if asked_for_nothing and options.recipe_or_default != BEST_ON_FINEWEB and jax.default_backend() == "gpu":
+        command = "jspeed" if shutil.which("jspeed") else os.path.relpath(Path(sys.executable).with_name("jspeed"))
+        print(
+            "These GPUs can train the record's recipe too, on FineWeb, 2 GB to download:\n"
+            f"  {command} prepare fineweb --shards 9\n  {command} run {BEST_ON_FINEWEB}"
+        )
 
 
 def run(
