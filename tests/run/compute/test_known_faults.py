@@ -42,6 +42,8 @@ def test_only_what_a_run_uses_is_named():
     triton = Device("gpu", "triton", "native", 512)
     assert not known_faults.known_faults(triton, True, lambda: iter([step(4)]), bad.get)
     assert len(known_faults.known_faults(triton, True, lambda: iter([step(4), step(1)]), bad.get)) == 1
+    lanes = Device("gpu", "cudnn_lanes", "native", 512)
+    assert len(known_faults.known_faults(lanes, True, lambda: iter([step(4)]), bad.get)) == 1
 
 
 def test_the_installed_versions_are_read():

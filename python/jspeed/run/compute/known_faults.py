@@ -33,6 +33,11 @@ class Fault(NamedTuple):
     remedy: str
 
 
+def uses_cudnn(use: Use) -> bool:
+    """Whether attention is cuDNN's, by either of its backends."""
+    return use.attention.startswith("cudnn")
+
+
 def adds_scalars(use: Use) -> bool:
     """Whether a step scatters many single fp32 numbers."""
     return any(any(scalar_scatters(text)) for text in use.program())
@@ -47,9 +52,9 @@ NEWER_CUDNN = "pip install -U nvidia-cudnn-cu12 (or -cu13), or --attention trito
 # cuDNN's are TransformerEngine's list, transformer_engine/common/fused_attn.
 FAULTS = (
     CAS,
-    Fault("cuDNN", (9, 10, 0), (9, 10, 2), lambda use: use.attention == "cudnn",
+    Fault("cuDNN", (9, 10, 0), (9, 10, 2), uses_cudnn,
           "computes 16-bit attention wrongly", NEWER_CUDNN),
-    Fault("cuDNN", (9, 14, 0), (9, 14, 1), lambda use: use.attention == "cudnn" and use.packed,
+    Fault("cuDNN", (9, 14, 0), (9, 14, 1), lambda use: uses_cudnn(use) and use.packed,
           "computes windows within documents wrongly from 1,025 keys on", NEWER_CUDNN),
 )  # fmt: skip
 
