@@ -58,9 +58,10 @@ def test_a_sixth_of_the_head_is_scored():
 
 
 def example(recipe, number):
-    """Parameters, tokens, targets and weights of one lane of a stage."""
+    """Parameters, tokens, targets and weights of one lane of a stage, whose documents are as long as they may be."""
     params = r.init_parameters(recipe.parameters, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (1, recipe.stages[number].lane_len + 1), 6, 257)
+    tokens = tokens.at[:, :: recipe.stages[number].max_doc_len].set(recipe.data.bos_id)
     return params, tokens[:, :-1], tokens[:, 1:], jnp.full((1, tokens.shape[1] - 1), 1 / (tokens.shape[1] - 1))
 
 
