@@ -31,7 +31,7 @@ QUICK = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-THOROUGH = settings(QUICK, max_examples=250)
+THOROUGH = settings(QUICK, max_examples=120)
 HOME = "home"  # where examples run; what is beside it nobody may write
 
 numbers = st.one_of(
