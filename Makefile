@@ -37,6 +37,11 @@ check: .venv/check/installed
 test-aot: .venv/aot/installed
 	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot $(ARGS)
 
+# The real cuDNN, asked without a GPU what it does with attention (1.7 GB to download, once): `jspeed plan` asks it too
+# where it is. Its compiler of kernels is CUDA's own, NVRTC.
+test-cudnn: .venv/cudnn/installed
+	JSPEED_TEST_CUDNN=1 $(BIN)/python -m pytest tests/plan/test_cudnn.py
+
 # Recipes against the records' own source, executed on the CPU by PyTorch (4 GB to download, once), which has a folder of
 # its own; MODDED is a clone of modded-nanogpt with its history.
 test-parity: .venv/parity/installed
@@ -131,6 +136,12 @@ FORCE:
 	  jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version 'nvidia-cuda-nvcc-cu12>=12.9,<13'
 	@touch $@
 
+.venv/cudnn/installed: | .venv/dev
+	rm -rf .venv/cudnn
+	$(BIN)/python -m pip install --no-deps --target .venv/cudnn \
+	  'nvidia-cudnn-cu13>=9.19,<10' 'nvidia-cudnn-frontend>=1.16' 'nvidia-cublas<14' 'nvidia-cuda-nvrtc<14'
+	@touch $@
+
 .venv/parity/installed: tests/parity/requirements.txt | .venv/dev
 	rm -rf .venv/parity
 	$(BIN)/python -m pip install --no-deps --target .venv/parity --requirement tests/parity/requirements.txt
@@ -156,5 +167,5 @@ FORCE:
 	$(BIN)/python -m pip install --target .venv/lint 'check-jsonschema>=0.33'
 	@touch $@
 
-.PHONY: speedrun test test-slow test-aot test-parity test-page test-faults test-launchers test-package test-newest bench page docs \
+.PHONY: speedrun test test-slow test-aot test-cudnn test-parity test-page test-faults test-launchers test-package test-newest bench page docs \
   race-webtext check clean

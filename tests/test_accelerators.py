@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.accelerators import LEAST_DRIVER, Accelerators, extra_for, find, problem
+from jspeed.accelerators import LEAST_DRIVER, Accelerators, cuda_root, extra_for, find, problem
 
 PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Fri May 31 09:35:42 UTC 2024\nGCC version:  gcc 11\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (dvs-builder@U16)  Tue Sep 9\n"
@@ -108,3 +108,18 @@ def test_a_slow_driver_is_named_and_a_good_one_is_not():
     assert problem(NEW, "gpu", 8, CUDA13.get) is None
     assert problem(Accelerators(), "cpu", 0, CPU.get) is None
     assert problem(Accelerators(tpus=4), "tpu", 0, CPU.get) is None
+
+
+def test_cuda_s_compiler_where_its_wheel_is_missing(tmp_path):
+    """JAX takes it from nvidia-cuda-nvcc, CUDA_ROOT or /usr/local/cuda, but not the last beside CUDA 13's libraries."""
+    cuda, packages = tmp_path / "cuda", tmp_path / "site"
+    assert cuda_root({}, [packages], cuda) == ""
+    (packages / "nvidia" / "cu13" / "lib").mkdir(parents=True)
+    assert cuda_root({}, [packages], cuda) == ""  # there is none
+    (cuda / "bin").mkdir(parents=True)
+    (cuda / "bin" / "ptxas").touch()
+    assert cuda_root({}, [tmp_path, packages], cuda) == str(cuda)
+    assert cuda_root({"CUDA_ROOT": "/elsewhere"}, [packages], cuda) == ""
+    (packages / "nvidia" / "cu13" / "bin").mkdir()
+    (packages / "nvidia" / "cu13" / "bin" / "ptxas").touch()
+    assert cuda_root({}, [packages], cuda) == ""

@@ -124,7 +124,7 @@ def test_only_the_clock_reads_time(path: Path):
 MOVING = {  # API that JAX or Orbax may change in any release: where it is used
     "jax._src": {"jax_versions.py", "commands/main.py"},  # the latter names a logger
     "jax.experimental": {"jax_versions.py", "model/kernels/", "plan/target.py", "run/export.py"},
-    "jax.extend": {"model/kernels/", "plan/findings.py", "plan/shard_map_checks.py"},
+    "jax.extend": {"jax_versions.py", "model/kernels/", "plan/findings.py", "plan/shard_map_checks.py"},
     "orbax": {"run/checkpoint.py"},
 }
 

@@ -6,7 +6,7 @@
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,19 @@ def find(root: Path = Path("/")) -> Accelerators:
     # Other devices are passed on by vfio too.
     passed_on = list((root / "dev/vfio").glob("[0-9]*")) if any(vendor == GOOGLE for vendor, *_ in found) else []
     return Accelerators(gpus, version and version[1], any(at < TURING for at in display), accel or len(passed_on))
+
+
+def cuda_root(environment: Mapping[str, str], packages: Iterable[Path], cuda: Path = Path("/usr/local/cuda")) -> str:
+    """Return what CUDA_ROOT has to be before JAX is imported, empty where JAX finds CUDA's compiler itself.
+
+    With CUDA 13's libraries in ``packages`` (folders of sys.path) and no nvidia-cuda-nvcc beside them, JAX 0.10 to 0.12
+    takes the folder called 'None' for CUDA's, and own kernels do not compile.
+    """
+    folders = [path / "nvidia" / "cu13" for path in packages]
+    there = [folder for folder in folders if folder.is_dir()]
+    if "CUDA_ROOT" in environment or not there or any((folder / "bin" / "ptxas").is_file() for folder in there):
+        return ""
+    return str(cuda) if (cuda / "bin" / "ptxas").is_file() else ""
 
 
 def text_of(path: Path) -> str:

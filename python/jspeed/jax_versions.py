@@ -7,6 +7,7 @@ function is called: the rooms that never load it may import this one.
 
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -45,6 +46,30 @@ def no_score_mod() -> dict[str, None]:
     lowering = cudnn_attention()._dot_product_attention_fwd_cuda_lowering
     names = inspect.signature(lowering).parameters.keys() & {"score_mod_name", "score_mod_jaxpr"}
     return dict.fromkeys(names)
+
+
+def reserve_workspace(lowered: Any, bytes_of: Callable[[int, int, int, int], int]) -> None:
+    """Give each backward call of cuDNN's attention in a lowered program ``bytes_of(documents, heads, length, width)``.
+
+    JAX writes 0 bytes, which XLA replaces by what cuDNN's plan asks for; a compiler without a GPU asks nobody. JAX 0.10
+    to 0.12: the workspace is the call's last result, which nothing reads.
+    """
+    from jax.extend.mlir import ir
+
+    def visit(operation: Any) -> None:
+        for inner in (o for region in operation.regions for block in region for o in block):
+            visit(call := inner.operation)
+            if call.name != "stablehlo.custom_call":
+                continue
+            if "fmhaSoftmaxBackward" in ir.StringAttr(call.attributes["call_target_name"]).value:
+                config = json.loads(ir.StringAttr(call.attributes["backend_config"]).value)["cudnn_fmha_backend_config"]
+                lanes, heads, length, _ = map(int, config["intermediate_tensor_shape"]["dimensions"])
+                width = ir.RankedTensorType(call.results[0].type).shape[-1]
+                size = bytes_of(lanes * int(config["max_seg_per_batch"]), heads, length, width)
+                with call.context:
+                    call.results[len(call.results) - 1].set_type(ir.Type.parse(f"tensor<{size}xui8>"))
+
+    visit(lowered.compiler_ir("stablehlo").operation)
 
 
 def loaded_cudnn() -> tuple[int, int, int] | None:

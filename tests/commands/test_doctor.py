@@ -157,3 +157,15 @@ def test_a_cpu_that_was_asked_for_is_no_problem(cache, eight_gpus, capsys):
     doctor.doctor()
     shown = capsys.readouterr().out
     assert "JAX uses the CPU" not in shown and "(JAX_PLATFORMS=cpu)" in shown
+
+
+@pytest.mark.parametrize(
+    ("platform", "count", "shared", "said"),
+    [("gpu", 8, 2**26, True), ("gpu", 8, 2**30, False), ("gpu", 1, 2**26, False), ("cpu", 8, 2**26, False)]
+    + [("gpu", 8, None, False)],
+)
+def test_the_shared_memory_of_a_container_is_named(platform, count, shared, said):
+    found = doctor.shared_memory_problem({"platform": platform, "count": count}, shared)
+    assert bool(found) == said
+    assert not said or (found.startswith("/dev/shm has 67.1 MB") and "--shm-size=1g" in found), found
+    assert doctor.shared_memory() == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed.plan import cost, hlo, predict
+from jspeed.plan.custom_calls import attention
 from jspeed.plan.describe_stage import matrices_of
 from jspeed.plan.target import parse_target
 from jspeed.run.find_recipe import find
@@ -262,9 +263,33 @@ def test_times_by_hand(kernels):
     assert total.communication == pytest.approx(sent)
     assert total.exposed == pytest.approx(sent - copy)
     assert collectives[0] == pytest.approx((sent, sent - copy))
-    assert total.compute + total.memory + total.exposed == pytest.approx(total.total)
+    assert total.compute + total.memory + total.exposed + total.launches == pytest.approx(total.total)
     by_flops, _ = predict.kernel_seconds(kernels[3], facts)
     assert by_flops == pytest.approx(2 * 49152 * 768 * 768 / (989.4e12 * fractions["matmul"]))
+
+
+def test_launches_and_empty_blocks(kernels, monkeypatch):
+    """Record 29: 192 documents in 24 rows of 2,048, so 168 slots without a token, of 16 tiles and 6 heads each."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    runs = sum(kernel.times for kernel in kernels if not kernel.collective)
+    assert predict.times(kernels, H100)[0].launches == pytest.approx(runs * predict.GAP)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0")
+    total, _ = predict.times(kernels, H100)
+    assert total.launches == pytest.approx(runs * predict.GAP_WITHOUT_GRAPHS)
+    assert total.empty_blocks == pytest.approx(191 * 384 * 6 * predict.EMPTY_BLOCK / 132)  # one call, by lanes
+    assert predict.launch_gap(parse_target("v6ex8")) == 0
+    config = '{"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["24","6","2048","2048"]},'
+    config += '"mask_type":"PADDING_CAUSAL","sliding_window_length":1409,"max_seg_per_batch":8}}'
+    call = kernels[0].instruction._replace(
+        target="__cudnn$fmhaSoftmaxBackward", arrays=(hlo.Array("bf16", (24, 6, 2048, 128)),),
+        attributes=f"backend_config={config}",
+    )  # fmt: skip
+    assert attention.empty_blocks(call) == 3 * 168 * 16 * 6
+    idle = kernels[0]._replace(collective=None, times=11, empty_blocks=attention.empty_blocks(call))
+    empty = predict.times([idle], H100)[0].empty_blocks
+    assert empty == pytest.approx(11 * 3 * 168 * 16 * 6 * predict.EMPTY_BLOCK / 132)
+    whole = predict.times([idle], H100)[0]
+    assert whole.fitted == pytest.approx(whole.total * predict.slowdown() + empty)
 
 
 def test_nodes_slow_a_ring_down():

@@ -87,8 +87,10 @@ def test_numbers(plan):
     assert stage["memory_by_kind"]["parameters"] == 4 * (2 * 1024 * 128 // 8 + 128 * 128)
     assert {one["axis"] for one in stage["collectives"]} == {"data"}
     times = stage["time_ms"]
-    roofline = times["compute"] + times["memory"] + times["exposed_communication"]
-    assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline)[0])
+    roofline = times["compute"] + times["memory"] + times["exposed_communication"] + times["launches"]
+    assert times["launches"] == pytest.approx(1e3 * predict.GAP * sum(stage["kernels"].values())) and roofline > 0
+    assert times["empty_blocks"] == 0 and stage["roofline_ms"] == pytest.approx(roofline)  # without cuDNN
+    assert stage["predicted_ms"][0] == pytest.approx(predict.predicted_range(roofline * predict.slowdown())[0])
     assert plan["predicted_seconds"][0] == pytest.approx(10 * stage["predicted_ms"][0] / 1e3)
     assert plan["fitted_seconds"] == pytest.approx(10 * roofline / 1e3 * predict.slowdown())
     assert sum(row["share"] for row in plan["bottlenecks"]) == pytest.approx(1)

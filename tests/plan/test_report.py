@@ -34,7 +34,8 @@ STAGE = {
         {"kind": "all-gather", "bytes": 77_266_944, "axis": "data", "group": 8, "async": True, "count": 2,
          "dtype": "bf16", "ms": 0.75, "compute_ms_between": 0.5, "exposed_ms": 0.25, "source": "layout.py:179"}
     ],
-    "time_ms": {"compute": 52.0, "memory": 24.0, "communication": 6.1, "exposed_communication": 1.9},
+    "time_ms": {"compute": 52.0, "memory": 24.0, "communication": 6.1, "exposed_communication": 1.9, "launches": 0.2,
+                "empty_blocks": 5.0},
     "predicted_ms": [68.0, 97.0],
 }  # fmt: skip
 PLAN = {

@@ -38,6 +38,7 @@ EXTRAS = {
     "eval": (("lm_eval",), "evaluate --tasks NAME,..."),
     "log": (("tensorboard", "wandb"), "run --log tensorboard,wandb"),
 }
+NCCL_SHARED = 2**29  # bytes; Docker gives 64 MB, and NCCL's processes of a machine use it
 LABEL = 12  # columns
 
 
@@ -75,6 +76,7 @@ def collect() -> dict[str, Any]:
             for name, (modules, gives) in EXTRAS.items()
         },
         "launcher": launcher(os.environ),
+        "shared_memory": shared_memory(),
     }
 
 
@@ -169,6 +171,21 @@ def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
     return {"processes": rank.count if rank else 1, "process_id": rank.index if rank else 0, "problem": None}
 
 
+def shared_memory(folder: Path = Path("/dev/shm")) -> int | None:
+    """Return the size in bytes of what processes of one machine share memory through; None without it."""
+    return shutil.disk_usage(folder).total if folder.is_dir() else None
+
+
+def shared_memory_problem(devices: Mapping[str, Any], shared: int | None) -> str | None:
+    """Say what ``shared`` bytes are too little for, None where they are enough or nothing uses them."""
+    if devices["platform"] != "gpu" or devices["count"] == 1 or shared is None or shared >= NCCL_SHARED:
+        return None
+    return (
+        f"/dev/shm has {size(shared)}, which can be too little for NCCL with a process for each GPU: start the "
+        "container with --shm-size=1g, or let one process have all GPUs"
+    )
+
+
 def as_text(found: Mapping[str, Any]) -> str:
     """Return what was found as lines for a terminal."""
     devices, sizes, machine = found["devices"], found["cache"], found["machine"]
@@ -188,6 +205,8 @@ def as_text(found: Mapping[str, Any]) -> str:
             rows.append(("", found["problem"]))
         rows.append(("attention", f"{found['attention']['backend']}: {found['attention']['why']}"))
         rows.append(("FP8", f"{found['fp8']['matmuls']}: {found['fp8']['why']}"))
+        if too_little := shared_memory_problem(devices, found["shared_memory"]):
+            rows.append(("", too_little))
     rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))
     rows.append(("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"))
     for number, one in enumerate(found["data"]):

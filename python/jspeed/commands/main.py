@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import make_dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any, Union
 
 from jspeed import __version__
+from jspeed.accelerators import cuda_root
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, run_script
 from jspeed.standard_streams import exit_on_ctrl_c, importing
@@ -41,6 +43,8 @@ def main(name: str = "") -> None:
     """Run the command line and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
     exit_on_ctrl_c("__main__")
     settle_logs()
+    if root := cuda_root(os.environ, map(Path, sys.path)):
+        os.environ["CUDA_ROOT"] = root
     run_script(lambda: call(sys.argv[1:], name))
 
 

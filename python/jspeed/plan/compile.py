@@ -11,14 +11,16 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspeed.jax_versions import reserve_workspace
 from jspeed.parallel.layout import with_remat
 from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
+from jspeed.plan.custom_calls.attention import workspace_bytes
 from jspeed.plan.schema import Allocation
 from jspeed.plan.target import Cluster, pretend, target_mesh
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import GPUS, Device, device_of, divisions, micro_batches
+from jspeed.run.compute.device import GPUS, USABLE, Device, device_of, divisions, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
@@ -67,7 +69,8 @@ def hardware_for(
     Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`).
     """
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
-    return Hardware(cluster, mesh, layout, device_of(mesh, memory=int(fraction * cluster.facts.hbm_bytes)))
+    usable = 1.0 if cluster.target.tpu else USABLE
+    return Hardware(cluster, mesh, layout, device_of(mesh, memory=int(usable * fraction * cluster.facts.hbm_bytes)))
 
 
 def with_backend(hardware: Hardware, recipe: Recipe) -> Hardware:
@@ -141,8 +144,12 @@ def with_stage(step: Step, stage: Stage) -> Step:
 def lower(
     recipe: Recipe, stage: Stage, hardware: Hardware, parts: int, phase: int = -1, head_chunk: int | None = None
 ) -> jax.stages.Lowered:
-    """Lower one stage's step through the code that training runs."""
-    return program.lower_step(recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk)
+    """Lower one stage's step through the code that training runs, with the workspace that cuDNN asks for on a GPU."""
+    lowered = program.lower_step(
+        recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk
+    )
+    reserve_workspace(lowered, workspace_bytes)
+    return lowered
 
 
 def add_remat(hardware: Hardware) -> Hardware:

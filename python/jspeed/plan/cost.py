@@ -39,6 +39,7 @@ class Kernel(NamedTuple):
     instruction: Instruction
     collective: Collective | None = None
     waited_at: int = 0  # of a collective: index of the first kernel that waits for it
+    empty_blocks: int = 0  # thread blocks that find nothing to do
 
 
 def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
@@ -165,7 +166,8 @@ def _kernel(
     if kind := attention.kind_of(step):
         flops = attention.flops_of(kind, step, max_doc_len)
         dtype = "bf16" if step.target == attention.TPU else _dtype(step.arrays[0].dtype)
-        return Kernel(kind, flops, moved + attention.read_again(step), dtype, (), times, step)
+        moved += attention.read_again(step) - attention.workspace(step)
+        return Kernel(kind, flops, moved, dtype, (), times, step, empty_blocks=attention.empty_blocks(step))
     if _is_matmul(step):
         flops, dims = MATMUL_OPS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
         dtype = _dtype(operands[0].arrays[0].dtype)

@@ -9,6 +9,7 @@ import numpy as np
 from jspeed.plan import hlo, predict
 from jspeed.plan.compile import Hardware, Step, memory_by_kind
 from jspeed.plan.cost import Kernel, part_of
+from jspeed.plan.custom_calls import attention
 from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, StagePlan
 from jspeed.recipe import Recipe, leaves
 from jspeed.sizes import flops_per_token, is_matrix, scored_shape
@@ -49,6 +50,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
         "compiled": not step.shared,
         "memory_bytes": step.memory,
         "memory_by_kind": memory_by_kind(step),
+        "attention_workspace_bytes": max((attention.workspace(k.instruction) for k in computing), default=0),
         "largest_buffers": largest,
         "flops": sum(kernel.times * kernel.flops for kernel in computing),
         "flops_by_dtype": by_dtype,
@@ -64,9 +66,12 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
             "memory": 1e3 * total.memory,
             "communication": 1e3 * total.communication,
             "exposed_communication": 1e3 * total.exposed,
+            "launches": 1e3 * total.launches,
+            "empty_blocks": 1e3 * total.empty_blocks,
         },
         "roofline_ms": 1e3 * total.total,
-        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.total)],
+        "fitted_ms": 1e3 * total.fitted,
+        "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.fitted)],
     }
 
 

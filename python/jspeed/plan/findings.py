@@ -15,6 +15,7 @@ from jspeed.jax_versions import source_line
 from jspeed.parallel.layout import SMALL, partition, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
+from jspeed.plan.cudnn.plans import Answers
 from jspeed.plan.schema import CollectiveRow, Level, MatmulRow
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.compute.known_faults import MIN_SCATTER_UPDATES, scalar_scatters
@@ -169,6 +170,15 @@ def exposed(collectives: Sequence[CollectiveRow], step_ms: float, stage: str) ->
             text = f"{stage}: {one['kind']} of {one['bytes'] / 1e6:.0f} MB{times} is not asynchronous"
             found.append(Finding("synchronous-collective", "warning", text, share, MAX_EXPOSED / 5))
     return found
+
+
+def refused_by_cudnn(answers: Answers) -> list[Finding]:
+    """Calls of attention that cuDNN has no plan for."""
+    refused = [(call, answer.refused) for call, answer in answers.by_call.items() if answer.refused]
+    return [
+        Finding("cudnn-refuses", "error", f"cuDNN {answers.version} has no plan for {call.words}: {why}", 1.0, 0.0)
+        for call, why in refused
+    ]
 
 
 def slow_scatters(text: str) -> list[Finding]:

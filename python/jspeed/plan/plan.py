@@ -20,13 +20,14 @@ from jspeed.plan.compile import (
     last_step,
     with_backend,
 )
+from jspeed.plan.cudnn import plans as cudnn
 from jspeed.plan.describe_stage import describe_stage
 from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan
 from jspeed.plan.shard_map_checks import check_shard_map
-from jspeed.plan.target import Cluster, pretend
+from jspeed.plan.target import Cluster, Target, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import divisions, micro_batches
+from jspeed.run.compute.device import USABLE, divisions, micro_batches
 from jspeed.run.compute.known_faults import has_cas_scatter
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.sizes import parameter_count, scored_shape
@@ -44,6 +45,8 @@ GUESSES = [
     "step time over roofline: one factor, fitted on published times of other programs for the same schedules",
     f"the range: {predict.SPREAD[0]} to {predict.SPREAD[1]} times the fitted time",
     "communication time: bytes over bandwidth, and between nodes a latency for every node",
+    f"{1e6 * predict.GAP} us between kernels (in CUDA graphs; {1e6 * predict.GAP_WITHOUT_GRAPHS} without), and "
+    f"{1e6 * predict.EMPTY_BLOCK:g} us of an SM for each block of attention that finds nothing to do",
     "the price",
 ]
 
@@ -65,6 +68,8 @@ def make_plan(
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
     problems, matmuls = find_problems(recipe, last, steps[-1], stages, ideal)
+    answers = ask_cudnn(steps, cluster.target)
+    problems += findings.refused_by_cudnn(answers) if answers else []
     price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
     fits, summary = memory_summary(recipe, hardware, steps)
     return {
@@ -92,7 +97,7 @@ def make_plan(
         "stages": stages,
         "predicted_step_ms": [1e3 * edge / total for edge in seconds],
         "predicted_seconds": seconds,
-        "fitted_seconds": sum(s["steps"] * s["roofline_ms"] for s in stages) / 1e3 * predict.slowdown(),
+        "fitted_seconds": sum(s["steps"] * s["fitted_ms"] for s in stages) / 1e3,
         "bottlenecks": predict.bottlenecks([(step.stage.steps, step.kernels) for step in steps], cluster),
         "predicted_cost": {
             "currency": "USD",
@@ -100,12 +105,19 @@ def make_plan(
             "low": seconds[0] / 3600 * price * cluster.devices,
             "high": seconds[1] / 3600 * price * cluster.devices,
         },
+        "cudnn": answers and {
+            "version": answers.version,
+            "calls": [
+                {"call": call.words, "engine": one.engine, "workspace_bytes": one.workspace, "refused": one.refused}
+                for call, one in answers.by_call.items()
+            ],
+        },
         "doctor": [
             {"name": f.name, "level": f.level, "text": f.text, "value": f.value, "threshold": f.threshold}
             for f in problems
         ],
         "matmuls": matmuls,
-        "warnings": warnings(hardware, steps)
+        "warnings": warnings(hardware, steps, max(stage["attention_workspace_bytes"] for stage in stages), answers)
         + ([] if fits else [summary])
         + [f"{f.name}: {f.text}" for f in problems if f.level != "note"],
         "bounds": BOUNDS,
@@ -133,6 +145,12 @@ def find_problems(
     for row in matmuls:
         row["source"] = hlo.short(row["source"])
     return found, matmuls
+
+
+def ask_cudnn(steps: Sequence[Step], target: Target) -> cudnn.Answers | None:
+    """What the real cuDNN says of the steps' attention, where it is installed for plans and there is such attention."""
+    site, calls = cudnn.folder(), cudnn.calls(step.text for step in steps if not step.shared)
+    return cudnn.ask(site, target, calls) if site and calls else None
 
 
 def narrow_vocabulary(recipe: Recipe, stage: Stage) -> int | None:
@@ -178,7 +196,7 @@ def memory_summary(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) ->
     if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
         flag = "--micro-batch " if len({stage.lane_len for stage in recipe.stages}) == 1 else "a micro-batch of "
         return False, f"{start}; {flag}{smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
-    if need <= 0.95 * whole and not hardware.cluster.target.tpu:
+    if need <= USABLE * 0.95 * whole and not hardware.cluster.target.tpu:
         return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
     return (
         False,
@@ -238,7 +256,7 @@ def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[SearchRow]:
         except compiler.DoesNotFit as refused:
             yield row | {"peak_bytes": refused.bytes}
             continue
-        seconds = predict.times(step.kernels, hardware.cluster)[0].total
+        seconds = predict.times(step.kernels, hardware.cluster)[0].fitted
         fits = step.memory["peak"] <= hardware.limit
         yield row | {
             "layout": with_remat(hardware.layout) if step.remat else hardware.layout,
@@ -251,8 +269,10 @@ def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[SearchRow]:
             return
 
 
-def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
-    """Limits of this plan: shared programs, attention backend, autotuning."""
+def warnings(
+    hardware: Hardware, steps: Sequence[Step], workspace: int, answers: cudnn.Answers | None
+) -> list[str]:
+    """Limits of this plan: shared programs, attention backend with its ``workspace`` in bytes, autotuning."""
     found = []
     if any(step.shared for step in steps):
         found.append(
@@ -260,11 +280,16 @@ def warnings(hardware: Hardware, steps: Sequence[Step]) -> list[str]:
             "(checked on the first and the last program), so their kernels, bytes and memory are those of the compiled "
             "one"
         )
-    if hardware.device.attention == "cudnn":
+    if hardware.device.attention in ("cudnn", "cudnn_lanes"):
+        size = f"{workspace / 1e9:.2f} GB of workspace"
         found.append(
-            "attention is planned with cuDNN, whose execution plans are built only on a GPU: unsupported shapes are "
-            "not detected here; with fa4_jax installed, training uses FlashAttention 4 on H100 and H200"
+            f"attention is cuDNN's: cuDNN {answers.version}, asked, has a plan for each call that it does not refuse "
+            f"above; at most {size}"
+            if answers
+            else f"attention is cuDNN's, with at most {size} by the formula that its plans for an H100 follow; what it "
+            "supports is not asked: make test-cudnn installs it for plans to ask"
         )
+        found.append("with fa4_jax installed, training uses FlashAttention 4 on H100 and H200")
     elif hardware.device.attention == "triton":
         found.append(
             "attention is planned with jspeed's own kernels; they compile for this GPU but have not run on one, and "

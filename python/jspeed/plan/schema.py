@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 Kind = Literal["fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other", "collective"]
 Level = Literal["error", "warning", "note"]  # only errors count for --strict
-Time = Literal["compute", "memory", "communication", "exposed_communication"]
+Time = Literal["compute", "memory", "communication", "exposed_communication", "launches", "empty_blocks"]
 Allocation = Literal[
     "arguments", "outputs", "aliased", "temporaries", "peak"
 ]  # aliased: outputs in the place of arguments
@@ -67,6 +67,7 @@ class StagePlan(MicroBatch):
     compiled: bool  # False: it shares another stage's program
     memory_bytes: dict[Allocation, Bytes]  # as the compiler allocates it
     memory_by_kind: dict[str, Bytes]  # the values sum to the peak
+    attention_workspace_bytes: Bytes  # of the call of cuDNN that takes most, while it runs; part of the temporaries
     largest_buffers: list[BufferRow]  # at most 10
     flops: FLOPs
     flops_by_dtype: dict[str, FLOPs]
@@ -75,8 +76,10 @@ class StagePlan(MicroBatch):
     bytes_moved: float  # bytes read and written in device memory
     kernels: dict[str, int]  # runs by Kind; collectives are not among them
     collectives: list[CollectiveRow]  # in schedule order
-    time_ms: dict[Time, Milliseconds]  # compute-bound and memory-bound kernels, all and exposed communication
-    roofline_ms: Milliseconds  # compute, memory and exposed communication
+    time_ms: dict[Time, Milliseconds]  # compute-bound and memory-bound kernels, all and exposed communication, ...
+    # ... idle time between kernels, and blocks of attention that find nothing to do
+    roofline_ms: Milliseconds  # compute, memory, exposed communication and launches
+    fitted_ms: Milliseconds  # what is predicted: the roofline by the fit to published times, and empty blocks
     predicted_ms: MillisecondRange
 
 
@@ -108,6 +111,22 @@ class Cost(TypedDict):
     per_device_hour: float
     low: float
     high: float
+
+
+class CudnnRow(TypedDict):
+    """A call of cuDNN's attention, and what cuDNN says of it."""
+
+    call: str
+    engine: str  # of the plan that it takes; empty if it refuses
+    workspace_bytes: Bytes
+    refused: str  # why, or empty
+
+
+class CudnnPlan(TypedDict):
+    """The answers of a cuDNN that was asked; :mod:`jspeed.plan.cudnn.plans`."""
+
+    version: str
+    calls: list[CudnnRow]
 
 
 class FindingRow(TypedDict):
@@ -172,6 +191,7 @@ class Plan(TypedDict):
     fitted_seconds: Seconds  # of the run
     bottlenecks: list[BottleneckRow]  # largest first
     predicted_cost: Cost
+    cudnn: CudnnPlan | None  # None: not asked
     doctor: list[FindingRow]
     matmuls: list[MatmulRow]  # most FLOPs first
     warnings: list[str]

@@ -29,6 +29,7 @@ class Target(NamedTuple):
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability, (9, 0)
     cudnn: int = 0  # of a GPU, as cuDNN numbers its versions: 91002 is 9.10.2
     tpu: dict[str, Any] | None = None  # of a TPU: its kind, and the topology of each number of chips
+    cores: int = 0  # of a GPU: streaming multiprocessors
 
     @property
     def device_kind(self) -> str:
@@ -76,7 +77,8 @@ def load_target(name: str) -> Target:
     text = (TARGETS / f"{name}.txtpb").read_text()
     major, minor = _fields(text, "cuda_compute_capability", "major", "minor")
     dnn = _fields(text, "dnn_version_info", "major", "minor", "patch")
-    return Target(name, text, (major, minor), dnn[0] * 10000 + dnn[1] * 100 + dnn[2])
+    cudnn = dnn[0] * 10000 + dnn[1] * 100 + dnn[2]
+    return Target(name, text, (major, minor), cudnn, cores=int(device_numbers(text)["core_count"]))
 
 
 def load_facts(name: str) -> Facts:
@@ -182,6 +184,12 @@ def target_mesh(target: Target, devices: int = 8, nodes: int = 1, axes: Mapping[
 def pretend(target: Target) -> AbstractContextManager[None]:
     """Make JAX's queries about the live GPU answer for ``target`` while code is traced and lowered."""
     return pretend_gpu(target.capability, target.cudnn)
+
+
+def device_numbers(text: str) -> dict[str, float]:
+    """The numbers of ``gpu_device_info`` in a target's text, by name."""
+    inside = text[text.index("gpu_device_info {") : text.index("\n}")]
+    return {name: float(value) for name, value in re.findall(r"^  (\w+): ([\d.]+)$", inside, re.MULTILINE)}
 
 
 def _fields(text: str, message: str, *names: str) -> list[int]:

@@ -33,6 +33,7 @@ from jspeed.run import evaluate, export
 from jspeed.run.checkpoint import restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
+from jspeed.run.compute.compiler import out_of_memory
 from jspeed.run.compute.device import Device, device_of, has_document_masks, kernels_of, micro_batches, platform_problem
 from jspeed.run.compute.known_faults import known_faults
 from jspeed.run.compute.malloc import keep_freed_memory
@@ -136,23 +137,28 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         for note in (device.note, platform_problem(device.platform), taken):
             if note:
                 console.print(f"note: {note}", markup=False, soft_wrap=True)
-        with clock.section("compile"):
-            program, checked = compile_or_fall_back(
-                recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
-            )
-            checked = count_kernels(program, checked, found.fields.get("FP8"), console)
-            device = checked.device
+        seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
+        while True:
+            with clock.section("compile"):
+                program, checked = compile_or_fall_back(
+                    recipe, mesh, options.layout, options.micro_batch, len(rows), checked, console
+                )
+                checked = count_kernels(program, checked, found.fields.get("FP8"), console)
+                device = checked.device
+            with clock.section("warm-up"), output.waiting(console, "warming up"):
+                fresh = checksum(program.init(seed))
+                validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
+                fitted = warm_up_fits(program, recipe, mesh, validation.rows)
+            if fitted:
+                break
+            checked = with_less_memory(checked, program.need)
+            console.print(f"note: {program.need / 1e9:.1f} GB a device were too much to run; taking less at once")
         if program.parts != parts:
             console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
         for note in memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         for note in known_faults(device, has_document_masks(recipe), program.texts):
             console.print(f"note: {note}", markup=False, soft_wrap=True)
-        seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
-        with clock.section("warm-up"), output.waiting(console, "warming up"):
-            fresh = checksum(program.init(seed))
-            validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
-            warm_up(program, recipe, mesh, validation.rows)
         with clock.section("initial state"):
             record: dict[str, Any] | None = None
             if step is not None:
@@ -192,6 +198,23 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         at_start=at_start,
         kernels=checked.record(),
     )
+
+
+def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> bool:
+    """Warm up; return False where that runs out of memory on a process, on all."""
+    failure = None
+    try:
+        warm_up(program, recipe, mesh, rows)
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        failure = str(error)
+    return not any(gather("out of memory in warm-up", failure))
+
+
+def with_less_memory(checked: Preflight, need: int) -> Preflight:
+    """Return ``checked`` for devices that cannot hold a program of ``need`` bytes, so that a smaller one is compiled."""
+    return replace(checked, device=replace(checked.device, memory=need - 1))
 
 
 def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:

@@ -1,5 +1,6 @@
 """The training loop: batch, dispatch, read the previous step's loss; with pauses for evaluation and checkpoints."""
 
+import gc
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -67,7 +68,10 @@ def run(options: Options) -> tuple[int, Path]:
                     progress.resume(setup.record)
                 # Without jit every constant of the program is a copy.
                 with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
-                    with Checkpoints(setup.run_dir / "checkpoints", options.keep_checkpoints) as checkpoints:
+                    with (
+                        no_garbage_collection(),
+                        Checkpoints(setup.run_dir / "checkpoints", options.keep_checkpoints) as checkpoints,
+                    ):
                         state = loop(setup, progress, stop, checkpoints, last_step)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
                 if not progress.steps:
@@ -124,6 +128,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
             read()
             with clock.section("evaluation", wait_for=state):
                 progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
+                gc.collect()
             if setup.options.keep_best and progress.at_validation:
                 with clock.section("checkpoint"), jax.transfer_guard("allow"):
                     keep_best(setup, progress, state["params"])
@@ -175,6 +180,20 @@ def every_step(
     for stage, phases in zip(stages, executables, strict=True):
         for step in islice(number, stage.steps):
             yield stage, phases[step % len(phases)]
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python from looking for reference cycles while the clock runs; evaluations, which are pauses, do (record 92
+    does so too). What is here already, tracing's millions of objects, is not looked at again."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 @contextmanager

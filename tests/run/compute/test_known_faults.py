@@ -46,6 +46,14 @@ def test_only_what_a_run_uses_is_named():
     assert len(known_faults.known_faults(lanes, True, lambda: iter([step(4)]), bad.get)) == 1
 
 
+@pytest.mark.parametrize(("keys", "version", "said"), [(2048, (9, 15, 0), 0), (2056, (9, 15, 0), 1), (2056, (9, 15, 1), 0)])
+def test_keys_that_are_no_multiple_of_128(keys, version, said):
+    config = f'{{"intermediate_tensor_shape":{{"element_type":"BF16","dimensions": ["24", "6", "{keys}", "{keys}"]}}}}'
+    text = f'custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={{"cudnn_fmha_backend_config":{config}}}'
+    found = known_faults.known_faults(GPU, True, lambda: iter([step(4), text]), (GOOD | {"cuDNN": version}).get)
+    assert len(found) == said and all("gradients wrongly in CUDA graphs" in line for line in found)
+
+
 def test_the_installed_versions_are_read():
     assert known_faults.version_of("jaxlib") == tuple(map(int, jax.lib.__version__.split(".")[:3]))
     assert known_faults.version_of("cuDNN") is None, "no CUDA in the tests"

@@ -21,6 +21,7 @@ CUDNN: dict[str, Kind] = {
     "__cudnn$fmhaSoftmax": "attention_forward",
     "__cudnn$fmhaSoftmaxBackward": "attention_backward",
 }
+TILE = 128  # tokens of a block of cuDNN's kernels for Hopper
 MATMULS = {"attention_forward": 2, "attention_backward": 5}
 # The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
 TRITON = "__gpu$xla.gpu.triton"
@@ -65,6 +66,45 @@ def flops_of(kind: str, step: Instruction, max_doc_len: int | None, windows: Map
         lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
         seen = mean_context(lane, window or None)
     return MATMULS[kind] * 2 * batch * heads * queries * seen * width
+
+
+def graph_of(step: Instruction) -> tuple[bool, int, int, int, int, bool, bool, int]:
+    """What cuDNN is asked for by one of its calls: the fields of :class:`jspeed.plan.cudnn.plans.Call`."""
+    config = _fmha(step)
+    batch, heads, queries, _ = map(int, config["intermediate_tensor_shape"]["dimensions"])
+    slots = int(config["max_seg_per_batch"])
+    backward, causal = CUDNN[step.target] == "attention_backward", "CAUSAL" in config["mask_type"]
+    window = int(config["sliding_window_length"])
+    return backward, batch * slots, heads, queries, step.arrays[0].dims[-1], slots > 1, causal, window
+
+
+def empty_blocks(step: Instruction) -> int:
+    """Thread blocks of a call of cuDNN's attention that find nothing to do.
+
+    There is one for every tile of queries of every slot for a document, as if each were as long as a row of the arrays;
+    those of as many slots as there are rows have a token. The backward pass counts three kernels, as FlashAttention's
+    has (arXiv 2307.08691): sums of dO x O, the gradients, dQ's conversion.
+    """
+    if step.target not in CUDNN:
+        return 0
+    backward, documents, heads, length, *_ = graph_of(step)
+    rows = documents // int(_fmha(step)["max_seg_per_batch"])
+    return (3 if backward else 1) * (documents - rows) * heads * -(-length // TILE)
+
+
+def workspace_bytes(documents: int, heads: int, length: int, width: int) -> int:
+    """Bytes of workspace of cuDNN's backward pass over ``documents`` slots of ``length`` tokens each, packed or not.
+
+    dQ's sum and one number a query, fp32: what cuDNN's plans for Hopper and Blackwell ask for, 9.19 and 9.28, and head
+    widths of 64 to 256, to 50 kB and 512 bytes a document (``make test-cudnn``). The forward pass asks for none.
+    """
+    return 4 * documents * heads * length * (width + 1)
+
+
+def workspace(step: Instruction) -> int:
+    """Bytes of scratch memory of a call of cuDNN's attention: its last result, which nothing reads."""
+    last = step.arrays[-1] if step.target in CUDNN else None
+    return last.bytes if last and last.dtype == "u8" else 0
 
 
 def read_again(step: Instruction) -> int:

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = (BLUE, ORANGE, GREEN, RED, PINK, SKY)
-TIMES: dict[Time, str] = {"compute": BLUE, "memory": ORANGE, "exposed_communication": RED}  # end to end
+TIMES: dict[Time, str] = {  # end to end
+    "compute": BLUE,
+    "memory": ORANGE,
+    "exposed_communication": RED,
+    "launches": PINK,
+    "empty_blocks": SKY,
+}
 ALL_COMMUNICATION = GREEN  # hidden or not
 MIB = 2**20  # bytes; the legend leaves out what is smaller
 

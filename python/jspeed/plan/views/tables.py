@@ -42,9 +42,9 @@ class Table(NamedTuple):
 
 def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
-    head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms", "peak",
-            "TFLOPs", "moved", "micro-batch"]  # fmt: skip
-    kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication")
+    head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms",
+            "launch ms", "empty ms", "peak", "TFLOPs", "moved", "micro-batch"]  # fmt: skip
+    kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication", "launches", "empty_blocks")
     rows = [
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
          f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
@@ -55,7 +55,8 @@ def stages(plan: Plan) -> Table:
     ]  # fmt: skip
     note = (
         "One device, one step; (1/2) is the first of two. Compute and memory are compute-bound and memory-bound "
-        "kernels; with the exposed communication they add up to the roofline of the step. Peak: of memory. "
+        "kernels; with the exposed communication and the idle time between kernels (launch) they add up to the roofline "
+        "of the step. Empty: blocks of attention that find nothing to do. Peak: of memory. "
         "micro-batch: tokens x number; in parentheses the tokens of a head-loss chunk; remat: layers are recomputed. "
         "*: shares another stage's program."
     )

@@ -23,6 +23,9 @@ GPU_OPTIONS: dict[str, Any] = {
     # it multiplies in bf16. Record 29's head has three FP8 matmuls without and none with them. cuBLASLt has the rest.
     "xla_gpu_enable_triton_gemm": False,
 }
+# Else processes share the tuning of a program and wait for each other's results, for up to a day: one that finds the
+# program in its own cache, as on the one node of several that has compiled it before, gives none.
+SHARDED_TUNING = "xla_gpu_shard_autotuning"
 FP8_CALL = "__cublas$lt$matmul$f8"  # the custom call of an FP8 matmul
 
 # libtpu's least optimisation effort, XLA's EffortLevel O0, unless EFFORT is set: a core then compiles track3 for eight
@@ -41,12 +44,19 @@ class DoesNotFit(BadInput):
         self.bytes = needed
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether XLA found no room in a device's memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def options_for(platform: str) -> dict[str, Any] | None:
     """The XLA options of this file that ``platform`` takes, without those that the environment sets."""
     if platform == "tpu":
         return None if EFFORT in os.environ else TPU_OPTIONS
     flags = os.environ.get("XLA_FLAGS", "")
     given = {name: value for name, value in GPU_OPTIONS.items() if not re.search(rf"--{name}\b", flags)}
+    if jax.process_count() > 1 and SHARDED_TUNING not in flags:
+        given[SHARDED_TUNING] = False
     return given if platform in GPUS else None
 
 

@@ -18,6 +18,7 @@ from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute.split_lanes import numbers_of_pieces
 from jspeed.run.evidence.provenance import installed_version
 
+USABLE = 0.95  # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
 CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a stdlib-sized step on two cores
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
 BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
@@ -171,12 +172,13 @@ def kernels_of(device: Device, fp8: str | None) -> tuple[str, str]:
 
 
 def memory_of(device: Any) -> int | None:
-    """Bytes the allocator may take on ``device``; None where it is unknown (CPU, absent devices)."""
+    """Bytes that a program may need of ``device``; None where they are not known (CPU, absent devices)."""
     try:
         stats = device.memory_stats()
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
-    return stats.get("bytes_limit") if stats else None
+    limit = stats.get("bytes_limit") if stats else None
+    return int(USABLE * limit) if limit and device.platform in GPUS else limit
 
 
 def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:

@@ -11,6 +11,7 @@ from jspeed.run.evidence.provenance import installed_version
 
 MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
 RESULT = re.compile(r"%?([\w.-]+) = f32\[([\d,]*)\]")
+KEYS = re.compile(r'fmhaSoftmaxBackward.*?"intermediate_tensor_shape".*?"dimensions": *\[(?:"\d+", *){3}"(\d+)"\]')
 SCATTER = re.compile(r"%?([\w.-]+) = f32\[[\d,]*\]\S* scatter\(.*?([\w.-]+)\), .*?update_window_dims=\{([\d,]*)\}")
 
 
@@ -38,6 +39,11 @@ def uses_cudnn(use: Use) -> bool:
     return use.attention.startswith("cudnn")
 
 
+def keys_not_in_128s(use: Use) -> bool:
+    """Whether a backward call of cuDNN's attention has a number of keys that is no multiple of 128."""
+    return any(int(found[1]) % 128 for text in use.program() for found in KEYS.finditer(text))
+
+
 def adds_scalars(use: Use) -> bool:
     """Whether a step scatters many single fp32 numbers."""
     return any(any(scalar_scatters(text)) for text in use.program())
@@ -56,6 +62,8 @@ FAULTS = (
           "computes 16-bit attention wrongly", NEWER_CUDNN),
     Fault("cuDNN", (9, 14, 0), (9, 14, 1), lambda use: uses_cudnn(use) and use.packed,
           "computes windows within documents wrongly from 1,025 keys on", NEWER_CUDNN),
+    Fault("cuDNN", (9, 0, 0), (9, 15, 1), lambda use: uses_cudnn(use) and keys_not_in_128s(use),
+          "computes gradients wrongly in CUDA graphs where the keys are no multiple of 128", NEWER_CUDNN),
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.compiler import FP8_CALL, custom_calls, options_for
+from jspeed.run.compute.compiler import FP8_CALL, custom_calls, options_for, out_of_memory
 from jspeed.run.compute.device import Device, has_bounded_documents, has_document_masks, head_width
 from jspeed.run.compute.program import Program, compile_program
 from jspeed.run.evidence.provenance import installed_version
@@ -228,7 +228,7 @@ def compile_or_fall_back(
             try:
                 program = compile_program(recipe, mesh, layout, micro_batch, rows, device)
             except (Refused, jax.errors.JaxRuntimeError) as caught:
-                if (device.attention == "xla" and not device.own_kernels) or "RESOURCE_EXHAUSTED" in str(caught):
+                if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
                     raise
                 error, failure = caught, first_line(caught)
         tried = f"compiled with {device.attention}, own kernels {device.own_kernels}"

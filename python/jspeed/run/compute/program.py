@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,12 +20,14 @@ from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import accumulators
-from jspeed.run.compute.compiler import compiled, measured
-from jspeed.run.compute.device import Device, device_of, divisions, lanes_of_device, micro_batches
+from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_of_memory
+from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
+GPU_COMPILES = 2  # at a time
+Job = tuple[Stage, int]  # and the phase of its steps
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
@@ -50,6 +52,12 @@ class Program:
     remat: bool = False
     parts: tuple[int, ...] = ()
 
+    @property
+    def need(self) -> int:
+        """Bytes of a device that the step needs which needs most."""
+        steps = chain.from_iterable(self.steps)
+        return max((memory_needed(step) for step in steps if isinstance(step, jax.stages.Compiled)), default=0)
+
     def texts(self) -> Iterator[str]:
         """Yield the optimised HLO of each step that was compiled."""
         for step in chain.from_iterable(self.steps):
@@ -72,9 +80,8 @@ def compile_program(
     if without_jit():
         return eager_program(recipe, mesh, layout, micro_batch, rows, device)
     init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
-        fitted = list(pool.map(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs))
+    jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
+    fitted = compile_all(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs, device)
     last, period = fitted[-1], recipe.period
     every = [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
@@ -83,6 +90,26 @@ def compile_program(
     padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
     numbers = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     return Program(init, steps, evaluation, micro_tokens, padded, last.head_chunk, last.remat, numbers)
+
+
+def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], device: Device) -> list[Attempt]:
+    """Compile side by side on a CPU, two at a time on GPUs.
+
+    XLA tries kernels on the GPU with arrays as large as the program's: several programs at once can be more than it
+    holds, and XLA's tuning has had deadlocks (openxla PRs 41399, 42415). What runs out of memory is compiled again,
+    alone.
+    """
+    with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else os.cpu_count()) as pool:
+        started = [pool.submit(compile_one, job) for job in jobs]
+    found = []
+    for job, one in zip(jobs, started, strict=True):
+        try:
+            found.append(one.result())
+        except jax.errors.JaxRuntimeError as error:
+            if len(jobs) == 1 or not out_of_memory(error):
+                raise
+            found.append(compile_one(job))
+    return found
 
 
 def compile_evaluation(

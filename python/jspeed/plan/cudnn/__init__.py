@@ -1,0 +1,1 @@
+"""What the real cuDNN says of attention on a GPU that is not here."""
