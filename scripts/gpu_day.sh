@@ -1,115 +1,82 @@
 #!/usr/bin/env bash
-# Run everything that needs a GPU: tests, step benchmarks, kernel benchmarks, attention backends, a training run.
-# A part that fails does not stop the others; the end says which did.
+# The first hour on a GPU, in parts of at most ten minutes (scripts/benches/gpu_day.py); without a network and without
+# Rust. Every result is a line of JSON in runs/gpu_day/results.jsonl, and a part that was stopped goes on where it was.
 #
-#   scripts/gpu_day.sh [TOKEN_FOLDER]
+#   scripts/gpu_day.sh pack     where jspeed is built: its wheel, and those of packages that a GPU image lacks, in dist/
+#   scripts/gpu_day.sh PART     on the GPU: probe, stages, own or product; exit code 75: run it again for the rest
+#   scripts/gpu_day.sh tests    tests/gpu, where pytest is installed
+#   scripts/gpu_day.sh table    predicted beside measured, from the results so far
+#   scripts/gpu_day.sh          all of these but pack
 #
-# Without TOKEN_FOLDER (FineWeb-format GPT-2 shards) steps run on synthetic tokens and nothing is trained.
-# Environment: PYTHON (default .venv/bin/python), OUT (the folder of results, default runs/gpu-TIME), RECIPES,
-# RECIPE (the one to train, default r29), SECONDS_TO_TRAIN (600), PART_SECONDS (3600: a part that takes longer fails).
-# The environment needs: maturin develop --release --extras cuda12,dev  (or cuda13; fa4 as pyproject.toml says).
+# The image needs Python 3.12, JAX for CUDA, and what else pyproject.toml names; dist/ is carried to it. Environment:
+# PYTHON (default .venv/bin/python, else python3), DAY (the folder of results and of all else that is kept),
+# OUT (a folder for copies of the results), PART_SECONDS (540), GPU_DAY=toy (tries the parts on a CPU, in minutes).
 set -u
-
-tokens=
-if [ $# -gt 0 ]; then
-  if ! tokens=$(cd -- "$1" 2>/dev/null && pwd) || ! ls "$tokens"/*.bin >/dev/null 2>&1; then
-    echo "error: TOKEN_FOLDER $1 should be a folder of .bin token shards but is not; make one with" \
-      '`python scripts/prepare.py fineweb --out DIR`, or give none for synthetic tokens' >&2
-    exit 2
-  fi
-fi
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-.venv/bin/python}
-out=${OUT:-runs/gpu-$(date -u +%Y%m%dT%H%M%SZ)}
-recipe=${RECIPE:-r29}
-read -r -a recipes <<<"${RECIPES:-llmc track3 r21 r29 r62 r89}"
-minutes=$(awk -v s="${SECONDS_TO_TRAIN:-600}" 'BEGIN { print s / 60 }')
-data=(${tokens:+--data "$tokens"})
-passed=()
-failed=()
-export PYTHONUNBUFFERED=1
+command -v "$python" >/dev/null || python=$(command -v python3)
+if [ -z "$python" ]; then
+  echo "error: there is no Python at ${PYTHON:-.venv/bin/python}, and no python3; set PYTHON" >&2
+  exit 2
+fi
+day=${DAY:-runs/gpu_day}
 
-# part NAME COMMAND...: run a command, note how it ended, return its exit code
+pack() {
+  rm -rf dist && mkdir -p dist
+  "$python" -m maturin build --release --quiet --out dist
+  "$python" -m pip download --quiet --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
+    --platform manylinux2014_x86_64 --platform any --dest dist 'tyro>=1.0' 'platformdirs>=4.0' && ls -s dist
+}
+
+# Installs what is in dist/ and not yet here into a folder of its own, so that nothing of the image changes.
+prepare() {
+  mkdir -p "$day" || exit 2
+  day=$(cd "$day" && pwd)
+  export PYTHONUNBUFFERED=1 JSPEED_CACHE=$day/cache
+  export PYTHONPATH=$day/site:$PWD/scripts:$PWD
+  if [ -d /usr/local/cuda/bin ]; then export PATH=$PATH:/usr/local/cuda/bin; fi
+  for wheel in dist/*.whl; do
+    name=$(basename "$wheel" | sed 's/-.*//')
+    [ -e "$wheel" ] && ! "$python" -c "import importlib.metadata as m; m.version('$name')" 2>/dev/null &&
+      "$python" -m pip install --quiet --no-index --no-deps --target "$day/site" "$wheel"
+  done
+  "$python" -c 'import jspeed._dataloader' 2>/dev/null || {
+    echo "error: jspeed is not installed and dist/ has no wheel for this Python; run scripts/gpu_day.sh pack where Rust is" >&2
+    exit 2
+  }
+}
+
 part() {
-  local name=$1 began=$SECONDS code
-  shift
-  printf '\n=== %s: %s\n' "$name" "$*"
-  timeout "${PART_SECONDS:-3600}" "$@"
-  code=$?
-  printf '=== %s: exit code %s after %s s\n' "$name" "$code" $((SECONDS - began))
-  if [ "$code" -eq 0 ]; then passed+=("$name"); else failed+=("$name ($code)"); fi
-  return "$code"
+  case $1 in
+  tests)
+    "$python" -c 'import pytest' 2>/dev/null || { echo 'tests: pytest is not installed, skipped'; return 0; }
+    JSPEED_TEST_GPU=1 timeout "${PART_SECONDS:-540}" "$python" -m pytest -q tests/gpu
+    ;;
+  probe | stages | own | product | table)
+    timeout 600 "$python" -m benches.gpu_day "$1" "$day" ${OUT:+"$OUT"}
+    ;;
+  *)
+    echo "error: $1 is no part; scripts/gpu_day.sh takes pack, probe, stages, own, product, tests or table" >&2
+    exit 2
+    ;;
+  esac
 }
 
-main() {
-  local each
-  part nvidia-smi nvidia-smi
-  part devices "$python" -c '
-import sys, jax
-print("jax", jax.__version__, *jax.devices(), sep="\n")
-sys.exit(0 if jax.default_backend() == "gpu" else "error: JAX finds no GPU; the rest would run on the CPU for days")' || return
-  if [ -n "$tokens" ]; then part tokens "$python" -m jspeed.data "$tokens"; fi
-
-  part tests env JSPEED_TEST_GPU=1 "$python" -m pytest tests/gpu
-
-  # One process for each recipe: what one leaves behind, memory above all, is not the next one's.
-  for each in "${recipes[@]}"; do
-    part "gpu-$each" "$python" scripts/bench.py gpu --recipe "$each" "${data[@]}" --json "$out/gpu-$each.json"
-  done
-
-  # What one of eight GPUs would do in a step, communication apart: beside the 31.5, 56.8 and 82.6 ms of record 89.
-  for each in r62 r89; do
-    part "lane-$each" env CUDA_VISIBLE_DEVICES=0 "$python" scripts/bench.py gpu --recipe "$each" --set LANES=1 \
-      --json "$out/lane-$each.json"
-  done
-
-  for each in off on; do
-    part "jspeed2-own-$each" env CUDA_VISIBLE_DEVICES=0 "$python" scripts/bench.py gpu --recipe jspeed2 \
-      --set LANES=1 OWN_KERNELS=$each --json "$out/jspeed2-own-$each.json"
-  done
-  part fused "$python" scripts/bench.py fused
-
-  for each in cudnn triton fa4; do
-    if [ "$each" = fa4 ] && ! "$python" -c 'import fa4_jax' 2>/dev/null; then
-      printf '\n=== attention-fa4: fa4-jax is not installed, skipped\n'
-      continue
-    fi
-    part "attention-$each" "$python" scripts/bench.py gpu --recipe r29 --attention "$each" "${data[@]}" \
-      --json "$out/attention-$each.json"
-  done
-
-  if [ -n "$tokens" ]; then
-    # A run that ends above its target has exit code 1; more is a refusal or a crash, and no record of today.
-    printf '\n=== training\n'
-    timeout "${PART_SECONDS:-3600}" "$python" scripts/speedrun.py "$recipe" --data "$tokens" --max-minutes "$minutes" \
-      --run-dir "$out/$recipe" --no-progress
+if [ "${1:-}" = pack ]; then
+  pack
+  exit
+fi
+prepare
+if [ $# -gt 0 ]; then
+  part "$1"
+  exit
+fi
+for each in probe stages own product; do
+  code=75
+  while [ "$code" -eq 75 ]; do
+    part "$each"
     code=$?
-    part training "$python" -c '
-import json, sys
-if int(sys.argv[2]) > 1:
-    sys.exit("speedrun.py ended with exit code " + sys.argv[2])
-run = json.load(open(sys.argv[1]))
-print(run["status"], "after", run["steps"], "steps; loss curve:", sys.argv[1].replace("run.json", "loss.svg"))
-sys.exit(run["status"] not in ("finished", "stopped"))' "$out/$recipe/run.json" "$code"
-  else
-    printf '\n=== training: no TOKEN_FOLDER given, skipped\n'
-  fi
-}
-
-finish() {
-  printf '\npassed: %s\n' "${passed[*]:-nothing}"
-  printf 'failed: %s\n' "${failed[*]:-nothing}"
-  printf 'results: %s\n' "$out"
-  [ ${#failed[@]} -eq 0 ]
-}
-
-if ! command -v "$python" >/dev/null; then
-  echo "error: there is no Python at $python; run \`make speedrun\`, which makes one, or set PYTHON" >&2
-  exit 2
-fi
-if ! mkdir -p "$out" 2>/dev/null; then
-  echo "error: the folder of results $out cannot be made; set OUT to one that can" >&2
-  exit 2
-fi
-{ main; finish; } 2>&1 | tee "$out/log.txt"
-exit "${PIPESTATUS[0]}"
+  done
+done
+part tests
+part table

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -256,21 +255,3 @@ def test_ci_and_the_workflow_name_commands():
     assert len(commands) == 10 and len(workflow) > 4
     for line in commands + workflow:
         reader.line(line)
-
-
-def test_the_gpu_day_calls_commands(tmp_path):
-    """Its lines with their variables filled in, as a Python of the test's own gets them."""
-    python, tokens = tmp_path / "python", tmp_path / "tokens"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] || {shlex.quote(sys.executable)} -c "{LOG}" {tmp_path}/log "$@"\n')
-    python.chmod(0o755)
-    tokens.mkdir()
-    (tokens / "x_train_000001.bin").touch()
-    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "day")}
-    subprocess.run([ROOT / "scripts/gpu_day.sh", tokens], capture_output=True, timeout=120, env=environment)
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert len(lines) > 15 and any("speedrun.py" in line for line in lines)
-    for line in lines:
-        Reader().line(f"python {line}")
-
-
-LOG = "import shlex, sys; open(sys.argv[1], 'a').write(shlex.join(sys.argv[2:]) + chr(10))"

@@ -130,8 +130,8 @@ def gpt2_like_shards(folder: Path) -> Path:
     ("recipe", "own", "near", "target"),
     [
         ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30", "STEPS=24"], 1e-3, 3.28),
-        # Its embedding is its head, and does not start at zero; its rates are made for more steps. It has all of r62's, as
-        # r29 has r21's.
+        # Its embedding is its head, and does not start at zero; its rates are made for more steps. It has all of
+        # r62's, as r29 has r21's.
         ("r89", ["FP8=on", "STEPS=(11,13)"], 5e-3, 5),
     ],
 )

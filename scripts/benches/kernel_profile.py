@@ -24,13 +24,17 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """The longest kernels of one device. ``kernel_ms`` sums all of them; ``busy_ms`` counts overlaps once."""
+    """The longest kernels of one device. ``kernel_ms`` sums all of them; ``busy_ms`` counts overlaps once.
+
+    ``by_operation`` has milliseconds by HLO instruction; "" is what belongs to none.
+    """
 
     device: str
     kernels: list[Kernel]
     distinct: int
     kernel_ms: float
     busy_ms: float
+    by_operation: dict[str, float]
 
 
 def profile(call: Callable[[], object]) -> Profile | str:
@@ -55,14 +59,16 @@ def read(data: ProfileData) -> Profile | str:
         return "no kernel table: the profile has a GPU but no kernels; may this user read the GPU's counters (CUPTI)?"
     calls: defaultdict[str, int] = defaultdict(int)
     spent: defaultdict[str, float] = defaultdict(float)
+    by_operation: defaultdict[str, float] = defaultdict(float)
     for event in events:
         calls[event.name] += 1
         spent[event.name] += event.duration_ns / 1e6
+        by_operation[str(dict(event.stats).get("hlo_op", ""))] += event.duration_ns / 1e6
     total = sum(spent.values())
     longest = sorted(spent, key=lambda name: -spent[name])[:TOP]
     rows = [Kernel(name, calls[name], spent[name], spent[name] / total if total else 0.0) for name in longest]
     spans = [(event.start_ns, event.start_ns + event.duration_ns) for event in events]
-    return Profile(planes[0].name.strip(), rows, len(spent), total, covered(spans) / 1e6)
+    return Profile(planes[0].name.strip(), rows, len(spent), total, covered(spans) / 1e6, by_operation)
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

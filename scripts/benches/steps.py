@@ -76,53 +76,61 @@ class Setting:
 
 def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row]:
     """Measure the stages of a recipe one after the other, on one training state."""
-    mesh = setting.mesh
-    device = device_of(mesh, setting.attention, recipe=recipe)
-    _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
-    state, best = None, peak(mesh)
+    state = None
     for index in chosen(len(recipe.stages)):
-        stage = recipe.stages[index]
-        began = now()
-        phases = range(recipe.period)
-        fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
-        steps, last = [attempt.program for attempt in fitted], fitted[-1]
-        compile_seconds = now() - began
-        if state is None:
-            init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
-            state = init(jax.device_put(np.uint32(1), replicated(mesh)))
-        before = peak_bytes(mesh)
-        state, times = run(steps, state, recipe, stage, setting)
-        most = peak_bytes(mesh)
-        rate = recipe.tokens_per_step(stage) / times["in_a_row"]
-        flops = flops_per_token(recipe, stage)
-        yield Row(
-            recipe=recipe.name,
-            recipe_hash=recipe_hash,
-            stage=index + 1,
-            stages=len(recipe.stages),
-            lanes=recipe.lanes,
-            lane_len=stage.lane_len,
-            longest_window=max(stage.windows, default=None),
-            attention=device.attention,
-            micro_batches=last.parts,
-            head_chunk=last.head_chunk,
-            remat=last.remat,
-            compile_seconds=compile_seconds,
-            steps=setting.steps,
-            step_ms_median=1e3 * statistics.median(times["alone"]),
-            step_ms_p99=1e3 * float(np.percentile(times["alone"], 99)),
-            step_ms_in_a_row=1e3 * times["in_a_row"],
-            tokens_per_second=rate,
-            tokens_per_second_per_device=rate / mesh.size,
-            flops_per_token=flops,
-            mfu=flops * rate / (mesh.size * best) if best else None,
-            memory_needed=max(memory_needed(step) for step in steps),
-            # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
-            memory_peak=most if most and most > (before or 0) else None,
-            data_wait_ms=1e3 * times["wait"] if setting.shards else None,
-            loss=times["loss"],
-            profile=times["profile"],
-        )
+        row, _, state = measure_stage(recipe, recipe_hash, index, setting, state)
+        yield row
+
+
+def measure_stage(
+    recipe: Recipe, recipe_hash: str, index: int, setting: Setting, state: State | None = None
+) -> tuple[Row, list[str], State]:
+    """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps, the last state)."""
+    mesh, stage, best = setting.mesh, recipe.stages[index], peak(setting.mesh)
+    device = device_of(mesh, setting.attention, recipe=recipe)
+    began = now()
+    phases = range(recipe.period)
+    fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
+    steps, last = [attempt.program for attempt in fitted], fitted[-1]
+    compile_seconds = now() - began
+    if state is None:
+        _, shardings = state_shardings(recipe, DEFAULT_LAYOUT, mesh)
+        init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
+        state = init(jax.device_put(np.uint32(1), replicated(mesh)))
+    before = peak_bytes(mesh)
+    state, times = run(steps, state, recipe, stage, setting)
+    most = peak_bytes(mesh)
+    rate = recipe.tokens_per_step(stage) / times["in_a_row"]
+    flops = flops_per_token(recipe, stage)
+    row = Row(
+        recipe=recipe.name,
+        recipe_hash=recipe_hash,
+        stage=index % len(recipe.stages) + 1,
+        stages=len(recipe.stages),
+        lanes=recipe.lanes,
+        lane_len=stage.lane_len,
+        longest_window=max(stage.windows, default=None),
+        attention=device.attention,
+        micro_batches=last.parts,
+        head_chunk=last.head_chunk,
+        remat=last.remat,
+        compile_seconds=compile_seconds,
+        steps=setting.steps,
+        step_ms_median=1e3 * statistics.median(times["alone"]),
+        step_ms_p99=1e3 * float(np.percentile(times["alone"], 99)),
+        step_ms_in_a_row=1e3 * times["in_a_row"],
+        tokens_per_second=rate,
+        tokens_per_second_per_device=rate / mesh.size,
+        flops_per_token=flops,
+        mfu=flops * rate / (mesh.size * best) if best else None,
+        memory_needed=max(memory_needed(step) for step in steps),
+        # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
+        memory_peak=most if most and most > (before or 0) else None,
+        data_wait_ms=1e3 * times["wait"] if setting.shards else None,
+        loss=times["loss"],
+        profile=times["profile"],
+    )
+    return row, [str(step.as_text()) for step in steps], state
 
 
 def run(
@@ -182,10 +190,10 @@ def run(
     }
 
 
-def synthetic(recipe: Recipe, stage: Stage) -> np.ndarray:
+def synthetic(recipe: Recipe, stage: Stage, seed: int = 0) -> np.ndarray:
     """Random tokens [lanes, lane_len + 1] of the recipe's dtype, in documents as long as FineWeb's (log-normal, median
     403, mean 690); one starts each lane."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     tables = [(spec, axis) for _, spec in leaves(recipe.parameters) for axis in ("token", "vocab") if axis in spec.axes]
     vocab = min([recipe.data.vocab_size, *(spec.shape[spec.axes.index(axis)] for spec, axis in tables)])
     tokens = rng.integers(0, vocab, (recipe.lanes, stage.lane_len + 1), dtype=recipe.data.dtype)

@@ -28,6 +28,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
         if kernel.flops:
             by_part[part_of(kernel, matrices)] += kernel.times * kernel.flops
             by_dtype[kernel.dtype] += kernel.times * kernel.flops
+    different = {(buffer.array, buffer.instruction.source): buffer for buffer in hlo.buffers(step.text, 2**16)}
     largest: list[BufferRow] = [
         {
             "bytes": buffer.array.bytes,
@@ -36,7 +37,7 @@ def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) 
             "source": hlo.short(buffer.instruction.source),
             "op": buffer.instruction.op_name.rsplit("/", 1)[-1] or buffer.instruction.opcode,
         }
-        for buffer in hlo.buffers(step.text, 2**16)[:10]
+        for buffer in list(different.values())[:10]
     ]
     tokens = recipe.tokens_per_step(stage)
     return {

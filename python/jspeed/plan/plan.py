@@ -45,7 +45,7 @@ GUESSES = [
     "step time over roofline: one factor, fitted on published times of other programs for the same schedules",
     f"the range: {predict.SPREAD[0]} to {predict.SPREAD[1]} times the fitted time",
     "communication time: bytes over bandwidth, and between nodes a latency for every node",
-    f"{1e6 * predict.GAP} us between kernels (in CUDA graphs; {1e6 * predict.GAP_WITHOUT_GRAPHS} without), and "
+    f"{1e6 * predict.GAP:g} us between kernels (in CUDA graphs; {1e6 * predict.GAP_WITHOUT_GRAPHS:g} without), and "
     f"{1e6 * predict.EMPTY_BLOCK:g} us of an SM for each block of attention that finds nothing to do",
     "the price",
 ]
@@ -105,7 +105,8 @@ def make_plan(
             "low": seconds[0] / 3600 * price * cluster.devices,
             "high": seconds[1] / 3600 * price * cluster.devices,
         },
-        "cudnn": answers and {
+        "cudnn": answers
+        and {
             "version": answers.version,
             "calls": [
                 {"call": call.words, "engine": one.engine, "workspace_bytes": one.workspace, "refused": one.refused}
@@ -269,9 +270,7 @@ def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[SearchRow]:
             return
 
 
-def warnings(
-    hardware: Hardware, steps: Sequence[Step], workspace: int, answers: cudnn.Answers | None
-) -> list[str]:
+def warnings(hardware: Hardware, steps: Sequence[Step], workspace: int, answers: cudnn.Answers | None) -> list[str]:
     """Limits of this plan: shared programs, attention backend with its ``workspace`` in bytes, autotuning."""
     found = []
     if any(step.shared for step in steps):

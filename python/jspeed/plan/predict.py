@@ -33,8 +33,8 @@ FRACTIONS = {
 }
 # Guesses, in seconds.
 LAUNCH = 2e-6  # minimum time of a kernel
-# Idle time between two kernels, in a CUDA graph and without. NVIDIA measured 3.4 and 3.8 us a kernel of 2.9 us on a V100
-# (https://developer.nvidia.com/blog/cuda-graphs/, 2019); no such figures of an H100 are known here.
+# Idle time between two kernels, in a CUDA graph and without. NVIDIA measured 3.4 and 3.8 us a kernel of 2.9 us on a
+# V100 (https://developer.nvidia.com/blog/cuda-graphs/, 2019); no such figures of an H100 are known here.
 GAP, GAP_WITHOUT_GRAPHS = 0.5e-6, 0.9e-6
 # Of an SM, for a block that finds nothing to do: it is placed, reads the length of its document, and ends. A large
 # kernel of attention has one block on an SM at a time. Nothing published was found: a GPU tells it by the difference of
@@ -77,10 +77,10 @@ class Published(NamedTuple):
 
 
 PUBLISHED = (
-    Published("r29", 97.98, 90.57, True, "modded-nanogpt record 29 (PyTorch)"),
-    Published("r21", 100.0, 89.26, True, "modded-nanogpt record 21 (PyTorch)"),
-    Published("llmc", 140.0, 143.02, True, "modded-nanogpt record 1 (llm.c)"),
-    Published("track3", 155.0, 122.81, False, "modded-nanogpt track 3 baseline (PyTorch)"),
+    Published("r29", 97.98, 90.01, True, "modded-nanogpt record 29 (PyTorch)"),
+    Published("r21", 100.0, 89.64, True, "modded-nanogpt record 21 (PyTorch)"),
+    Published("llmc", 140.0, 143.34, True, "modded-nanogpt record 1 (llm.c)"),
+    Published("track3", 155.0, 123.37, False, "modded-nanogpt track 3 baseline (PyTorch)"),
 )
 
 

@@ -68,7 +68,7 @@ class StagePlan(MicroBatch):
     memory_bytes: dict[Allocation, Bytes]  # as the compiler allocates it
     memory_by_kind: dict[str, Bytes]  # the values sum to the peak
     attention_workspace_bytes: Bytes  # of the call of cuDNN that takes most, while it runs; part of the temporaries
-    largest_buffers: list[BufferRow]  # at most 10
+    largest_buffers: list[BufferRow]  # at most 10 that differ in shape or source
     flops: FLOPs
     flops_by_dtype: dict[str, FLOPs]
     flops_by_part: dict[str, FLOPs]  # of the model, most first

@@ -213,7 +213,7 @@ def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) 
 
 
 def with_less_memory(checked: Preflight, need: int) -> Preflight:
-    """Return ``checked`` for devices that cannot hold a program of ``need`` bytes, so that a smaller one is compiled."""
+    """Return ``checked`` for devices that cannot hold a program of ``need`` bytes, for which a smaller one follows."""
     return replace(checked, device=replace(checked.device, memory=need - 1))
 
 

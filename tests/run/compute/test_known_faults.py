@@ -46,7 +46,9 @@ def test_only_what_a_run_uses_is_named():
     assert len(known_faults.known_faults(lanes, True, lambda: iter([step(4)]), bad.get)) == 1
 
 
-@pytest.mark.parametrize(("keys", "version", "said"), [(2048, (9, 15, 0), 0), (2056, (9, 15, 0), 1), (2056, (9, 15, 1), 0)])
+@pytest.mark.parametrize(
+    ("keys", "version", "said"), [(2048, (9, 15, 0), 0), (2056, (9, 15, 0), 1), (2056, (9, 15, 1), 0)]
+)
 def test_keys_that_are_no_multiple_of_128(keys, version, said):
     config = f'{{"intermediate_tensor_shape":{{"element_type":"BF16","dimensions": ["24", "6", "{keys}", "{keys}"]}}}}'
     text = f'custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={{"cudnn_fmha_backend_config":{config}}}'

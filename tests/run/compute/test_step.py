@@ -38,8 +38,8 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-# Every recipe on four devices that accumulate two micro-batches, two on other numbers of them. r62 and jspeed1 are r89's
-# code, and jspeed2 draws what it scores: tests/recipes/test_jspeed2.py.
+# Every recipe on four devices that accumulate two micro-batches, two on other numbers of them. r62 and jspeed1 are
+# r89's code, and jspeed2 draws what it scores: tests/recipes/test_jspeed2.py.
 WAYS = {"stdlib": ((4, 1), (8, 1), (2, 4)), "r29": ((4, 1), (8, 1))}
 ALL = [(name, *way) for name in TOYS if name not in ("r62", "jspeed1", "jspeed2") for way in WAYS.get(name, ((4, 1),))]
 

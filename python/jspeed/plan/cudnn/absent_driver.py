@@ -21,8 +21,10 @@ ATTRIBUTES = {  # numbers of cudaDeviceAttr, by what cuDNN calls them
 }  # fmt: skip
 NAMES = re.compile(rb"\0(cu[A-Z]\w+)(?=\0)")
 # They return the address of something: a module, a kernel, a context.
-MAKERS = re.compile(r"cu(Module(Load|GetFunction|GetGlobal)|Library(LoadData|Get)|KernelGetFunction|CtxGetCurrent|CtxCreate"
-                    r"|DevicePrimaryCtxRetain|FuncGetModule)\w*")  # fmt: skip
+MAKERS = re.compile(
+    r"cu(Module(Load|GetFunction|GetGlobal)|Library(LoadData|Get)|KernelGetFunction|CtxGetCurrent|CtxCreate"
+    r"|DevicePrimaryCtxRetain|FuncGetModule)\w*"
+)
 DRIVER = Template("""\
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -58,9 +60,9 @@ int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   switch (attribute) { $attributes default: *value = 0; }
   return 0;
 }
-int cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version, unsigned long flags, int *status) {
-  extern int cuGetProcAddress_v2(const char *, void **, int, unsigned long, int *);
-  return cuGetProcAddress_v2(name, found, version, flags, status);
+extern int cuGetProcAddress_v2(const char *, void **, int, unsigned long, int *);
+int cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned version, unsigned long flags, int *ok) {
+  return cuGetProcAddress_v2(name, found, version, flags, ok);
 }
 const char *cudaGetErrorString(int error) { return "no GPU"; }
 int cudaGetLastError(void) { return 0; }

@@ -30,7 +30,6 @@ class Call(NamedTuple):
     causal: bool
     window: int  # 0: none
 
-
     @property
     def words(self) -> str:
         """The call in words."""

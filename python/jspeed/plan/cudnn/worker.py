@@ -1,4 +1,4 @@
-"""Run by file name (:mod:`jspeed.plan.cudnn.plans`): calls of attention on standard input, cuDNN's answers on standard output.
+"""Run by file name (:mod:`jspeed.plan.cudnn.plans`): reads calls of attention from stdin, writes cuDNN's answers.
 
 It stands alone because a refusal of cuDNN can end its process, and because the libraries must be found when it starts.
 """

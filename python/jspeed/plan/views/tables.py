@@ -42,21 +42,22 @@ class Table(NamedTuple):
 
 def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
-    head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms",
-            "launch ms", "empty ms", "peak", "TFLOPs", "moved", "micro-batch"]  # fmt: skip
-    kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication", "launches", "empty_blocks")
+    head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms", "idle ms",
+            "peak", "TFLOPs", "moved", "micro-batch"]  # fmt: skip
+    kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication")
     rows = [
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
          f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
          range_text(s["predicted_ms"]), *(number(s["time_ms"][kind]) for kind in kinds),
+         number(s["time_ms"]["launches"] + s["time_ms"]["empty_blocks"]),
          size(s["memory_bytes"]["peak"]), number(s["flops"], 1e12), size(s["bytes_moved"]),
          f"{micro_batch(s)} x {s['micro_batches']:,}"]
         for s in plan["stages"]
     ]  # fmt: skip
     note = (
         "One device, one step; (1/2) is the first of two. Compute and memory are compute-bound and memory-bound "
-        "kernels; with the exposed communication and the idle time between kernels (launch) they add up to the roofline "
-        "of the step. Empty: blocks of attention that find nothing to do. Peak: of memory. "
+        "kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and in blocks of "
+        "attention that find nothing to do. Peak: of memory. "
         "micro-batch: tokens x number; in parentheses the tokens of a head-loss chunk; remat: layers are recomputed. "
         "*: shares another stage's program."
     )
