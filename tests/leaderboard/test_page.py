@@ -95,7 +95,7 @@ def test_the_page_says_what_the_board_says(records):
         "the ledger that its checkpoint holds", "</details><script>1</script>",
     ):  # fmt: skip
         assert expected in text, expected
-    assert data["timing_rule"] == RULE and len(data["histories"]["modded-nanogpt"]) == 89
+    assert data["timing_rule"] == RULE and len(data["histories"]["modded-nanogpt"]) == 92
     assert sum(len(entry["runs"]) for track in data["tracks"] for entry in track["entries"]) == len(records.rows)
 
 
