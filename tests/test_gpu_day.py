@@ -43,17 +43,15 @@ def test_what_fails_or_takes_the_process_with_it_is_a_result_and_is_not_tried_ag
     def fails():
         raise ValueError("no such kernel\nmore")
 
-    def kills():
-        os._exit(9)
-
     day = gpu_day.Day(tmp_path)
     day.result("fails", fails)
     assert day.known["fails"]["failed"] == "ValueError: no such kernel"
-    if (child := os.fork()) == 0:
-        day.result("kills", kills)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    killed = "import os, pathlib, sys; from benches.gpu_day import Day\n"
+    killed += "Day(pathlib.Path(sys.argv[1])).result('kills', lambda: os._exit(9))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
     again = gpu_day.Day(tmp_path)
-    again.result("kills", kills)
+    again.result("kills", dict)
     assert "did not survive" in again.known["kills"]["failed"]
     said = "\n".join(gpu_day.table(again.known))
     assert "- fails: ValueError: no such kernel" in said and "- kills: the process did not survive it" in said

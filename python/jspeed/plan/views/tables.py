@@ -42,8 +42,8 @@ class Table(NamedTuple):
 
 def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
-    head = ["stage", "steps", "tokens", "predicted ms", "compute ms", "memory ms", "comm. ms", "exposed ms", "idle ms",
-            "peak", "TFLOPs", "moved", "micro-batch"]  # fmt: skip
+    head = ["stage", "steps", "tokens", "predicted ms", "compute", "memory", "comm.", "exposed", "idle", "peak",
+            "TFLOPs", "moved", "micro-batch"]  # fmt: skip
     kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication")
     rows = [
         [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
@@ -55,8 +55,8 @@ def stages(plan: Plan) -> Table:
         for s in plan["stages"]
     ]  # fmt: skip
     note = (
-        "One device, one step; (1/2) is the first of two. Compute and memory are compute-bound and memory-bound "
-        "kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and in blocks of "
+        "One device, one step, milliseconds; (1/2) is the first of two. Compute and memory are compute-bound and "
+        "memory-bound kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and in blocks of "
         "attention that find nothing to do. Peak: of memory. "
         "micro-batch: tokens x number; in parentheses the tokens of a head-loss chunk; remat: layers are recomputed. "
         "*: shares another stage's program."
