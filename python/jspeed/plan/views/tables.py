@@ -56,10 +56,9 @@ def stages(plan: Plan) -> Table:
     ]  # fmt: skip
     note = (
         "One device, one step, milliseconds; (1/2) is the first of two. Compute and memory are compute-bound and "
-        "memory-bound kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and in blocks of "
-        "attention that find nothing to do. Peak: of memory. "
-        "micro-batch: tokens x number; in parentheses the tokens of a head-loss chunk; remat: layers are recomputed. "
-        "*: shares another stage's program."
+        "memory-bound kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and "
+        "in blocks of attention that find nothing to do. Peak: of memory. micro-batch: tokens x number; in parentheses "
+        "the tokens of a head-loss chunk; remat: layers are recomputed. *: shares another stage's program."
     )
     return Table("stages", head, rows, note)
 
