@@ -8,7 +8,17 @@ import pytest
 from jspeed import recipe as r
 from jspeed.corpus import tokenizers
 from jspeed.errors import BadInput
-from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length, draw, joined, sample, write
+from jspeed.inference.generate import (
+    NOT_A_NUMBER,
+    STOPPED,
+    Generator,
+    Sampling,
+    context_length,
+    draw,
+    joined,
+    sample,
+    write,
+)
 from jspeed.inference.trained import Model
 from jspeed.model.kv_cache import advance, empty
 from jspeed.model.layers import token_before
@@ -275,6 +285,27 @@ def test_a_long_prompt_without_bos_keeps_its_end():
     assert generator._with_bos(range(20)) == list(range(4, 20))
     generator.bos_id = 256
     assert generator._with_bos(range(20)) == [256, *range(5, 20)]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-7])
+def test_a_tiny_temperature_is_the_argmax(temperature):
+    """Divided by it logits were infinite, and their softmax NaN: '!!!!!!', with exit code 0."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 5, (8, 50)), jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 8)
+    found = draw(Sampling(temperature=temperature), keys, logits)
+    np.testing.assert_array_equal(found, jnp.argmax(logits, axis=-1))
+    assert not np.array_equal(draw(Sampling(temperature=5.0), keys, logits), found)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8), Sampling(0.8, top_k=3), Sampling(0.8, top_p=0.5)])
+def test_logits_that_are_not_numbers_are_no_text(sampling):
+    logits = jnp.zeros((3, 10)).at[1, 4].set(jnp.nan)
+    found = draw(sampling, jax.random.split(jax.random.key(0), 3), logits)
+    assert found[1] == NOT_A_NUMBER and (found[0], found[2]) >= (0, 0)
+    model = toy("stdlib")
+    broken = Model(model.found, jax.tree.map(lambda p: p * jnp.nan, model.params), model.mesh, BYTES)
+    with pytest.raises(BadInput, match="gives logits that are not numbers after 0 tokens"):
+        list(sample(broken, ["a"], 3, sampling))
 
 
 def test_no_bos_and_no_prompt():

@@ -16,7 +16,7 @@ from jspeed.commands.run import write_samples
 from jspeed.corpus import named_data_sets
 from jspeed.errors import BadInput
 from jspeed.fields import recipe_hash
-from jspeed.inference import score
+from jspeed.inference import score, trained
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model, read_config
 from jspeed.run.export import load
@@ -250,3 +250,25 @@ def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
 def read_config_of(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     return read_config(folder)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_numbers_are_refused(run, monkeypatch, value):
+    """They spoke '!!!!!!', and evaluation printed nan, with exit code 0."""
+    read = trained.read_parameters
+
+    def damaged(*where):
+        arrays = read(*where)
+        arrays["up"] = arrays["up"].copy()
+        arrays["up"].flat[3] = value
+        return arrays
+
+    monkeypatch.setattr(trained, "read_parameters", damaged)
+    with pytest.raises(BadInput, match=r"1 of its parameters hold numbers that are not finite, the first is up;"):
+        load_model(run.run_dir)
+
+
+def test_a_loss_that_is_no_number_is_refused(run, monkeypatch):
+    monkeypatch.setattr(score.evaluate, "validation_loss", lambda *_: float("nan"))
+    with pytest.raises(BadInput, match="the loss of microgpt-names on .* is nan: no figure of a model"):
+        score.validate(load_model(run.run_dir), run.data)

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import make_dataclass
 from importlib import import_module
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union
 from jspeed import __version__
 from jspeed.accelerators import cuda_root
 from jspeed.cluster.rank import visible_gpus
-from jspeed.errors import BadInput, run_script
+from jspeed.errors import BadInput, run_script, say
 from jspeed.standard_streams import exit_on_ctrl_c, importing
 
 COMMANDS = {
@@ -36,6 +36,13 @@ EXAMPLES = (
     "prepare text my_texts/ --out shards  # your own data",
     "--tyro-print-completion bash  # completion for your shell; also zsh and fish",
 )
+SETTINGS = {
+    "JAX_DEFAULT_DTYPE_BITS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_ENABLE_CUSTOM_PRNG",
+    "JAX_ENABLE_X64", "JAX_EXPLICIT_X64_DTYPES", "JAX_LEGACY_PRNG_KEY", "JAX_NUMPY_DTYPE_PROMOTION",
+    "JAX_NUMPY_RANK_PROMOTION", "JAX_RANDOM_SEED_OFFSET", "JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING",
+    "JAX_THREEFRY_PARTITIONABLE", "JAX_TRANSFER_GUARD", "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE",
+    "JAX_TRANSFER_GUARD_DEVICE_TO_HOST", "JAX_TRANSFER_GUARD_HOST_TO_DEVICE",
+}  # fmt: skip
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
@@ -43,9 +50,19 @@ def main(name: str = "") -> None:
     """Run the command line and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
     exit_on_ctrl_c("__main__")
     settle_logs()
+    leave_out_settings(os.environ)
     if root := cuda_root(os.environ, map(Path, sys.path)):
         os.environ["CUDA_ROOT"] = root
     run_script(lambda: call(sys.argv[1:], name))
+
+
+def leave_out_settings(environment: MutableMapping[str, str]) -> None:
+    """Remove settings of JAX's that change numbers, or that a run makes itself, and say so: a seed means one training.
+
+    XLA_FLAGS, which can change rounding, stays: a run records it.
+    """
+    for name in sorted(SETTINGS & environment.keys()):
+        say(f"note: {name}={environment.pop(name)} is left out: jspeed's numbers depend on no setting of JAX")
 
 
 def settle_logs() -> None:

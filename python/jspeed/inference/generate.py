@@ -12,17 +12,20 @@ import numpy as np
 from jspeed.errors import BadInput
 from jspeed.inference.trained import Model
 from jspeed.model.kv_cache import Cache, advance, empty
+from jspeed.model.layers import key_of
 from jspeed.recipe import Recipe
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 
 PREFILL_CHUNK = 64  # tokens of a prompt in one prefill
 STOPPED = -1
+NOT_A_NUMBER = -2  # drawn where a logit is NaN
+GREEDY = 1e-6  # a temperature below which fp32 has no softmax but the argmax
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: the argmax at ``temperature`` 0, else from the softmax of logits over it.
+    """How the next token is drawn: the argmax at a ``temperature`` below 1e-6, else from the softmax of logits over it.
 
     ``top_k``: among the k most probable. ``top_p``: among the fewest that together have this probability, after top_k.
     """
@@ -45,8 +48,13 @@ class Sampling:
 
 
 def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
-    """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``."""
-    if sampling.temperature == 0:
+    """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``, NOT_A_NUMBER for NaN."""
+    nan_B = jnp.any(jnp.isnan(logits_BV), axis=-1)
+    return jnp.where(nan_B, NOT_A_NUMBER, _drawn(sampling, keys_B, logits_BV))
+
+
+def _drawn(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
+    if sampling.temperature < GREEDY:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV /= sampling.temperature
     ids_BV = None
@@ -95,7 +103,7 @@ class Generator:
             params: Any, cache: Cache, start_B: jax.Array, tokens_B: jax.Array, number: jax.Array
         ) -> tuple[Cache, jax.Array]:
             cache, logits_B1V = advance(lambda tokens: forward(params, tokens), cache, start_B, tokens_B[:, None])
-            key = jax.random.fold_in(jax.random.key(sampling.seed), number)
+            key = jax.random.fold_in(key_of(sampling.seed), number)
             keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows))
             return cache, draw(sampling, keys_B, logits_B1V[:, 0, :vocabulary])
 
@@ -119,6 +127,10 @@ class Generator:
             last = np.array([text[-1] for text in texts], np.int32)
             cache, drawn = self.decode(self._params, cache, lengths - 1, last, np.int32(number))
             new = np.asarray(drawn)
+            if (new == NOT_A_NUMBER).any():
+                raise BadInput(
+                    f"model {self._name} gives logits that are not numbers after {number} tokens; give another"
+                )
             running &= (new != self.bos_id) if self.bos_id is not None else True
             for text, token, runs in zip(texts, new.tolist(), running, strict=True):
                 text += [token] if runs else []

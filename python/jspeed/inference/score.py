@@ -76,6 +76,8 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     padded, run = compile_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     loss = evaluate.validation_loss(run, model.params, validation)
+    if not math.isfinite(loss):
+        raise BadInput(f"the loss of {model.recipe.name} on {folder} is {loss}: no figure of a model; give another")
     found = in_bytes(recipe, model.tokenizer(), rows, loss)
     return replace(found, accuracy=accuracy(model, rows)) if accurate else found
 

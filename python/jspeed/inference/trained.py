@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import GPT2, Tokenizer, tokenizer_of
@@ -102,7 +103,20 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         params = jax.tree.map(put, arrays, shardings["params"])
     else:
         params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
+    require_finite(params, path)
     return Model(found, params, mesh, facts, run_dir)
+
+
+def require_finite(params: Any, path: Path) -> None:
+    """Raise BadInput for parameters that hold NaN or infinity, of which a model says nothing."""
+    finite = jax.jit(lambda params: jax.tree.map(lambda array: jnp.all(jnp.isfinite(array)), params))(params)
+    leaves = jax.tree.leaves_with_path(finite)
+    bad = [jax.tree_util.keystr(where, simple=True, separator=".") for where, good in leaves if not good]
+    if bad:
+        raise BadInput(
+            f"{path}: {len(bad)} of its parameters hold numbers that are not finite, the first is {bad[0]}; "
+            "the training diverged, or the file is damaged: give another model, or a checkpoint (RUN/checkpoints/STEP)"
+        )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -125,13 +125,20 @@ def relu_squared(x: jax.Array) -> jax.Array:
     return jnp.square(jnp.maximum(x, 0))
 
 
+def key_of(seed: int | jax.Array) -> jax.Array:
+    """Return the Threefry key of a seed (its lowest 32 bits), whatever JAX_DEFAULT_PRNG_IMPL and JAX_RANDOM_SEED_OFFSET
+    say: ``jax.random.key(seed)`` where they say nothing."""
+    low = jnp.asarray(seed & 0xFFFFFFFF if isinstance(seed, int) else seed, jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([jnp.zeros_like(low), low]), impl="threefry2x32")
+
+
 def row_keys(seed: int, step: jax.Array | int, first_row: jax.Array | int, rows: int) -> jax.Array:
     """Return random keys for ``rows`` rows of a batch from ``first_row`` (int32 scalar) on: uint32 ``[B, 2]``.
 
     A key depends only on ``seed``, ``step`` and the row's index in the global batch, so it is the same on any mesh and
     with any micro-batch (``Context.step``, ``Context.first_row``).
     """
-    at_step = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    at_step = jax.random.fold_in(key_of(seed), step)
     numbers_B = first_row + jnp.arange(rows, dtype=jnp.int32)
     return jax.vmap(lambda number: jax.random.key_data(jax.random.fold_in(at_step, number)))(numbers_B)
 

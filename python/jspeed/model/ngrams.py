@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.layers import position_ids, token_before
+from jspeed.model.layers import key_of, position_ids, token_before
 
 SIGN_ROWS = 8192
 
@@ -49,7 +49,8 @@ def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32) -> jax.Array
 
     Bigrams that collide in a table row get different sign patterns, which reduces interference (record 83).
     """
-    table = jax.random.bits(jax.random.key(0), (SIGN_ROWS, -(-width // 32)), jnp.uint32)
+    with jax.threefry_partitionable(True):  # part of the model, so of no setting of JAX
+        table = jax.random.bits(key_of(0), (SIGN_ROWS, -(-width // 32)), jnp.uint32)
     words_BTW = table[sign_rows(tokens_BT)]
     bits = (words_BTW[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, None]) & 1
     bits_BTD = bits.reshape(*tokens_BT.shape, -1)[..., :width].astype(jnp.int32)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jspeed.errors import BadInput
-from jspeed.model.layers import lookup
+from jspeed.model.layers import key_of, lookup
 from jspeed.model.losses import (
     Head,
     Softcap,
@@ -109,7 +109,7 @@ def draw(
     exact = min(exact, vocabulary)
     first_S = np.arange(exact, vocabulary, one_in)
     size_S = np.minimum(vocabulary - first_S, one_in)
-    key = jax.random.fold_in(jax.random.key(0), step)
+    key = jax.random.fold_in(key_of(0), step)
     offsets_S = jax.random.randint(key, (scored - exact,), 0, size_S)
     drawn_GS = first_S[None] + (offsets_S[None] + np.arange(groups)[:, None]) % size_S[None]
     # A single group needs one matmul for all it scores.

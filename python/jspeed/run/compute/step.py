@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
 from jspeed.errors import BadInput
+from jspeed.model.layers import key_of
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.layout import (
     blocks,
@@ -36,7 +37,7 @@ def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, me
     """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step carries
     to the next (:mod:`jspeed.run.compute.accumulators`), which alone depends on ``layout`` and ``mesh`` (None: one
     device)."""
-    params = init_parameters(recipe.parameters, jax.random.key(seed))
+    params = init_parameters(recipe.parameters, key_of(seed))
     optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
     return {"params": params, "optimizer": optimizer, "step": step, "carry": accumulators.zeros(recipe, layout, mesh)}
 

@@ -1,0 +1,88 @@
+"""The environment changes no number of a model or a run that run.json does not name."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed.commands.main import SETTINGS, leave_out_settings
+from jspeed.model.layers import key_of, row_keys
+from jspeed.model.ngrams import signs
+
+from .multi_process import environment, shards
+from .toys import TINY
+
+OTHER = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 5, "jax_threefry_partitionable": False}
+
+
+@pytest.fixture
+def other_settings():
+    before = {name: getattr(jax.config, name) for name in OTHER}
+    for name, value in OTHER.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31 + 7, 2**32 - 1])
+def test_a_key_is_jax_s_own(seed):
+    usual = jax.random.key(np.uint32(seed), impl="threefry2x32")
+    for found in (key_of(seed), key_of(jnp.uint32(seed)), jax.jit(key_of)(jnp.uint32(seed))):
+        np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(usual))
+
+
+def constants():
+    tokens = jnp.arange(40, dtype=jnp.int32).reshape(1, 40)
+    jax.clear_caches()
+    return [np.asarray(x) for x in (signs(tokens, 48), jax.random.key_data(key_of(3)), row_keys(1, 2, 3, 4))]
+
+
+def test_constants_of_a_model_depend_on_no_setting(other_settings):
+    changed = constants()
+    for name, value in {"jax_default_prng_impl": "threefry2x32", "jax_random_seed_offset": 0}.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_threefry_partitionable", True)
+    for one, two in zip(changed, constants(), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_what_is_left_out_is_said(capsys):
+    given = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x", "JAX_RANDOM_SEED_OFFSET": "5"}
+    leave_out_settings(given)
+    assert given == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x"}
+    assert capsys.readouterr().err.splitlines() == [
+        "note: JAX_ENABLE_X64=1 is left out: jspeed's numbers depend on no setting of JAX",
+        "note: JAX_RANDOM_SEED_OFFSET=5 is left out: jspeed's numbers depend on no setting of JAX",
+    ]
+
+
+def test_settings_are_jax_s_own():
+    """A name that JAX no longer has would protect from nothing."""
+    known = {name.upper() for name in jax.config.values} | {"JAX_DEFAULT_DTYPE_BITS", "JAX_EXPLICIT_X64_DTYPES"}
+    assert known >= SETTINGS - {"JAX_TRANSFER_GUARD"}, SETTINGS - known
+
+
+def test_a_run_with_other_settings_is_the_same(tmp_path):
+    """Losses were 3.2250 and 3.5240 for 3.4241, with the same hash of the recipe."""
+    words = [sys.executable, "-m", "jspeed", "run", "stdlib", "--no-progress", "--no-sample", "--steps", "2"]
+    words += ["--data", shards(tmp_path / "shards")]
+    losses = []
+    for name, settings in (
+        ("usual", {}),
+        ("other", {"JAX_DEFAULT_PRNG_IMPL": "rbg", "JAX_RANDOM_SEED_OFFSET": "5", "JAX_ENABLE_X64": "1",
+                   "JAX_THREEFRY_PARTITIONABLE": "0", "JAX_TRANSFER_GUARD": "disallow",
+                   "JAX_NUMPY_DTYPE_PROMOTION": "strict", "JAX_DEFAULT_MATMUL_PRECISION": "bfloat16"}),
+    ):  # fmt: skip
+        folder = tmp_path / name
+        command = [*words, "--run-dir", folder, "--set", *TINY, "EVAL_EVERY=1"]
+        done = subprocess.run(command, env=environment() | settings, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("is left out") == len(settings)
+        losses.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    of = [[line.get("train_loss", line.get("val_loss")) for line in lines] for lines in losses]
+    assert of[0] == of[1] and len(of[0]) > 2
