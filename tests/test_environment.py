@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jspeed.accelerators import find
 from jspeed.commands.main import SETTINGS, leave_out_settings
 from jspeed.model.layers import key_of, row_keys
 from jspeed.model.ngrams import signs
@@ -86,3 +87,24 @@ def test_a_run_with_other_settings_is_the_same(tmp_path):
         losses.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     of = [[line.get("train_loss", line.get("val_loss")) for line in lines] for lines in losses]
     assert of[0] == of[1] and len(of[0]) > 2
+
+
+@pytest.mark.skipif(bool(find().gpus), reason="there are GPUs here")
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_a_platform_that_is_not_here_is_one_sentence(platform, tmp_path):
+    """A traceback, in doctor too."""
+    settings = environment() | {"JAX_PLATFORMS": platform}
+    words = ["run", "stdlib", "--data", shards(tmp_path / "shards"), "--run-dir", tmp_path / "run"]
+    done = subprocess.run([sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists(), done.stderr
+    assert done.stderr.startswith(f"error: JAX_PLATFORMS={platform}: JAX can use none of these here")
+    looked = subprocess.run([sys.executable, "-m", "jspeed", "doctor"], env=settings, capture_output=True, text=True)
+    assert looked.returncode == 0 and f"JAX_PLATFORMS={platform}: JAX can use none" in looked.stdout, looked.stderr
+
+
+@pytest.mark.parametrize("columns", ["0", "00", " "])
+def test_a_terminal_without_width_still_gets_the_text(columns):
+    settings = environment() | {"COLUMNS": columns}
+    words = [sys.executable, "-m", "jspeed", "leaderboard", "show"]
+    done = subprocess.run(words, env=settings, capture_output=True, text=True)
+    assert done.returncode == 0 and "stdlib" in done.stdout, done.stderr

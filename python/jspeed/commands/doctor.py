@@ -85,10 +85,11 @@ def accelerators() -> dict[str, Any]:
     with importing():
         import jax
 
-        from jspeed.parallel.mesh import make_mesh
+        from jspeed.parallel.mesh import all_devices, make_mesh
         from jspeed.run.compute.device import device_of, platform_problem
         from jspeed.run.evidence import provenance
     try:
+        count = len(all_devices())
         kind = provenance.devices()["kind"]
         mesh = make_mesh()
         first = mesh.devices.flat[0]
@@ -101,7 +102,7 @@ def accelerators() -> dict[str, Any]:
         "devices": {
             "platform": device.platform,
             "kind": kind,
-            "count": len(jax.devices()),
+            "count": count,
             "memory": device.memory,
             "compute_capability": capability and str(capability),
             "chosen_by": f"JAX_PLATFORMS={asked}" if (asked := jax.config.values["jax_platforms"]) else None,

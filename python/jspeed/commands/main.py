@@ -51,6 +51,8 @@ def main(name: str = "") -> None:
     exit_on_ctrl_c("__main__")
     settle_logs()
     leave_out_settings(os.environ)
+    if not os.environ.get("COLUMNS", "1").strip("0 "):  # a width of 0, of which nothing would be printed
+        del os.environ["COLUMNS"]
     if root := cuda_root(os.environ, map(Path, sys.path)):
         os.environ["CUDA_ROOT"] = root
     run_script(lambda: call(sys.argv[1:], name))

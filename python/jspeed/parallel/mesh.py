@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.cluster.distributed import process_count
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput, first_line, nearest
 
 AXES = ("data", "model", "pipe")
 MOST_DEVICES = 2**20
@@ -57,12 +57,25 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
+def all_devices() -> list[jax.Device]:
+    """The devices that JAX finds. Raises BadInput where it can use none of the platforms that JAX_PLATFORMS names."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that one of them is there
+        why = str(error).partition("(set JAX_PLATFORMS")[0].strip() or "no such plugin is installed"
+        asked = jax.config.values["jax_platforms"]
+        raise BadInput(
+            f"JAX_PLATFORMS={asked}: JAX can use none of these here ({first_line(RuntimeError(why))}); unset it, or "
+            "set it to cpu; jspeed doctor says what this machine has"
+        ) from error
+
+
 def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Build a mesh over ``devices`` (all of them): ``axes`` in order, or one ``data`` axis. Axes are of type Auto.
 
     With several processes ``data`` must come first: the loader gives each process neighbouring rows of the batch.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = all_devices() if devices is None else devices
     available = len(devices)
     sizes = dict(axes or {"data": available})
     known = math.prod(size for size in sizes.values() if size != -1)
