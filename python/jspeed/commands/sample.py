@@ -92,7 +92,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str | None:
             raise BadInput(
                 f"--prompt-file {file} holds more than {MOST_BYTES:,} bytes; a model's context is far shorter"
             )
-        return content.decode()
+        return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--prompt-file {file} cannot be read as UTF-8 ({error}); give a text file") from None
 

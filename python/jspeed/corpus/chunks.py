@@ -1,14 +1,17 @@
 """Split input files into pieces of about 4 MB at document borders, for parallel tokenisation.
 
-A document is UTF-8 text as ``bytes``; empty ones are skipped. The split is deterministic.
+A document is UTF-8 text as ``bytes``; empty ones are skipped, and so is a byte order mark at the start of a file. The
+split is deterministic.
 """
 
+import codecs
+import io
 import json
 import lzma
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from jspeed.errors import BadInput
 from jspeed.files import open_regular
@@ -60,9 +63,10 @@ def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> It
         return
     cut = _cut_lines if path.name.removesuffix(".xz").endswith(".jsonl") else _cut_texts
     try:
-        with open_regular(path) as raw, lzma.open(raw) if path.suffix == ".xz" else raw as file:
-            done = 0
-            for segment in cut(path, file):
+        with open_regular(path) as raw, _xz(raw) if path.suffix == ".xz" else raw as file:
+            done, start = 0, len(codecs.BOM_UTF8) if file.peek().startswith(codecs.BOM_UTF8) else 0
+            file.read(start)  # a byte order mark is no text
+            for segment in cut(path, file, start):
                 yield segment
                 read(raw.tell() - done)
                 done = raw.tell()
@@ -92,18 +96,69 @@ def documents(segment: Segment) -> Iterator[bytes]:
             yield document
 
 
-def _cut_lines(path: Path, file: IO[bytes]) -> Iterator[Segment]:
-    line, offset = 1, 0
+class _XzStreams(io.RawIOBase):
+    """All streams of an .xz file, and the padding of zeros that may follow each. What is neither raises LZMAError, and
+    an end within a stream EOFError: ``lzma.open`` leaves out what follows a stream and cannot be read."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw, self._rest = raw, b""
+        self._stream: lzma.LZMADecompressor | None = None
+        self._begun = False  # whether a stream was read
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        found = b""
+        while not found:
+            if self._stream is None and not self._open():
+                return 0
+            assert self._stream
+            found = self._stream.decompress(self._rest, len(into))
+            self._rest = self._stream.unused_data if self._stream.eof else b""
+            if self._stream.eof:
+                self._stream = None
+            elif self._stream.needs_input and not (found or self._fill()):
+                raise EOFError("it ends within a stream")
+        into[: len(found)] = found
+        return len(found)
+
+    def _fill(self) -> bool:
+        self._rest += (more := self._raw.read(BLOCK_BYTES))
+        return bool(more)
+
+    def _open(self) -> bool:
+        """Begin the next stream; return whether there is one."""
+        zeros = 0
+        while True:
+            kept = self._rest.lstrip(b"\0") if self._begun else self._rest
+            zeros, self._rest = zeros + len(self._rest) - len(kept), kept
+            if kept or not self._fill():
+                break
+        if zeros % 4:
+            raise lzma.LZMAError("padding of a stream that is no multiple of 4 bytes")
+        if not self._rest and self._begun:
+            return False
+        self._stream, self._begun = lzma.LZMADecompressor(), True
+        return True
+
+
+def _xz(raw: IO[bytes]) -> io.BufferedReader:
+    return io.BufferedReader(_XzStreams(raw), BLOCK_BYTES)
+
+
+def _cut_lines(path: Path, file: IO[bytes], offset: int) -> Iterator[Segment]:
+    line = 1
     while content := b"".join(file.readlines(PIECE_BYTES)):
         yield Segment(path, content, line, offset)
         line += content.count(b"\n")
         offset += len(content)
 
 
-def _cut_texts(path: Path, file: IO[bytes]) -> Iterator[Segment]:
+def _cut_texts(path: Path, file: IO[bytes], offset: int) -> Iterator[Segment]:
     """Cut after separators; what was searched for one is not searched again."""
     buffer = bytearray()
-    offset = searched = 0
+    searched = 0
     separated = False
     while block := file.read(BLOCK_BYTES):
         buffer += block

@@ -168,7 +168,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise BadInput(f"input {path} cannot be read ({error.strerror}); give a text file") from None
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"{path} is not UTF-8 at byte {error.start}; convert it to UTF-8") from None
     if not text.strip():
