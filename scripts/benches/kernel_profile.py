@@ -1,6 +1,7 @@
 """Profile one call and sum the time of its GPU kernels by name."""
 
 import tempfile
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,10 +61,12 @@ def read(data: ProfileData) -> Profile | str:
     calls: defaultdict[str, int] = defaultdict(int)
     spent: defaultdict[str, float] = defaultdict(float)
     by_operation: defaultdict[str, float] = defaultdict(float)
-    for event in events:
-        calls[event.name] += 1
-        spent[event.name] += event.duration_ns / 1e6
-        by_operation[str(dict(event.stats).get("hlo_op", ""))] += event.duration_ns / 1e6
+    with warnings.catch_warnings():  # JAX 0.12 on Python 3.13: its type of stats has no module; as an error it aborts
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for event in events:
+            calls[event.name] += 1
+            spent[event.name] += event.duration_ns / 1e6
+            by_operation[str(dict(event.stats).get("hlo_op", ""))] += event.duration_ns / 1e6
     total = sum(spent.values())
     longest = sorted(spent, key=lambda name: -spent[name])[:TOP]
     rows = [Kernel(name, calls[name], spent[name], spent[name] / total if total else 0.0) for name in longest]

@@ -98,18 +98,22 @@ def test_kernels_of_a_gpu_are_added_up():
     from benches.kernel_profile import Kernel, read
 
     def line(name: str, *events: tuple[int, int, int]) -> str:
+        said = 'stats { metadata_id: 9 str_value: "gemm.1" }'
         text = [
-            f"events {{ metadata_id: {i} offset_ps: {a}000000000 duration_ps: {b}000000000 }}" for i, a, b in events
+            f"events {{ metadata_id: {i} offset_ps: {a}000000000 duration_ps: {b}000000000 {said if i == 1 else ''} }}"
+            for i, a, b in events
         ]
         return f'lines {{ name: "{name}" timestamp_ns: 1000 {" ".join(text)} }}'
 
     names = "".join(f'event_metadata {{ key: {i} value {{ id: {i} name: "{n}" }} }}' for i, n in enumerate("abc", 1))
+    names += 'stat_metadata { key: 9 value { id: 9 name: "hlo_op" } }'
     first = line("Stream #7(Compute)", (1, 0, 3), (2, 4, 1), (1, 6, 3)) + line("Stream #8(NCCL)", (3, 1, 3))
     gpu = f'planes {{ name: "/device:GPU:0" {first} {line("XLA Modules", (2, 0, 90))} {names} }}'
     other = f'planes {{ name: "/device:GPU:1" {line("Stream #7(Compute)", (1, 0, 50))} {names} }}'
     profile = read(ProfileData.from_text_proto(f'planes {{ name: "/host:CPU" }} {other} {gpu}'))
     assert profile.kernels == [Kernel("a", 2, 6.0, 0.6), Kernel("c", 1, 3.0, 0.3), Kernel("b", 1, 1.0, 0.1)]
     assert (profile.device, profile.distinct, profile.kernel_ms, profile.busy_ms) == ("/device:GPU:0", 3, 10.0, 8.0)
+    assert profile.by_operation == {"gemm.1": 6.0, "": 4.0}
     assert "no kernels" in read(ProfileData.from_text_proto('planes { name: "/device:GPU:0" }'))
 
 
