@@ -52,7 +52,9 @@ def test_stdlib_is_prepared_once_and_quick_to_find(stdlib, tmp_path, monkeypatch
     assert content_of(folder) == content_of(stdlib)
     monkeypatch.setattr(tokenise, "write_folder", lambda *_, **__: pytest.fail("prepared again"))
     assert tokenise.prepare_stdlib() == folder
-    assert min(timed(tokenise.prepare_stdlib) for _ in range(3)) < 0.2
+    assert (
+        min(timed(tokenise.prepare_stdlib) for _ in range(3)) < 2
+    )  # on a busy machine; preparing takes many times as long
 
 
 def timed(work):
