@@ -39,7 +39,7 @@ def test_a_result_is_found_out_once(gpu_day, tmp_path, capsys):
     assert '"ms": 3' in capsys.readouterr().out
 
 
-def test_what_fails_or_takes_the_process_with_it_is_a_result_and_is_not_tried_again(gpu_day, tmp_path):
+def test_what_fails_or_twice_takes_the_process_with_it_is_a_result(gpu_day, tmp_path):
     def fails():
         raise ValueError("no such kernel\nmore")
 
@@ -50,11 +50,19 @@ def test_what_fails_or_takes_the_process_with_it_is_a_result_and_is_not_tried_ag
     killed += "Day(pathlib.Path(sys.argv[1])).result('kills', lambda: os._exit(9))"
     environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
     assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
+    assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
     again = gpu_day.Day(tmp_path)
     again.result("kills", dict)
-    assert "did not survive" in again.known["kills"]["failed"]
+    assert again.known["kills"]["failed"] == "the process ended before it, 2 times"
     said = "\n".join(gpu_day.table(again.known))
-    assert "- fails: ValueError: no such kernel" in said and "- kills: the process did not survive it" in said
+    assert "- fails: ValueError: no such kernel" in said and "- kills: the process ended before it, 2 times" in said
+
+
+def test_a_line_that_was_cut_off_loses_itself_alone(gpu_day, tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"name": "a", "seconds": 1.0}\n{"name": "b", "sec')
+    day = gpu_day.Day(tmp_path)
+    day.result("c", dict)
+    assert set(gpu_day.Day(tmp_path).known) == {"a", "c"} and day.known["a"] == {"name": "a", "seconds": 1.0}
 
 
 def test_a_part_whose_time_is_over_begins_nothing(gpu_day, tmp_path, monkeypatch, capsys):
@@ -87,6 +95,8 @@ def test_predicted_beside_measured(gpu_day):
 
 
 def test_kernels_are_told_apart_by_their_instruction(gpu_day):
+    from benches.gpu_measurements import by_family
+
     text = """HloModule jit_step
 
 ENTRY %main (p: bf16[16,16]) -> bf16[16,16] {
@@ -95,7 +105,7 @@ ENTRY %main (p: bf16[16,16]) -> bf16[16,16] {
   ROOT %copy.2 = bf16[16,16]{1,0} copy(%gemm.1)
 }
 """
-    assert gpu_day.by_family({"gemm.1": 3.0, "%copy.2": 1.0, "": 0.5}, [text]) == {
+    assert by_family({"gemm.1": 3.0, "%copy.2": 1.0, "": 0.5}, [text]) == {
         "matmul": 3.0,
         "other": 1.0,
         "unknown": 0.5,

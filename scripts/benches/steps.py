@@ -105,7 +105,7 @@ def measure_stage(
     row = Row(
         recipe=recipe.name,
         recipe_hash=recipe_hash,
-        stage=index % len(recipe.stages) + 1,
+        stage=index + 1,
         stages=len(recipe.stages),
         lanes=recipe.lanes,
         lane_len=stage.lane_len,

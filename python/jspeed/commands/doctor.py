@@ -85,11 +85,11 @@ def accelerators() -> dict[str, Any]:
     with importing():
         import jax
 
-        from jspeed.parallel.mesh import all_devices, make_mesh
+        from jspeed.parallel.mesh import find_devices, make_mesh
         from jspeed.run.compute.device import device_of, platform_problem
         from jspeed.run.evidence import provenance
     try:
-        count = len(all_devices())
+        count = len(find_devices())
         kind = provenance.devices()["kind"]
         mesh = make_mesh()
         first = mesh.devices.flat[0]

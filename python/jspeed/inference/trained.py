@@ -15,7 +15,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import Count, check_json, integer
 from jspeed.files import read_json
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.parallel.mesh import all_devices, make_mesh, put
+from jspeed.parallel.mesh import find_devices, make_mesh, put
 from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
@@ -83,9 +83,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     The parameters are on ``mesh`` (default: this process's first device), sharded by the default layout. Raises
     BadInput with what is there and what was expected.
     """
-    mesh = mesh or make_mesh(
-        {"data": 1}, [one for one in all_devices() if one.process_index == jax.process_index()][:1]
-    )
+    mesh = mesh or make_mesh({"data": 1}, find_devices(local=True)[:1])
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise BadInput(f"{path} {what}; give a run directory, a checkpoint of one, or a folder with {FILE}")

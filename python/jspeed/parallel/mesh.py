@@ -57,10 +57,10 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
-def all_devices() -> list[jax.Device]:
-    """The devices that JAX finds. Raises BadInput where it can use none of the platforms that JAX_PLATFORMS names."""
+def find_devices(local: bool = False) -> list[jax.Device]:
+    """The devices that JAX finds, or this process's. Raises BadInput where JAX can use no platform of JAX_PLATFORMS."""
     try:
-        return jax.devices()
+        return jax.local_devices() if local else jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one of them is there
         why = str(error).partition("(set JAX_PLATFORMS")[0].strip() or "no such plugin is installed"
         asked = jax.config.values["jax_platforms"]
@@ -75,7 +75,7 @@ def make_mesh(axes: Mapping[str, int] | None = None, devices: Sequence[jax.Devic
 
     With several processes ``data`` must come first: the loader gives each process neighbouring rows of the batch.
     """
-    devices = all_devices() if devices is None else devices
+    devices = find_devices() if devices is None else devices
     available = len(devices)
     sizes = dict(axes or {"data": available})
     known = math.prod(size for size in sizes.values() if size != -1)

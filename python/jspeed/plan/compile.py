@@ -148,7 +148,7 @@ def lower(
     lowered = program.lower_step(
         recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk
     )
-    reserve_workspace(lowered, workspace_bytes)
+    reserve_workspace(lowered, partial(workspace_bytes, hardware.cluster.target.capability))
     return lowered
 
 

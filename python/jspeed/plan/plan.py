@@ -150,8 +150,10 @@ def find_problems(
 
 def ask_cudnn(steps: Sequence[Step], target: Target) -> cudnn.Answers | None:
     """What the real cuDNN says of the steps' attention, where it is installed for plans and there is such attention."""
-    site, calls = cudnn.folder(), cudnn.calls(step.text for step in steps if not step.shared)
-    return cudnn.ask(site, target, calls) if site and calls else None
+    if (site := cudnn.folder()) is None:
+        return None
+    calls = cudnn.calls(kernel.instruction for step in steps if not step.shared for kernel in step.kernels)
+    return cudnn.ask(site, target, calls) if calls else None
 
 
 def narrow_vocabulary(recipe: Recipe, stage: Stage) -> int | None:

@@ -211,5 +211,6 @@ def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int,
             memory += takes
     computing = [kernel for kernel in kernels if not kernel.collective]
     launches = launch_gap(cluster) * sum(kernel.times for kernel in computing)
-    empty = sum(kernel.times * kernel.empty_blocks for kernel in computing) * EMPTY_BLOCK / (cluster.target.cores or 1)
+    blocks = sum(kernel.times * kernel.empty_blocks for kernel in computing)
+    empty = blocks * EMPTY_BLOCK / cluster.target.cores if blocks else 0.0
     return Times(compute, memory, communication, exposed, launches, empty), collectives

@@ -76,8 +76,9 @@ class StagePlan(MicroBatch):
     bytes_moved: float  # bytes read and written in device memory
     kernels: dict[str, int]  # runs by Kind; collectives are not among them
     collectives: list[CollectiveRow]  # in schedule order
-    time_ms: dict[Time, Milliseconds]  # compute-bound and memory-bound kernels, all and exposed communication, ...
-    # ... idle time between kernels, and blocks of attention that find nothing to do
+    # Compute-bound and memory-bound kernels, all and exposed communication, idle time between kernels (launches), and
+    # blocks of attention that find nothing to do.
+    time_ms: dict[Time, Milliseconds]
     roofline_ms: Milliseconds  # compute, memory, exposed communication and launches
     fitted_ms: Milliseconds  # what is predicted: the roofline by the fit to published times, and empty blocks
     predicted_ms: MillisecondRange

@@ -29,7 +29,11 @@ class Target(NamedTuple):
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability, (9, 0)
     cudnn: int = 0  # of a GPU, as cuDNN numbers its versions: 91002 is 9.10.2
     tpu: dict[str, Any] | None = None  # of a TPU: its kind, and the topology of each number of chips
-    cores: int = 0  # of a GPU: streaming multiprocessors
+
+    @property
+    def cores(self) -> int:
+        """Streaming multiprocessors of a GPU."""
+        return int(device_numbers(self.text)["core_count"])
 
     @property
     def device_kind(self) -> str:
@@ -77,8 +81,7 @@ def load_target(name: str) -> Target:
     text = (TARGETS / f"{name}.txtpb").read_text()
     major, minor = _fields(text, "cuda_compute_capability", "major", "minor")
     dnn = _fields(text, "dnn_version_info", "major", "minor", "patch")
-    cudnn = dnn[0] * 10000 + dnn[1] * 100 + dnn[2]
-    return Target(name, text, (major, minor), cudnn, cores=int(device_numbers(text)["core_count"]))
+    return Target(name, text, (major, minor), dnn[0] * 10000 + dnn[1] * 100 + dnn[2])
 
 
 def load_facts(name: str) -> Facts:

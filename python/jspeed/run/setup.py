@@ -151,7 +151,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
                 fitted = warm_up_fits(program, recipe, mesh, validation.rows)
             if fitted:
                 break
-            checked = with_less_memory(checked, program.need)
+            checked = replace(checked, device=replace(device, memory=program.need - 1))
             console.print(f"note: {program.need / 1e9:.1f} GB a device were too much to run; taking less at once")
         if program.parts != parts:
             console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
@@ -201,7 +201,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
 
 
 def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> bool:
-    """Warm up; return False where that runs out of memory on a process, on all."""
+    """Warm up; return False, on all processes, where one runs out of memory that no other waits for in a collective."""
     failure = None
     try:
         warm_up(program, recipe, mesh, rows)
@@ -210,11 +210,6 @@ def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) 
             raise
         failure = str(error)
     return not any(gather("out of memory in warm-up", failure))
-
-
-def with_less_memory(checked: Preflight, need: int) -> Preflight:
-    """Return ``checked`` for devices that cannot hold a program of ``need`` bytes, for which a smaller one follows."""
-    return replace(checked, device=replace(checked.device, memory=need - 1))
 
 
 def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jspeed.plan.cudnn import absent_driver
 from jspeed.plan.custom_calls import attention
-from jspeed.plan.hlo import instructions, paired
+from jspeed.plan.hlo import Instruction
 from jspeed.plan.target import Target, device_numbers
 
 
@@ -53,10 +53,9 @@ class Answers(NamedTuple):
     by_call: dict[Call, Answer]
 
 
-def calls(texts: Iterable[str]) -> list[Call]:
-    """The different calls in programs (optimised HLO), forward before backward, smallest first."""
-    steps = (step for text in texts for step in paired(instructions(text)) if step.target in attention.CUDNN)
-    return sorted({Call(*attention.graph_of(step)) for step in steps})
+def calls(steps: Iterable[Instruction]) -> list[Call]:
+    """The different calls among instructions, forward before backward, smallest first."""
+    return sorted({Call(*attention.graph_of(step)) for step in steps if step.target in attention.CUDNN})
 
 
 def folder() -> Path | None:

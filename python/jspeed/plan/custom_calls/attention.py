@@ -92,13 +92,15 @@ def empty_blocks(step: Instruction) -> int:
     return (3 if backward else 1) * (documents - rows) * heads * -(-length // TILE)
 
 
-def workspace_bytes(documents: int, heads: int, length: int, width: int) -> int:
+def workspace_bytes(capability: tuple[int, int], documents: int, heads: int, length: int, width: int) -> int:
     """Bytes of workspace of cuDNN's backward pass over ``documents`` slots of ``length`` tokens each, packed or not.
 
-    dQ's sum and one number a query, fp32: what cuDNN's plans for Hopper and Blackwell ask for, 9.19 and 9.28, and head
-    widths of 64 to 256, to 50 kB and 512 bytes a document (``make test-cudnn``). The forward pass asks for none.
+    dQ's sum, twice before Hopper, and one number a query, fp32: what cuDNN's plans ask for, 9.19 and 9.28 for Hopper
+    and Blackwell, 9.28 for Ampere and Ada, of head widths 64 to 256, to 50 kB and 512 bytes a document (``make
+    test-cudnn``). The forward pass asks for none.
     """
-    return 4 * documents * heads * length * (width + 1)
+    sums = 1 if capability >= (9, 0) else 2
+    return 4 * documents * heads * length * (sums * width + 1)
 
 
 def workspace(step: Instruction) -> int:

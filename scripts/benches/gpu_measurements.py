@@ -1,0 +1,218 @@
+"""The measurements of a day on a GPU (gpu_day.py): each returns its figures as plain values.
+
+With GPU_DAY=toy recipes have toy size, for a CPU.
+"""
+
+import dataclasses
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benches import steps
+from jspeed._dataloader import header
+from jspeed.jax_versions import loaded_cudnn
+from jspeed.model import fp8
+from jspeed.model.attention import attention, find_documents
+from jspeed.parallel.mesh import make_mesh
+from jspeed.plan import predict
+from jspeed.plan.cost import kernels
+from jspeed.plan.target import facts_of, parse_target
+from jspeed.recipe import Stage
+from jspeed.run.clock import now, utc_now
+from jspeed.run.compute import preflight_checks
+from jspeed.run.compute.compile_cache import use_compile_cache
+from jspeed.run.compute.compiler import FP8_CALL, custom_calls, memory_needed, options_for
+from jspeed.run.evidence import provenance
+from jspeed.run.find_recipe import find
+from jspeed.sizes import scored_shape
+
+TOY = os.environ.get("GPU_DAY") == "toy"
+PUBLISHED_LANE_MS = {"r89": 82.6}  # of record 89's last stage on 8 H100s, communication included
+
+
+def loaded(name: str, sets: Iterable[str] = ()) -> Any:
+    """The recipe, at toy size where that was asked for."""
+    return find(name, sets_of(name, sets))
+
+
+def sets_of(name: str, sets: Iterable[str]) -> list[str]:
+    """``sets`` and, for a toy, those that shrink the recipe."""
+    if not TOY:
+        return list(sets)
+    from tests.toys import TOYS  # the repository's
+
+    given = {word.partition("=")[0] for word in sets}
+    return [word for word in TOYS[name] if word.partition("=")[0] not in given] + list(sets)
+
+
+def environment() -> dict[str, Any]:
+    """Date, device and versions."""
+    first = jax.devices()[0]
+    stats = first.memory_stats() or {}
+    facts = facts_of(first.device_kind)
+    return {
+        "date": utc_now()[:10],
+        "device": first.device_kind,
+        "count": len(jax.devices()),
+        "planned_as": facts is not None,
+        "memory_GB": stats.get("bytes_limit", 0) / 1e9,
+        "cudnn": loaded_cudnn(),
+        "versions": provenance.versions(),
+        "gpus": provenance.gpus(),
+        "xla_flags": provenance.xla_flags(),
+    }
+
+
+def wrong(check: Callable[[], str | None]) -> dict[str, Any]:
+    """What a check of the preflight says."""
+    return {"wrong": check()}
+
+
+def compiled(function: Callable[..., Any], arrays: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """Compile as steps are, with further XLA ``options``; returns the program and what it needs."""
+    began = now()
+    given = options_for(jax.default_backend())
+    program = jax.jit(function).lower(*arrays).compile(compiler_options=given and given | options)
+    seconds = round(now() - began, 1)
+    return program, {"compile_seconds": seconds, "need_GB": round(memory_needed(program) / 1e9, 2)}
+
+
+def milliseconds(program: Callable[..., Any], arrays: Any, calls: int = 10) -> float:
+    """Milliseconds of a call, of several in a row after two to warm up."""
+    for _ in range(2):
+        jax.block_until_ready(program(*arrays))
+    began = now()
+    for _ in range(calls):
+        out = program(*arrays)
+    jax.block_until_ready(out)
+    return round(1e3 * (now() - began) / calls, 4)
+
+
+def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]]) -> dict[str, Any]:
+    """Attention of a lane of the last stage, forward and backward; how far off this process's first backend it is."""
+    found = loaded(name)
+    recipe, heads = found.recipe, found.fields["HEADS"]
+    last, width = recipe.stages[-1], recipe.attention_width // heads
+    lane = steps.synthetic(dataclasses.replace(recipe, lanes=1), last)[:, :-1]
+    draw = np.random.default_rng(1)
+    shape = (1, last.lane_len, heads, width)
+    q, k, v, g = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for _ in range(4))
+    window = max(last.windows)
+
+    def forward(lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        documents = find_documents(lane, recipe.data.bos_id, last.max_docs, last.max_doc_len)
+        return attention(q, k, v, scale=0.12, documents=documents, window=window, backend=backend)
+
+    def both(lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        out, back = jax.vjp(partial(forward, lane), q, k, v)
+        return out, *back(g)
+
+    arrays = [jnp.asarray(lane), q, k, v]
+    only, _ = compiled(forward, arrays)
+    program, facts = compiled(both, [*arrays, g])
+    kept[backend] = [np.asarray(x, np.float64) for x in jax.device_get(program(*arrays, g))]
+    first = next(iter(kept))
+    pairs = zip(kept[backend], kept[first], strict=True)
+    off = [round(preflight_checks.relative_rms_error(x, y), 6) for x, y in pairs]
+    return facts | {
+        "shape": shape, "documents": last.max_docs, "longest": last.max_doc_len, "window": window,
+        "forward_ms": milliseconds(only, arrays), "both_ms": milliseconds(program, [*arrays, g]),
+        **({} if first == backend else {f"off_from_{first}": off}),
+    }  # fmt: skip
+
+
+def head(scales: fp8.Scales | None, triton: bool) -> dict[str, Any]:
+    """Record 29's head, forward and backward: its time, and whether the program multiplies in FP8."""
+    recipe = loaded("r29").recipe
+    vocabulary, width = scored_shape(recipe.parameters["head"], recipe.stages[-1])
+    rows = recipe.stages[-1].lane_len
+    shapes = [(rows, width), (vocabulary, width), (rows, vocabulary)]
+    arrays = [0.1 * jax.random.normal(jax.random.key(n), s, jnp.bfloat16) for n, s in enumerate(shapes)]
+
+    def call(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        y, back = jax.vjp(lambda x, w: fp8.matmul(x, w, scales) if scales else x @ w.T, x, w)
+        return y, *back(g)
+
+    program, facts = compiled(call, arrays, xla_gpu_enable_triton_gemm=triton)
+    calls = custom_calls(program)
+    return facts | {"both_ms": milliseconds(program, arrays, 5), "fp8_calls": calls[FP8_CALL], "calls": calls}
+
+
+def scatter_add() -> dict[str, Any]:
+    """The embedding's gradient in rows, and single fp32 numbers by index (slow in jaxlib 0.10.2 to 0.11.0)."""
+    recipe = loaded("r29").recipe
+    vocabulary, width = recipe.parameters["embed"].shape
+    draw = np.random.default_rng(0).zipf(1.3, recipe.stages[-1].lane_len)
+    at = jnp.asarray(np.minimum(draw, vocabulary) - 1, jnp.int32)
+    g = jnp.ones((len(draw), width), jnp.float32)
+    rows, _ = compiled(lambda at, g: jnp.zeros((vocabulary, width), jnp.float32).at[at].add(g), [at, g])
+    single, _ = compiled(lambda at, g: jnp.zeros(vocabulary, jnp.float32).at[at].add(g[:, 0]), [at, g])
+    return {"rows_ms": milliseconds(rows, [at, g]), "single_ms": milliseconds(single, [at, g])}
+
+
+def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
+    """Time the last stage of a recipe on one GPU; the time of its kernels by family, predicted beside measured."""
+    use_compile_cache()
+    found = loaded(name, sets)
+    mesh = make_mesh({"data": 1}, jax.devices()[:1])
+    backend = None if attention == "-" else attention
+    setting = steps.Setting(mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None)
+    row, texts, _ = steps.measure_stage(found.recipe, found.hash, len(found.recipe.stages) - 1, setting)
+    facts = dataclasses.asdict(row)
+    profile = facts.pop("profile")
+    facts |= {
+        "fp8_calls": texts[-1].count(f'"{FP8_CALL}"'),
+        "published_lane_ms": PUBLISHED_LANE_MS.get(name),
+        "predicted_ms": predicted(texts, found.recipe.stages[-1]),
+        "measured_ms": None,
+    }
+    if isinstance(profile, str):
+        return facts | {"no_profile": profile}
+    measured = by_family(profile["by_operation"], texts)
+    measured["idle"] = row.step_ms_in_a_row - profile["busy_ms"] / len(texts)
+    return facts | {"measured_ms": measured, "longest_kernels": profile["kernels"]}
+
+
+def predicted(texts: list[str], last: Stage) -> dict[str, float]:
+    """Milliseconds of a step by family of kernels, as ``jspeed plan`` counts them in this program; idle: launches."""
+    target = parse_target("h200x1" if "H200" in jax.devices()[0].device_kind else "h100x1")
+    found: defaultdict[str, float] = defaultdict(float)
+    for text in texts:
+        listed = kernels(text, last.max_doc_len)
+        for kernel in listed:
+            if not kernel.collective:
+                found[kernel.kind] += (
+                    1e3 * kernel.times * max(predict.kernel_seconds(kernel, target.facts)) / len(texts)
+                )
+        times, _ = predict.times(listed, target)
+        found["idle"] += 1e3 * times.launches / len(texts)
+        found["empty blocks, in attention"] += 1e3 * times.empty_blocks / len(texts)
+    return found
+
+
+def by_family(operations: Mapping[str, float], texts: list[str]) -> dict[str, float]:
+    """Milliseconds of a step by family of kernels, from those by HLO instruction; what belongs to none is unknown."""
+    families = {kernel.instruction.name: kernel.kind for text in texts for kernel in kernels(text)}
+    found: defaultdict[str, float] = defaultdict(float)
+    for name, spent in operations.items():
+        found[families.get(name.lstrip("%"), "unknown")] += spent / len(texts)
+    return found
+
+
+def tokens(folder: Path) -> dict[str, Any]:
+    """Write shards of random tokens in documents as long as FineWeb's: 12 million, the validation set among them."""
+    recipe = loaded("r29").recipe
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes = {"train": 40_000, "val": 4_000} if TOY else {"train": 12_000_000, "val": 1_000_000}
+    for number, (split, size) in enumerate(sizes.items()):
+        lane = dataclasses.replace(recipe.stages[-1], lane_len=size, max_docs=size)
+        row = steps.synthetic(dataclasses.replace(recipe, lanes=1), lane, seed=number)[0, :size]
+        (folder / f"gpu_{split}_000000.bin").write_bytes(header(len(row)) + row.astype(np.uint16).tobytes())
+    return {"folder": str(folder), **sizes}
