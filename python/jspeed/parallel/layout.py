@@ -217,7 +217,7 @@ def reduce_gradient(mesh: Mesh, x: jax.Array, spec: PartitionSpec, done: bool = 
     if dim is not None and not done:
         x = _on_parts(partial(_scattered, dim=dim), spec)(x)
     others = tuple(axis for axis in ROW_AXES if mesh.shape.get(axis, 1) > 1 and sharded_dim(spec, axis) is None)
-    return jax.lax.psum(x, others) if others else x
+    return _on_parts(lambda x: jax.lax.psum(x, others), spec)(x) if others else x
 
 
 def _scattered(x: jax.Array, dim: int) -> jax.Array:
@@ -228,7 +228,11 @@ def _scattered(x: jax.Array, dim: int) -> jax.Array:
 
 
 def _on_parts(collective: Callable[[jax.Array], jax.Array], spec: PartitionSpec) -> Callable[[jax.Array], jax.Array]:
-    """Run ``collective`` on each device's shard along ``model``; XLA would gather the whole array first."""
+    """Run ``collective`` on each device's shard along ``model``; XLA would gather the whole array first.
+
+    Where ``model`` is XLA's, JAX also puts a sharding constraint into a reduction's sum, and XLA for CPUs, which turns
+    bf16 sums into fp32, aborts on it.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.shape.get("model", 1) == 1:
         return collective

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from jspeed.errors import BadInput
 from jspeed.parallel import layout as layouts
+from jspeed.parallel.layout import rows_only
 from jspeed.parallel.mesh import batch_rows
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import ParamSpec
@@ -80,6 +81,22 @@ def test_every_layout_gives_the_losses_of_one_device(name, way):
     _, found = run(recipe, mesh_of(**axes), lanes_at_once, batches(recipe, 10), layout)
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "model")])
+def test_bf16_gradients_are_summed_on_a_mesh_that_xla_partitions_too(spec):
+    """XLA for CPUs turns bf16 sums into fp32, and aborts the process where JAX left a constraint in the sum."""
+    mesh, gradient = mesh_of(data=2, model=2), jnp.arange(16, dtype=jnp.bfloat16).reshape(4, 4)
+    rows = rows_only(spec)
+    reduce = jax.shard_map(
+        lambda x: layouts.reduce_gradient(mesh, x, spec),
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=rows,
+        axis_names={"data"},
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(reduce)(gradient), 2 * gradient)
 
 
 def keep():
