@@ -58,6 +58,12 @@ def test_losses_are_at_the_target():
     assert (BY_NUMBER[21]["seconds"], BY_NUMBER[29]["seconds"]) == (175.98, 163.86)
 
 
+def test_the_front_page_says_what_the_newest_record_says():
+    newest, text = ROWS[-1], (RECORDS.parent / "README.md").read_text()
+    assert f"stands at {newest['seconds']:g} seconds" in " ".join(text.split())
+    assert f"yes: {newest['seconds']:g} s to 3.28" in text
+
+
 def test_source_and_licence_are_named():
     text = (RECORDS / "history" / "README.md").read_text()
     assert "KellerJordan/modded-nanogpt" in text and "MIT licence" in text
