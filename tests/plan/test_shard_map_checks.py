@@ -110,3 +110,5 @@ def test_copies_that_drift_apart_are_found():
     params["final_gain"] = jax.make_array_from_single_device_arrays(gain.shape, gain.sharding, arrays)
     ((path, far),) = drift(params).items()
     assert path == "final_gain" and far == pytest.approx(1e-3, rel=1e-3)
+    with jax.set_mesh(mesh_of(8)):  # of more devices than have the copies that are compared
+        assert drift(params) == {path: far}

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jspeed.recipe import leaves
 
@@ -24,8 +25,9 @@ def drift(tree: Any) -> dict[str, float]:
                 first[where] = shard.data
                 continue
             one, other = first[where], jax.device_put(shard.data, first[where].device)
-            if not bool(_same(one, other)):
-                furthest = max(furthest, float(_distance(one, other)), 5e-324)
+            with jax.set_mesh(Mesh([one.device], "copy")):  # the caller's may have other devices
+                if not bool(_same(one, other)):
+                    furthest = max(furthest, float(_distance(one, other)), 5e-324)
         if furthest:
             found[name] = furthest
     return found
