@@ -41,7 +41,8 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     },
     {
         "commands": {"cluster", "corpus", "data", "inference", "leaderboard", "parallel", "plan", "recipe"}
-        | {"record", "run", "series"}
+        | {"record", "run", "series"},
+        "sharding": {"parallel", "plan", "recipe"},
     },
     {"__main__": {"commands"}},
 ]

@@ -6,6 +6,7 @@ traced for one device, before anything is sharded. Matmuls are matched by source
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jax.extend.core import jaxprs_in_params
@@ -26,6 +27,8 @@ MIN_SHARE = 0.002  # of the step's FLOPs; smaller matmuls are not reported: thei
 MAX_EXPOSED = 0.05  # of the step's time: exposed communication
 MIN_REPLICATED_BYTES = 2**23  # of a replicated fp32 array; smaller ones are not reported
 
+EMPTY: Mapping[Any, Any] = MappingProxyType({})
+
 
 class Finding(NamedTuple):
     """One finding; as :class:`.FindingRow`."""
@@ -37,19 +40,27 @@ class Finding(NamedTuple):
     threshold: float | None
 
 
-def ideal_flops(jaxpr: Any, times: int = 1) -> dict[str, float]:
-    """FLOPs of the matmuls of a traced program by source line, unsharded, each loop counted by its length."""
+def ideal_flops(
+    jaxpr: Any, times: int = 1, spread: Mapping[Any, Iterable[str]] = EMPTY, mesh: Mapping[str, int] = EMPTY
+) -> dict[str, float]:
+    """FLOPs of the matmuls of a traced program by source line, unsharded, each loop counted by its length.
+
+    A matmul in a ``shard_map`` counts once for each part of it: once for each device of ``mesh`` along the axes that
+    ``spread`` has for its result (:func:`.shard_map_checks.walk`).
+    """
     found: dict[str, float] = {}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             (contracting, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracting)
-            flops = 2.0 * times * depth * math.prod(eqn.outvars[0].aval.shape)
+            parts = math.prod(mesh[axis] for axis in spread.get(eqn.outvars[0], ()))
+            flops = 2.0 * times * parts * depth * math.prod(eqn.outvars[0].aval.shape)
             where = source_of(eqn)
             found[where] = found.get(where, 0.0) + flops
         inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        sizes = eqn.params["mesh"].shape if eqn.primitive.name == "shard_map" else mesh
         for body in jaxprs_in_params(eqn.params):
-            for where, flops in ideal_flops(body, inner).items():
+            for where, flops in ideal_flops(body, inner, spread, sizes).items():
                 found[where] = found.get(where, 0.0) + flops
     return found
 

@@ -31,21 +31,31 @@ class Origin(NamedTuple):
     parts: frozenset[str] = frozenset()
 
 
+class Seen(NamedTuple):
+    """What a walk through a program has seen."""
+
+    findings: dict[tuple[str, str], Finding]  # by name and place
+    spread: dict[Any, frozenset[str]]  # of a matmul's result in a shard_map: along which axes devices have others
+
+
 def check_shard_map(jaxpr: Any, batch: int = 1) -> list[Finding]:
-    """Return what is wrong in the ``shard_map`` of a traced program: the first arguments are the state, the last
-    ``batch`` ones data.
+    """Return what :func:`walk` finds wrong: the first arguments are the state, the last ``batch`` ones data."""
+    count = len(jaxpr.in_avals)
+    return list(walk(jaxpr, [n >= count - batch for n in range(count)]).findings.values())
+
+
+def walk(jaxpr: Any, data: Sequence[bool]) -> Seen:
+    """Look into every ``shard_map`` of a traced program. ``data``: whether each argument is rows of the batch.
 
     ``ungathered-weight``: rows of the batch are multiplied by one device's part of a weight. ``unreduced-result``: a
     result is said to be the same on all devices along an axis along which it is not.
     """
-    found: dict[tuple[str, str], Finding] = {}
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    count = len(inner.invars) - batch
-    _outside(inner, [n >= count for n in range(len(inner.invars))], found)
-    return list(found.values())
+    seen = Seen({}, {})
+    _outside(jaxpr.jaxpr, data, seen)
+    return seen
 
 
-def _outside(jaxpr: Any, data: Sequence[bool], found: dict) -> list[bool]:
+def _outside(jaxpr: Any, data: Sequence[bool], seen: Seen) -> list[bool]:
     """Walk what is not in ``shard_map``: which values come from data."""
     env: dict[Any, bool] = dict(zip(jaxpr.invars, data, strict=True))
 
@@ -56,21 +66,21 @@ def _outside(jaxpr: Any, data: Sequence[bool], found: dict) -> list[bool]:
         given = [of(atom) for atom in eqn.invars]
         body = _bodies(eqn)
         if eqn.primitive.name == "shard_map":
-            _check(eqn, given, found)
+            _check(eqn, given, seen)
         results = [any(given)] * len(eqn.outvars)
         if len(body) == 1 and len(body[0].invars) == len(given) and eqn.primitive.name != "shard_map":
-            results = _outside(body[0], given, found)[: len(eqn.outvars)]
+            results = _outside(body[0], given, seen)[: len(eqn.outvars)]
         env |= zip(eqn.outvars, results, strict=False)
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _check(eqn: Any, data: Sequence[bool], found: dict) -> None:
+def _check(eqn: Any, data: Sequence[bool], seen: Seen) -> None:
     """Look into one ``shard_map``."""
     origins = []
     for spec, is_data in zip(eqn.params["in_specs"], data, strict=True):
         axes = axes_of(spec)
         origins.append(Origin(axes, axes, frozenset()) if is_data else Origin(axes, frozenset(), axes))
-    results = _inside(eqn.params["jaxpr"], origins, found)
+    results = _inside(eqn.params["jaxpr"], origins, seen)
     sizes, made = eqn.params["mesh"].shape, {out: e for e in eqn.params["jaxpr"].eqns for out in e.outvars}
     for number, (origin, spec) in enumerate(zip(results, eqn.params["out_specs"], strict=True)):
         var = eqn.params["jaxpr"].outvars[number]
@@ -81,12 +91,12 @@ def _check(eqn: Any, data: Sequence[bool], found: dict) -> None:
                     f"{where}: result {number} of a shard_map is said to be the same along mesh axis '{axis}', but "
                     "each device computes its own: a psum, pmean or all_gather is missing"
                 )
-                found["unreduced-result", f"{where} {number} {axis}"] = Finding(
+                seen.findings["unreduced-result", f"{where} {number} {axis}"] = Finding(
                     "unreduced-result", "error", text, float(sizes[axis]), 1.0
                 )
 
 
-def _inside(jaxpr: Any, origins: Sequence[Origin], found: dict) -> list[Origin]:
+def _inside(jaxpr: Any, origins: Sequence[Origin], seen: Seen) -> list[Origin]:
     """Walk a program of one device: where its results come from."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     env: dict[Any, Origin] = dict(zip(jaxpr.invars, origins, strict=True))
@@ -96,22 +106,24 @@ def _inside(jaxpr: Any, origins: Sequence[Origin], found: dict) -> list[Origin]:
 
     for eqn in jaxpr.eqns:
         given = [of(atom) for atom in eqn.invars]
-        results = _results(eqn, given, found)
+        results = _results(eqn, given, seen)
         env |= zip(eqn.outvars, results, strict=True)
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _results(eqn: Any, given: list[Origin], found: dict) -> list[Origin]:
+def _results(eqn: Any, given: list[Origin], seen: Seen) -> list[Origin]:
     name, body = eqn.primitive.name, _bodies(eqn)
     every = _union(given)
     if name == "dot_general":
+        result = eqn.outvars[0]
+        seen.spread[result] = seen.spread.get(result, frozenset()) | every.varies
         for one, other in (given, given[::-1]):
             for axis in sorted(one.rows & other.parts):
                 text = (
                     f"{_where(eqn)}: rows of the batch, spread over mesh axis '{axis}', are multiplied by one device's "
                     "part of a weight: all_gather it first, or this is another model on every device"
                 )
-                found["ungathered-weight", f"{_where(eqn)} {axis}"] = Finding(
+                seen.findings["ungathered-weight", f"{_where(eqn)} {axis}"] = Finding(
                     "ungathered-weight", "error", text, 1.0, 0.0
                 )
     if name in REDUCE or name in SPREAD:
@@ -123,18 +135,18 @@ def _results(eqn: Any, given: list[Origin], found: dict) -> list[Origin]:
     if name == "scan":
         fixed, carried = scan_sizes(eqn)
         while True:
-            results = _inside(body[0], given, found)
+            results = _inside(body[0], given, seen)
             carry = [_union(pair) for pair in zip(given[fixed : fixed + carried], results, strict=False)]
             if carry == given[fixed : fixed + carried]:
                 return results
             given[fixed : fixed + carried] = carry
     if name == "cond":
-        branches = [_inside(branch, given[1:], found) for branch in body]
+        branches = [_inside(branch, given[1:], seen) for branch in body]
         return [_union([*results, given[0]]) for results in zip(*branches, strict=True)]
     if len(body) == 1 and len(body[0].invars) == len(given) and name != "while":
-        return _inside(body[0], given, found)[: len(eqn.outvars)]
+        return _inside(body[0], given, seen)[: len(eqn.outvars)]
     for inner in body:  # of a kind not known here: everything in it may depend on everything
-        _inside(inner, [every] * len(inner.invars), found)
+        _inside(inner, [every] * len(inner.invars), seen)
     parts = every.parts if name in SHAPING else frozenset()
     return [Origin(every.varies, every.rows, parts)] * len(eqn.outvars)
 
