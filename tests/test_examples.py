@@ -43,22 +43,6 @@ def test_rules_that_cannot_be_meant():
         placement.place(tree, [("a", ("data", "data"))], mesh)
 
 
-def test_three_ways_to_shard(tmp_path):
-    done = run(tmp_path, EXAMPLES / "spmd_modes.py")
-    assert done.returncode == 0, done.stderr
-    out = done.stdout
-    # seeds.md section 5: sums of four of 32 numbers each on eight devices, and of all.
-    assert "[6, 22, 38, 54, 70, 86, 102, 118], psum 496" in out
-    assert "float32[1024@data,32]" in out and "one device sees x as (128, 32)" in out
-    losses = [[float(word) for word in line.split()[1:]] for line in out.splitlines()[-4:-1]]
-    # Section 3: the corrected loop starts at 0.25 and ends at 0.2137404; one that trains nothing stays at 0.2495842.
-    assert losses[0][0] == 0.25 and losses[0][1] == pytest.approx(0.2495842, abs=1e-6)
-    assert losses[0][-1] == pytest.approx(0.2137404, abs=1e-6)
-    assert all(sooner - later > 1e-4 for later, sooner in zip(losses[0][1:], losses[0], strict=False))
-    assert max(abs(a - b) for row in losses for a, b in zip(row, losses[0], strict=True)) <= 1e-6
-    assert out.endswith("all three agree to 1e-6\n")
-
-
 def test_placement_by_path_and_size(tmp_path):
     """27 arrays by rules; one of a dimension, which is asked about no columns, is reported as without one."""
     done = run(tmp_path, EXAMPLES / "placement.py")
@@ -103,6 +87,45 @@ def test_sizing_notebook_says_the_published_numbers(tmp_path):
     assert done.returncode == 0, done.stderr
     for words in ("124,439,808 parameters", "174,604,259,328 parameters", "3.46 days", "2.21e+19 FLOPs: 326.1 M"):
         assert words in done.stdout
+
+
+def test_shardings_notebook_says_the_tutorials_numbers(tmp_path):
+    """Those of seeds.md, sections 4 to 6, and where a tutorial is wrong what is right: see the comments."""
+    (tmp_path / "notebook.py").write_text("\n".join(code_of("shardings.ipynb")))
+    done = run(tmp_path, "notebook.py")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+
+    def after(words):
+        [line] = [line for line in lines if line.startswith(words)]
+        return line.removeprefix(words).strip()
+
+    assert lines[:7] == [
+        "8 devices",
+        "int32[4,8] in tiles of 2x2 on devices",
+        *["┌───┬───┬───┬───┐", "│ 0 │ 1 │ 2 │ 3 │", "├───┼───┼───┼───┤", "│ 4 │ 5 │ 6 │ 7 │", "└───┴───┴───┴───┘"],
+    ]
+    assert "│ 0,4 │ 1,5 │ 2,6 │ 3,7 │" in lines  # the sums of columns
+    assert "│ 0 │ 2 │ 4 │ 6 │" in lines and after("the same array:") == "True"  # the turned mesh
+    assert after("int32[4@X,8@Y]") == "summed over rows: int32[8@Y]" and "float32[32@X] float32[32@X,4]" in done.stdout
+    for mode in ("automatic  [", "explicit   [", "manual     ["):
+        values = [float(word) for word in after(mode).removesuffix("]").split()]
+        assert values == pytest.approx([0.01422223, 0.9701333, 0.00124826, 0.08572862], abs=1e-6)
+    assert any(line.split()[:3] == ["all-reduce", "X", "16"] for line in lines)
+    assert done.stdout.count("unreduced-result - ") == done.stdout.count("ungathered-weight - ") == 1
+    assert after("sums of parts") == "[  6  22  38  54  70  86 102 118], psum 496"
+    assert after("psum of means") == "124.0, pmean 15.5, mean 15.5"
+    assert after("head 0, right:") == "[[0, 1], [0, 1], [0, 1], [0, 1]]"
+    assert after("heads:").endswith("exchanged: nothing") and "all-gather" in after("not_heads:")
+    factors = [float(line.split(" times")[0].split()[-1]) for line in lines if "times the FLOPs, " in line]
+    assert factors == pytest.approx([1, 4, 2, 8, 1], abs=0.05)
+    assert after("the same numbers:") == "True" and "note: fsdp: w is sharded over the batch axis 'data'" in done.stdout
+    for mode in ("automatic  start", "manual     start", "explicit   start"):
+        # One that trains nothing stays at 0.2495842, the loss after one step.
+        start, one, hundred = (float(part.split()[-1]) for part in after(mode).split(","))
+        assert (start, one) == (0.25, pytest.approx(0.2495842, abs=1e-6))
+        assert hundred == pytest.approx(0.2137404, abs=1e-6)
+    assert lines[-1] == "all agree to 1e-6: True"
 
 
 def test_notebooks_say_what_opens_them():
