@@ -153,6 +153,10 @@ def test_none_is_left_over_when_the_launcher_is_killed(launch):
         ("--node-rank 2", "--nnodes 2 --node-rank 2 run"),
         ("--nproc-per-node none", "--nproc-per-node none run"),
         ("--standalone", "--standalone --nnodes 2 run"),
+        *(
+            (f"--master-addr {host!r}: expected a host's name or address", f"--master-addr={host} run")
+            for host in ("node..1", "node0:29500", "http://node0", "", "a" * 64, "[node0]")
+        ),
         ("--nnodes 'two': expected a whole number", "--nnodes two run"),
         ("nowhere.py", "nowhere.py"),
         ("--nproc-per-node ²", "--nproc-per-node ² run"),
@@ -186,6 +190,12 @@ def test_the_word_run_is_the_command_of_an_installed_jspeed(capsys, monkeypatch,
         _, *lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 and lines[1].startswith("RANK=1 WORLD_SIZE=2 ")
         assert lines[1].endswith(f"{sys.executable} -u -P -m jspeed run --seed 2 --no-sample")
+
+
+@pytest.mark.parametrize("host", ["fd00::1", "[fd00::1]"])
+def test_ipv6_is_passed_on_without_brackets(host, capsys):
+    assert parse(COMMAND, ["--nnodes", "2", "--master-addr", host, "--dry-run", "run"], "jspeed launch")() == 0
+    assert "MASTER_ADDR=fd00::1 " in capsys.readouterr().out
 
 
 def test_a_dry_run_of_one_node_has_its_address(capsys):

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NamedTuple, TextIO
 
+from jspeed.cluster import address
 from jspeed.cluster.rank import visible_gpus
 from jspeed.cluster.rendezvous import free_port
 from jspeed.errors import BadInput, say
@@ -46,7 +47,7 @@ class Launch:
         nnodes: Number of nodes.
         node_rank: Which node this is, from 0.
         nproc_per_node: Processes on each node; gpu: one for each GPU; auto: the same, and 1 without GPUs.
-        master_addr: Address of node 0.
+        master_addr: Name or address of node 0, IPv6 with or without brackets.
         master_port: A free port on node 0.
         max_restarts: Restart after a failure, at most so many times.
         standalone: One node, with a free port of its own.
@@ -81,9 +82,13 @@ class Launch:
 
 
 def check(launch: Launch) -> None:
-    """Raise :class:`BadInput` for flags that do not go together."""
+    """Raise :class:`BadInput` for flags that are wrong or do not go together."""
     if launch.node_rank >= launch.nnodes:
         raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
+    if address.host(launch.master_addr) is None:
+        raise BadInput(
+            f"--master-addr {launch.master_addr!r}: expected {address.HOST}; a port is given by --master-port"
+        )
     if launch.standalone and launch.nnodes > 1:
         raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
     if launch.nnodes * launch.local_count > MOST_PROCESSES:
@@ -108,7 +113,7 @@ def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[s
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": count,
         "GROUP_RANK": node,
-        "MASTER_ADDR": launch.master_addr,
+        "MASTER_ADDR": launch.master_addr.strip("[]"),  # torch too takes IPv6 so
         "MASTER_PORT": launch.master_port + attempt,
         "TORCHELASTIC_RESTART_COUNT": attempt,
     }
@@ -128,7 +133,7 @@ def dry_run_lines(launch: Launch) -> list[str]:
 
 def run(launch: Launch) -> int:
     """Start, watch, restart; returns the exit code of this node's first process that failed (128 + signal), or 0."""
-    if launch.nnodes > 1 and launch.master_addr in ("127.0.0.1", "localhost"):
+    if launch.nnodes > 1 and launch.master_addr.strip("[]") in ("127.0.0.1", "::1", "localhost"):
         say("launch: --master-addr is this machine itself; other machines cannot reach it")
     for attempt in range(launch.max_restarts + 1):
         node = Node(_addressed(launch, attempt), attempt)
