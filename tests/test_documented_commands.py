@@ -87,7 +87,7 @@ class Reader:
 
     def command(self, words: list[str], whole: bool = True) -> None:
         program, *rest = words
-        if program in ("srun", "mpirun", "torchrun"):  # their own flags are theirs to read, in tests/launchers
+        if program in ("srun", "mpirun", "mpiexec", "torchrun"):  # they read their own flags, in tests/launchers
             start = next(number for number, word in enumerate(rest) if word == "python" or word.endswith(".py"))
             self.command(rest[start:])
         elif program == "make":

@@ -83,16 +83,6 @@ def loaded_cudnn() -> tuple[int, int, int] | None:
     return number and (number // 10_000, number // 100 % 100, number % 100)
 
 
-def launcher_address(count: int, index: int) -> str | None:
-    """HOST:PORT of process 0 as JAX detects it under Slurm and Open MPI; None where it knows no launcher.
-
-    JAX 0.10 to 0.12. Raises what JAX raises for variables that it cannot read.
-    """
-    from jax._src.clusters import ClusterEnv
-
-    return ClusterEnv.auto_detect_unset_distributed_params(None, count, index, [], None, 60)[0]
-
-
 def key_value_store() -> Any:
     """The client of the key-value store that joined processes share. JAX 0.10 to 0.12."""
     from jax._src import distributed

@@ -106,7 +106,7 @@ def test_the_first_host_of_a_node_list(nodes, monkeypatch):
     assert address.first_host(nodes) == LISTS[nodes]
 
 
-@pytest.mark.parametrize("nodes", ["", ",", "n[1", "n[[1-2]]", "n[]x]"])
+@pytest.mark.parametrize("nodes", ["", ",", "n[]", "n[1", "n[[1-2]]", "n[]x]"])
 def test_what_is_no_node_list_is_no_host(nodes, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert address.host(address.first_host(nodes)) is None

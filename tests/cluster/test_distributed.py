@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -76,6 +77,42 @@ def test_a_batch_of_two_processes_is_that_of_one(tmp_path, data):
     assert {np.shape(part) for part in parts.values()} == {(8, 32)}
     with TokenLoader(open_shards([shard]), lanes=64, lane_len=31) as loader:
         np.testing.assert_array_equal(np.concatenate([parts[start] for start in sorted(parts)]), next(loader).tokens)
+
+
+JOINS = """
+    from jspeed.cluster import distributed
+    distributed.initialise()
+    import jax
+    print(sorted(distributed.gather("index", jax.process_index())))
+"""
+
+
+def has_ipv6():
+    with suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        return True
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no ::1")
+def test_two_processes_join_over_ipv6(tmp_path):
+    """torchrun's form of the address, without brackets: for the rendezvous and for JAX's own service."""
+    command = [sys.executable, "-c", textwrap.dedent(JOINS)]
+    pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pair = [place | {"MASTER_ADDR": "::1", "JSPEED_WAIT_SECONDS": "30"} for place in places(2)]
+    results = ended([subprocess.Popen(command, env=place, **pipes) for place in pair], 120)
+    assert [(code, out.splitlines()[-1:]) for code, out, _ in results] == [(0, ["[0, 1]"])] * 2, results
+
+
+def test_a_process_that_srun_did_not_start_says_that_it_is_alone(monkeypatch, capsys):
+    monkeypatch.setattr(distributed, "_rank", None)
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    distributed.initialise()
+    assert "one of the 4 tasks of Slurm's job: it runs alone\n" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    distributed.initialise()
+    assert distributed.single_process() and not capsys.readouterr().err
 
 
 def test_joining_again_does_nothing(monkeypatch):

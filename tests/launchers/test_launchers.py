@@ -65,6 +65,12 @@ def test_open_mpi(place, expected):
     same(place, expected)
 
 
+def test_mpich(place, expected):
+    needs("mpiexec.hydra")
+    place.run(place.line("MPICH, Intel MPI and others").replace("mpiexec", "mpiexec.hydra"))
+    same(place, expected)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     needs("munged", "slurmctld", "slurmd", "srun", "sbatch")
@@ -76,6 +82,14 @@ def cluster(tmp_path_factory):
 
 def test_slurm_srun(place, expected, cluster):
     place.run(f"srun -n 2 python scripts/speedrun.py {SMALL} --run-dir run", **cluster)
+    same(place, expected)
+
+
+def test_slurm_beside_the_variables_of_a_script_for_pytorch(place, expected, cluster):
+    exports = "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1) WORLD_SIZE=$SLURM_NTASKS"
+    job = f"#!/bin/bash\n#SBATCH --ntasks=2\nexport {exports} MASTER_PORT={free_port()}\n"
+    (place.folder / "job.sh").write_text(f"{job}srun python scripts/speedrun.py {SMALL} --run-dir run\n")
+    place.run("sbatch --wait job.sh", **cluster)
     same(place, expected)
 
 
@@ -105,7 +119,10 @@ def test_slurm_sbatch_file_and_a_warning_before_the_end(place, expected, cluster
 
 @pytest.fixture
 def two_nodes(tmp_path):
-    """Two network namespaces with a cable between them, 10.0.0.1 and 10.0.0.2; this machine's name resolves to them."""
+    """Two network namespaces with a cable between them, 10.0.0.1 and 10.0.0.2, also fd00::1 and fd00::2.
+
+    This machine's name resolves to the first two.
+    """
     needs("ip")
     if not ROOT:
         pytest.skip("network namespaces need root")
@@ -122,6 +139,7 @@ def two_nodes(tmp_path):
         ip(f"link add jspeed0 netns {names[0]} type veth peer name jspeed1 netns {names[1]}")
         for number, name in enumerate(names):
             ip(f"-n {name} addr add 10.0.0.{number + 1}/24 dev jspeed{number}")
+            ip(f"-n {name} addr add fd00::{number + 1}/64 dev jspeed{number} nodad", check=False)  # without IPv6
             ip(f"-n {name} link set jspeed{number} up")
             ip(f"-n {name} link set lo up")
             os.makedirs(folders[number])
@@ -136,9 +154,12 @@ def two_nodes(tmp_path):
             os.rmdir("/etc/netns")
 
 
-def test_two_machines(place, expected, two_nodes):
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1"])
+def test_two_machines(place, expected, two_nodes, host):
+    if host not in subprocess.run([*two_nodes[0].split(), "ip", "addr"], capture_output=True, text=True).stdout:
+        pytest.skip("this machine has no IPv6")
     heading = "Two machines with eight GPUs each: launch.py"
-    swaps = {"--nproc-per-node 8": "--nproc-per-node 1", "/shared/run": "run"}
+    swaps = {"--nproc-per-node 8": "--nproc-per-node 1", "/shared/run": "run", "10.0.0.1": host}
     first, second = (node + place.line(heading, number, **swaps) for number, node in enumerate(two_nodes))
     place.run(first, beside=second)
     same(place, expected)

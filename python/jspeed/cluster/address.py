@@ -61,5 +61,5 @@ def first_host(nodes: str) -> str:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
         if shown:
             return shown[0]
-    first = re.fullmatch(r",*((?:[^][,]|\[[^][]*\])+)(?:,.*)?", nodes)
+    first = re.fullmatch(r",*((?:[^][,]|\[[^][]+\])+)(?:,.*)?", nodes)
     return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[1]) if first else nodes

@@ -18,7 +18,7 @@ from jspeed.cluster.coordinator_proxy import start_proxy
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import rendezvous, reserved_port
 from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, say
 
 LIMIT = 3600  # seconds to wait for a value; process 0 may first have to prepare data, and its death is noticed sooner
 # JAX aborts with a stack trace, or raises an error of its own, when one of its time limits expires: ours come first.
@@ -52,24 +52,27 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
         return
     rank = find_rank(os.environ, coordinator, processes, process_id)
     if rank is None:
+        tasks = os.environ.get("SLURM_NTASKS", "1")
+        if tasks != "1" and coordinator is None and "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+            say(f"note: srun did not start this process as one of the {tasks} tasks of Slurm's job: it runs alone")
         return
     _rank = rank
     wait, silence = wait_limit(), heartbeat_limit()
     devices = local_devices(rank, os.environ)
-    host, _, agreed_port = (rank.coordinator or _detected(rank)).rpartition(":")
+    host, _, agreed_port = rank.coordinator.rpartition(":")
     # With the service on, JAX would take SIGTERM and ignore it.
     jax.config.update("jax_enable_preemption_service", False)
-    # gRPC would use a site's HTTP proxy between nodes; JAX only warns of that.
-    os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1", host]))
+    # gRPC would use a site's HTTP proxy; JAX only warns of that.
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, [os.environ.get("no_grpc_proxy"), "127.0.0.1"]))
     jax.config.update("jax_check_proxy_envs", False)
 
     with reserved_port() as own_port:  # process 0's is the service's
         port, peers = rendezvous(host, int(agreed_port), rank.index, rank.count, wait, own_port)
         connections.update(peers)
-        address = f"127.0.0.1:{start_proxy(host, port)}" if rank.index else f"{host}:{port}"
+        service = start_proxy(host, port) if rank.index else port
         join = partial(
             jax.distributed.initialize,
-            address,
+            f"127.0.0.1:{service}",
             rank.count,
             rank.index,
             local_device_ids=devices,
@@ -87,22 +90,6 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
                 f"{wait:g} s; open all ports between the nodes"
             ) from None
     _joined = True
-
-
-def _detected(rank: Rank) -> str:
-    """HOST:PORT of process 0, by JAX's own detection of Slurm and Open MPI."""
-    try:
-        found = jax_versions.launcher_address(rank.count, rank.index)
-    except (RuntimeError, ValueError) as error:
-        found, reason = None, str(error)
-    else:
-        reason = "JAX knows no such launcher"
-    if found is None:
-        raise BadInput(
-            f"the launcher's variables do not give the address of process 0 ({reason}); give it with "
-            "--coordinator HOST:PORT --processes N --process-id I"
-        )
-    return found
 
 
 def process_count() -> int:

@@ -1,32 +1,86 @@
-"""The rank of this process, from flags or the variables of torchrun, Kubeflow, Slurm or Open MPI. No jax here."""
+"""The rank of this process, from flags or the variables of its launcher. No jax here.
+
+Some sets of variables hold the address of process 0: those of torchrun, ``jspeed launch`` and Kubeflow, which scripts
+set by hand too. The launchers of MPI, Flux and Slurm give none, and where several started one another the innermost
+counts. Half a set is completed by a launcher's, with which it must agree, or is an error: a process that may be one of
+several does not train alone.
+"""
 
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import NamedTuple
 
 from jspeed import accelerators
+from jspeed.cluster import address
 from jspeed.errors import BadInput
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_JAX = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")  # Kubeflow Trainer's, address with port
-_JAXJOB = ("PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS", "COORDINATOR_PORT")  # Kubeflow Training Operator's
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
 @dataclass(frozen=True)
 class Rank:
     """Rank ``index`` of ``count`` processes, and ``local_index`` of the ``local_count`` processes of this node.
 
-    ``coordinator`` is HOST:PORT of process 0, or None if JAX detects it.
+    ``coordinator`` is HOST:PORT of process 0, an IPv6 address in brackets.
     """
 
     index: int
     count: int
-    coordinator: str | None
+    coordinator: str
     local_index: int = 0
     local_count: int = 1
+
+
+class Names(NamedTuple):
+    """What a launcher calls the parts of a :class:`Rank`; ``address`` is HOST:PORT, or HOST and PORT.
+
+    ``common`` names are also used for other things: one of them alone says nothing.
+    """
+
+    rank: str
+    size: str = ""
+    local_rank: str = ""
+    local_size: str = ""
+    address: tuple[str, ...] = ()
+    common: bool = False
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """The variables that make the set complete."""
+        return (self.rank, self.size, *(self.address or (self.local_rank, self.local_size)))
+
+    def present(self, told: Mapping[str, str]) -> list[str]:
+        """The variables of the set that are there."""
+        every = dict.fromkeys((self.rank, self.size, self.local_rank, self.local_size, *self.address))
+        return [name for name in every if name in told]
+
+
+TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"), common=True)
+TRAINER = Names("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", address=("JAX_COORDINATOR_ADDRESS",))  # Kubeflow Trainer's
+JAXJOB = Names(  # Kubeflow Training Operator's
+    "PROCESS_ID", "NUM_PROCESSES", address=("COORDINATOR_ADDRESS", "COORDINATOR_PORT"), common=True
+)
+ADDRESSED = (TORCHRUN, TRAINER, JAXJOB)
+OPEN_MPI, *OTHER_MPI = (
+    Names(f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
+    # Open MPI and IBM Spectrum MPI; MVAPICH 2 and 3; jsrun; horovodrun
+    for prefix in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "MVP_COMM_WORLD", "JSM_NAMESPACE", "HOROVOD")
+)
+FLUX = Names("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_JOB_NNODES")
+SLURM = Names("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+LAUNCHERS = (  # mpirun may start a process on each node by srun or flux, whose variables its own processes inherit
+    OPEN_MPI,
+    *OTHER_MPI,
+    Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra: MPICH, Intel MPI
+    Names("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray
+    Names("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    FLUX,
+    SLURM,
+    Names("PMIX_RANK"),  # these two tell no more
+    Names("ALPS_APP_PE"),
+)
+JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_orte_hnp_uri", "PALS_APID", "FLUX_JOB_ID", "SLURM_JOB_ID")
 
 
 def find_rank(
@@ -35,106 +89,146 @@ def find_rank(
     processes: int | None = None,
     process_id: int | None = None,
 ) -> Rank | None:
-    """Return this process's rank, or None for a single process. Raises :class:`BadInput` for incomplete variables.
+    """Return this process's rank, or None for a single process.
 
-    Flags come first, then the variables of torchrun, Kubeflow (both operators), Slurm and Open MPI.
+    Flags come first, then the variables of torchrun, Kubeflow (both operators), MPI's launchers, Flux and Slurm. The
+    batch script of ``sbatch`` and the shell of ``salloc`` are a single process: ``srun`` starts several. Raises
+    :class:`BadInput` for variables that are there by half or contradict each other.
     """
     given = [coordinator, processes, process_id]
     if any(value is not None for value in given):
         if coordinator is None or processes is None or process_id is None:
             raise BadInput("several processes need all of --coordinator HOST:PORT, --processes N and --process-id I")
-        return _checked(Rank(process_id, processes, coordinator), "--process-id", "--processes")
-    present = [name for name in _TORCHRUN if name in environment]
-    if present[:2] == ["RANK", "WORLD_SIZE"] or len(present) > 2:
-        return _of_torchrun(environment)
-    for index, count, *address in (_JAX, _JAXJOB):
-        if all(name in environment for name in (index, count, *address)):
-            coordinator = ":".join(environment[name] for name in address)
-            return _checked(Rank(_integer(environment, index), _integer(environment, count), coordinator), index, count)
-    if all(name in environment for name in _SLURM):
-        return _of_slurm(environment)
-    if "OMPI_COMM_WORLD_SIZE" in environment:
-        return _of_open_mpi(environment)
-    return None
+        _require_index(process_id, processes, "--process-id", "--processes")
+        rank = Rank(process_id, processes, address.host_and_port("--coordinator", coordinator))
+        return rank if processes > 1 else None
 
-
-def _of_torchrun(environment: Mapping[str, str]) -> Rank | None:
-    missing = [name for name in _TORCHRUN if name not in environment]
-    if environment.get("WORLD_SIZE") == "1":
+    told = _told(environment)
+    ranks = {names: _place(names, told) for names in (*ADDRESSED, *LAUNCHERS) if told.keys() >= {*names.needed}}
+    found = next((names for names, rank in ranks.items() if rank.count > 1), None)
+    if TORCHRUN in ranks and "TORCHELASTIC_RESTART_COUNT" in told:  # torchrun or jspeed launch, whatever started it
+        found = TORCHRUN
+    else:
+        _require_agreement(told, ranks, found)
+    if found is None or ranks[found].count == 1:
         return None
-    if missing:
-        raise BadInput(
-            f"{', '.join(name for name in _TORCHRUN if name in environment)} are set but {missing[0]} is not; set all "
-            f"of {', '.join(_TORCHRUN)}, as torchrun and jspeed launch do, or unset RANK to run one process"
-        )
-    port = _integer(environment, "MASTER_PORT")
-    if "TORCHELASTIC_RUN_ID" in environment:  # torchrun's own store listens there
-        port += 1
-    port = _integer(environment, "JAX_COORDINATOR_PORT", port)
-    rank = Rank(
-        _integer(environment, "RANK"),
-        _integer(environment, "WORLD_SIZE"),
-        f"{environment['MASTER_ADDR']}:{port}",
-        _integer(environment, "LOCAL_RANK", 0),
-        _integer(environment, "LOCAL_WORLD_SIZE", 1),
-    )
-    return _checked(rank, "RANK", "WORLD_SIZE")
 
-
-def _of_slurm(environment: Mapping[str, str]) -> Rank | None:
-    """``SLURM_STEP_TASKS_PER_NODE`` reads ``8(x2)`` or ``8,4``; the first number suffices to divide the GPUs evenly."""
-    count, index, local = (_integer(environment, name) for name in _SLURM[2:])
-    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "").split("(")[0].split(",")[0]
-    tasks_here = max(int(tasks) if re.fullmatch("[0-9]{1,9}", tasks) else 1, local + 1)
-    return _checked(
-        Rank(index, count, environment.get("JAX_COORDINATOR_ADDRESS"), local, tasks_here),
-        "SLURM_PROCID",
-        "SLURM_NTASKS",
-    )
-
-
-def _of_open_mpi(environment: Mapping[str, str]) -> Rank | None:
-    """Open MPI before 5 names its head node in a variable that JAX reads; from 5 on one node needs no name.
-
-    The port is a hash of the job's name, as JAX's own detection of Open MPI (OmpiCluster) computes it.
-    """
-    index, count, local_index, local_count = (
-        _integer(environment, f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    )
-    coordinator = environment.get("JAX_COORDINATOR_ADDRESS")
-    if coordinator is None and "OMPI_MCA_orte_hnp_uri" not in environment:
-        if local_count < count:
-            raise BadInput(
-                "Open MPI does not give the address of process 0; set JAX_COORDINATOR_ADDRESS=HOST:PORT for all "
-                "processes, with the host that mpirun starts rank 0 on (mpirun -x JAX_COORDINATOR_ADDRESS=...)"
-            )
-        job = environment.get("PMIX_NAMESPACE", "")
-        coordinator = f"127.0.0.1:{61_440 + zlib.crc32(job.encode()) % 4_096}"
-    return _checked(Rank(index, count, coordinator, local_index, local_count), "rank", "size")
-
-
-def _integer(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = environment.get(name, default)
-    if text is None:
-        raise BadInput(f"the environment variable {name} is not set; expected a whole number")
-    try:
-        return int(text)
-    except ValueError:
-        raise BadInput(f"the environment variable {name} is {text!r}; expected a whole number") from None
-
-
-def _checked(rank: Rank, index: str, count: str) -> Rank | None:
-    if not 0 <= rank.index < rank.count:
-        raise BadInput(f"{index} is {rank.index} and {count} is {rank.count}; expected 0 <= {index} < {count}")
+    # Sets that say the same complete each other: srun sets PMI's variables too but tells of the nodes in its own, and
+    # a script that sets torchrun's need not set the local ones.
+    place = ranks[found]
+    same = [names for names, rank in ranks.items() if (rank.index, rank.count) == (place.index, place.count)]
+    local = next((names for names in same if {names.local_rank, names.local_size} <= told.keys()), found)
+    rank = replace(ranks[local], coordinator=_coordinator(found, same[-1], ranks[local], told))
     if not 0 <= rank.local_index < rank.local_count:
         raise BadInput(
             f"the local rank is {rank.local_index} but this node has {rank.local_count} processes; set "
-            "LOCAL_WORLD_SIZE (1 where it is not set) to the number of processes of this node"
+            f"{local.local_size} (1 where it is not set) to the number of processes of this node"
         )
-    host, _, port = (rank.coordinator or "host:1").rpartition(":")
-    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
-        raise BadInput(f"the coordinator {rank.coordinator!r} is not HOST:PORT; write for example 10.0.0.1:29500")
-    return rank if rank.count > 1 else None
+    return rank
+
+
+def _told(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are not empty, with Slurm's in their newest form.
+
+    A batch script and the shell of ``salloc``, which are no step, have some of a task's variables: these are left out.
+    Where that shell is a step, of one task, SLURM_NTASKS is still the number of the job.
+    """
+    told = {name: value for name, value in environment.items() if value.strip()}
+    if told.get(SLURM.rank, "0") == "0" and not any(name.startswith("SLURM_STEP") for name in told):
+        return {name: value for name, value in told.items() if name not in SLURM.needed}
+    if "SLURM_NTASKS" in told:
+        told = {SLURM.size: told["SLURM_NTASKS"], SLURM.local_size: "1"} | told
+    return told
+
+
+def _place(names: Names, told: Mapping[str, str]) -> Rank:
+    """Return the rank that a complete set tells, without the address."""
+    index, count, local = (_integer(told, name, 0) for name in names[:3])
+    _require_index(index, count, names.rank, names.size)
+    if names is SLURM:  # 8(x2) or 8,4: the first number is enough to divide the GPUs evenly
+        first = re.match("[0-9]{1,9}", told[names.local_size])
+        here = max(int(first[0]) if first else 1, local + 1)
+    elif names is FLUX:
+        here = -(-count // max(_integer(told, names.local_size, 1), 1))
+    else:
+        here = _integer(told, names.local_size, 1)
+    return Rank(index, count, "", local, here)
+
+
+def _require_agreement(told: Mapping[str, str], ranks: Mapping[Names, Rank], found: Names | None) -> None:
+    """Raise :class:`BadInput` for a set that contradicts the rank of ``found``, or is there by half without any.
+
+    Sets after ``found`` are of outer launchers. One of a launcher's that is not complete says nothing beside another
+    that says "several": it is of a service that the launcher offers besides.
+    """
+    source = found or next(iter(ranks), None)
+    for names in takewhile(lambda names: names is not found, ADDRESSED if found else (*ADDRESSED, *LAUNCHERS)):
+        present = names.present(told)
+        if len(present) <= names.common or (names.address and not {names.rank, names.size} & {*present}):
+            continue
+        if source is None and (_integer(told, names.rank, 0) != 0 or _integer(told, names.size, 0) != 1):
+            missing = [name for name in names.needed if name and name not in told] or ["the number of processes"]
+            raise BadInput(
+                f"{', '.join(present)} set without {', '.join(missing)} (unset or empty): this may be one of several "
+                "processes; start it by a launcher that sets all (jspeed launch, torchrun, srun), give --coordinator "
+                f"HOST:PORT --processes N --process-id I, or unset {', '.join(present)} to run one process"
+            )
+        for name, its in ((names.rank, source.rank), (names.size, source.size)) if source else ():
+            if name in told and _integer(told, name, 0) != _integer(told, its, 0):
+                raise BadInput(
+                    f"{name} is {told[name]} but {its} is {told[its]}; make them equal, or unset {name} if it is left "
+                    "from something else; jspeed launch --standalone starts separate runs"
+                )
+
+
+def _coordinator(found: Names, launcher: Names, place: Rank, told: Mapping[str, str]) -> str:
+    """Return HOST:PORT of process 0: what ``found`` or else another set says, or where ``launcher`` started it.
+
+    Its port is then a hash of the job's name. Raises :class:`BadInput` where nothing says the host.
+    """
+    for names in (found, TRAINER, JAXJOB, TORCHRUN):
+        if names.address and told.keys() >= {*names.address}:
+            if names is TRAINER:
+                return address.host_and_port(names.address[0], told[names.address[0]])
+            host, port = names.address
+            number = told[port]
+            if names is TORCHRUN and "TORCHELASTIC_RUN_ID" in told and (store := address.port(number)):
+                number = str(store + 1 if store < 65_535 else store - 1)  # torchrun's own store listens at MASTER_PORT
+            if names is TORCHRUN and "JAX_COORDINATOR_PORT" in told:
+                port, number = "JAX_COORDINATOR_PORT", told["JAX_COORDINATOR_PORT"]
+            return address.joined(host, told[host], port, number)
+
+    uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", told.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI before 5
+    if place.local_count >= place.count:
+        host, where = "this node", "127.0.0.1"
+    elif launcher is SLURM and "SLURM_STEP_NODELIST" in told:
+        host, where = "SLURM_STEP_NODELIST", address.first_host(told["SLURM_STEP_NODELIST"])
+    elif launcher is OPEN_MPI and uri:
+        host, where = "OMPI_MCA_orte_hnp_uri", uri[1] or uri[2]
+    else:
+        raise BadInput(
+            f"{launcher.rank} and its like do not give the address of process 0; set JAX_COORDINATOR_ADDRESS=HOST:PORT "
+            "for all processes, with the host that rank 0 starts on and a free port (by mpirun -x or mpiexec -genv)"
+        )
+    job = next((told[name] for name in JOBS if name in told), "")
+    if launcher is SLURM:
+        job += "." + told.get("SLURM_STEP_ID", "")
+    default = 61_440 + zlib.crc32(job.encode(errors="replace")) % 4_096  # above what kernels give to clients
+    return address.joined(host, where, "JAX_COORDINATOR_PORT", told.get("JAX_COORDINATOR_PORT", str(default)))
+
+
+def _integer(told: Mapping[str, str], name: str, default: int) -> int:
+    text = told.get(name, str(default)).strip()
+    if not re.fullmatch("-?[0-9]{1,9}", text):
+        raise BadInput(f"the environment variable {name} is {text!r}; expected a whole number")
+    return int(text)
+
+
+def _require_index(index: int, count: int, index_name: str, count_name: str) -> None:
+    if not 0 <= index < count:
+        raise BadInput(
+            f"{index_name} is {index} and {count_name} is {count}; expected 0 <= {index_name} < {count_name}"
+        )
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:
