@@ -14,6 +14,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         for name in (
             "_dataloader",
             "accelerators",
+            "cores",
             "errors",
             "fields",
             "files",
@@ -48,6 +49,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
 ]
 UNDER_ALL = {
     "accelerators",
+    "cores",
     "errors",
     "fields",
     "files",

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from jspeed._dataloader import HEADER_BYTES, header
 from jspeed.commands.flags import check_folders
+from jspeed.cores import cores
 from jspeed.data import Shards, Stage, TokenLoader, open_shards
 from jspeed.data.find_shards import map_tokens
 from jspeed.fields import File
@@ -287,7 +288,7 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
             rows += part
     show(rows)
     if json_:
-        machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+        machine = {"cpus": cores(), "machine": platform.machine(), "python": platform.python_version()}
         content = {"machine": machine, "quick": quick, "rows": [asdict(row) | {"passed": row.passed} for row in rows]}
         write_whole(json_, json.dumps(content, indent=1) + "\n")
     return int(any(row.passed is False for row in rows))

@@ -17,6 +17,7 @@ import jspeed
 from jspeed.cluster.rank import find_rank
 from jspeed.commands import repository
 from jspeed.commands.flags import Command
+from jspeed.cores import cores
 from jspeed.data.manifest import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
@@ -58,7 +59,7 @@ def collect() -> dict[str, Any]:
     """Return everything, as plain data; sizes are in bytes."""
     around = repository()
     found = accelerators()
-    from jspeed.run.evidence.provenance import cores, installed_version
+    from jspeed.run.evidence.provenance import installed_version
 
     return {
         "jspeed": jspeed.__version__,

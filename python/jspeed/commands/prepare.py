@@ -120,7 +120,8 @@ def text(
         seed: Another one chooses other documents for validation.
         val_input: Files and folders whose documents are for validation, instead of a part of the others.
         end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.
-        processes: Processes that tokenise; default: one for each core, or one for little text. The result is the same.
+        processes: Processes that tokenise; default: one for each usable core, or one for little text. The result does
+            not depend on it.
     """
     _prepare(
         out,
@@ -208,7 +209,7 @@ def tinystories(
         input: Its files (.txt, .jsonl, .parquet); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
         val_input: Its validation files; default: a part of the stories of --input.
         end_of_text: Where <|endoftext|> goes: before each story, after it, or nowhere.
-        processes: Processes that tokenise; default: one for each core, or one for little text.
+        processes: Processes that tokenise; default: one for each usable core, or one for little text.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     _prepare(
@@ -235,7 +236,7 @@ def openwebtext(
         end_of_text: Where <|endoftext|> goes: before each document, after it, or nowhere.
         val_fraction: Part of the documents that is for validation.
         seed: Seed of the permutation whose first documents are for validation.
-        processes: Processes that tokenise; default: one for each core, or one for little text.
+        processes: Processes that tokenise; default: one for each usable core, or one for little text.
         out: Folder to make; default: one in the cache.
     """
     _prepare(

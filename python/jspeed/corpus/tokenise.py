@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.cores import cores
 from jspeed.corpus import Progress, no_progress, parallel_tokenise, sources, split
 from jspeed.corpus.chunks import PIECE_BYTES, pieces
 from jspeed.corpus.parallel_tokenise import Separator
@@ -84,7 +84,7 @@ def prepare_text(
         val_inputs: Files and folders whose documents form the validation split; without them it is chosen by
             :func:`jspeed.corpus.split.by_content_hash`.
         separator: Where the token that separates documents stands.
-        processes: Default: one for each core, or one for little text. The result does not depend on it.
+        processes: Default: one for each usable core, or one for little text. The result does not depend on it.
         rows: Choose by :func:`jspeed.corpus.split.by_rows` instead.
         progress: Is told the bytes of input.
         shard_tokens: Tokens of a shard.
@@ -113,7 +113,7 @@ def prepare_text(
     require_empty(out)
     identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, chosen.name, separator, fingerprints])
     total = sum(fingerprint["bytes"] for fingerprint in fingerprints)
-    processes = processes or (os.cpu_count() or 1 if total >= WORTH_PROCESSES else 1)
+    processes = processes or (cores() if total >= WORTH_PROCESSES else 1)
     with parallel_tokenise.work_folder(out, hashlib.sha256(identity.encode()).hexdigest()[:12]) as folder:
         parts = []
         for name, its in zip(("main", "val"), files, strict=True):

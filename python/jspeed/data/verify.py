@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jspeed.cores import cores
 from jspeed.data.errors import ShardFormatError
 from jspeed.data.manifest import REMEDY, Shard, read_manifest
 from jspeed.errors import BadInput
@@ -51,7 +52,7 @@ def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, tot
             return f"shard {path} should have SHA-256 {file['sha256']} but has {sha.hexdigest()}"
         return None
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         faults = [found for found in pool.map(fault, files) if found]
     if faults:
         more = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""

@@ -1,6 +1,5 @@
 """Compile the training step of every stage ahead of time for absent GPUs; find the micro-batch that fits in memory."""
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jspeed.cores import cores
 from jspeed.jax_versions import reserve_workspace
 from jspeed.parallel.layout import with_remat
 from jspeed.plan import MEMORY_FRACTION, hlo
@@ -94,7 +94,7 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
         groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, number % period), []).append(number)
     copies: dict[int, int] = {}
     # Lowering is single-threaded; XLA compiles in the pool meanwhile.
-    with pretend(hardware.cluster.target), ThreadPoolExecutor(os.cpu_count()) as pool:
+    with pretend(hardware.cluster.target), ThreadPoolExecutor(cores()) as pool:
 
         def start(number: int) -> Future[Attempt]:
             return pool.submit(compile_that_fits, recipe, stages[number], hardware, micro_batch, number % period)

@@ -1,7 +1,6 @@
 """The executables of a run, compiled for its mesh before training: initial state, steps of each stage, evaluation."""
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jspeed.cores import cores
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
@@ -99,7 +99,7 @@ def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], devi
     holds, and XLA's tuning has had deadlocks (openxla PRs 41399, 42415). What runs out of memory is compiled again,
     alone.
     """
-    with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else os.cpu_count()) as pool:
+    with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else cores()) as pool:
         started = [pool.submit(compile_one, job) for job in jobs]
     found = []
     for job, one in zip(jobs, started, strict=True):

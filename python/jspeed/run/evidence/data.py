@@ -1,7 +1,6 @@
 """The data fields of run.json: hashes of the tokens of a run, so that others can check that theirs are the same."""
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.cores import cores
 from jspeed.data import Shards
 from jspeed.data.find_shards import HEADER_BYTES
 from jspeed.errors import BadInput
@@ -32,7 +32,7 @@ def of_data(setup: Setup, hashed: bool) -> Evidence:
         ranges = trained_on(setup.shards, position)
         hashes = [None] * len(ranges)
         if hashed:
-            with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            with ThreadPoolExecutor(min(16, cores())) as pool:
                 hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
             ids = evaluated(setup).astype(setup.recipe.data.dtype.newbyteorder("<"))
             val_sha256 = hashlib.sha256(ids.tobytes()).hexdigest()

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jspeed.cores import cores
 from jspeed.record.schema import Devices, Git, Gpus, Versions
 
 
@@ -124,11 +125,6 @@ def devices() -> Devices:
         "processes": jax.process_count(),
         "platform": first.platform,
     }
-
-
-def cores() -> int:
-    """Return how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

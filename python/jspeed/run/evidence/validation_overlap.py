@@ -1,6 +1,5 @@
 """The share of validation tokens that occur verbatim in the training tokens, at any alignment."""
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.cores import cores
 from jspeed.data.find_shards import HEADER_BYTES
 
 BLOCK = 64  # tokens that must agree: longer than a phrase, shorter than a document
@@ -59,7 +59,7 @@ def overlap(ranges: Sequence[TokenRange], dtype: np.dtype, validation: NDArray[n
         for path, first, end in ranges
         for start in range(first, end, CHUNK)
     ]
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(16, cores())) as pool:
         found = np.concatenate([np.empty(0, np.uint64), *pool.map(seen, pieces)])
     return float(np.isin(keys, found).mean())
 
