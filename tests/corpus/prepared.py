@@ -1,11 +1,13 @@
 """Test helpers for prepared data: make inputs, run the script, read folders back without the package."""
 
+import gzip
 import hashlib
 import json
 import lzma
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +62,8 @@ def check_manifest(folder):
 
 def jsonl(path, texts):
     content = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(texts)).encode()
-    path.write_bytes(lzma.compress(content, preset=0) if path.suffix == ".xz" else content)
+    packed = {".xz": partial(lzma.compress, preset=0), ".gz": gzip.compress}.get(path.suffix.lower(), bytes)
+    path.write_bytes(packed(content))
     return path
 
 

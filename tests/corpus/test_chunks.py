@@ -1,7 +1,9 @@
 """Compressed inputs are read whole or refused, and a byte order mark is no text."""
 
 import codecs
+import gzip
 import lzma
+import sys
 
 import pytest
 
@@ -11,55 +13,73 @@ from jspeed.corpus.named_data_sets import read_text
 from jspeed.errors import BadInput
 
 LONG = b"one " * 400_000
-ONE, TWO = lzma.compress(LONG), lzma.compress(b"two")
+MORE = b"x" * 3_000_000
+SKIPPABLE = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"  # a frame of zstd that is no data
+
+
+def zstd(content):
+    return pytest.importorskip("pyarrow").Codec("zstd").compress(content, asbytes=True)
+
+
+COMPRESS = {"xz": lzma.compress, "gz": gzip.compress, "zst": zstd}
+NAMES = {"xz": "xz", "gz": "gzip", "zst": "zstd"}
 
 
 def read(path):
     return b"".join(document for piece in pieces([path]) for segment in piece for document in documents(segment))
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (ONE, LONG),
-        (ONE + TWO, LONG + b"two"),
-        (ONE + 8 * b"\0" + TWO + 4 * b"\0", LONG + b"two"),  # padding, as xz allows it
-        (lzma.compress(b"") + TWO, b"two"),
-        (ONE + lzma.compress(b"x" * 3_000_000), LONG + b"x" * 3_000_000),
-        (lzma.compress(b"alone", format=lzma.FORMAT_ALONE), b"alone"),  # .lzma's own
-    ],
-    ids=range(6),
-)
-def test_all_streams_are_read(tmp_path, content, text):
-    (tmp_path / "a.txt.xz").write_bytes(content)
-    assert read(tmp_path / "a.txt.xz") == text
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_everything_is_read(tmp_path, ending):
+    """All streams of an .xz, members of a .gz and frames of a .zst."""
+    compress, path = COMPRESS[ending], tmp_path / f"a.txt.{ending}"
+    one, two = compress(LONG), compress(b"two")
+    cases = [
+        (one, LONG),
+        (one + two, LONG + b"two"),
+        (compress(b"") + two, b"two"),
+        (one + compress(MORE), LONG + MORE),
+    ]
+    cases += {
+        "xz": [
+            (one + 8 * b"\0" + two + 4 * b"\0", LONG + b"two"),  # padding, as xz allows it
+            (lzma.compress(b"alone", format=lzma.FORMAT_ALONE), b"alone"),  # .lzma's own
+        ],
+        "gz": [(one + 9 * b"\0", LONG), (one + b"\0" + two, LONG + b"two")],  # padding, as gzip allows it
+        "zst": [(one + SKIPPABLE + two, LONG + b"two"), (SKIPPABLE + one, LONG)],
+    }[ending]
+    for content, text in cases:
+        path.write_bytes(content)
+        assert read(path) == text
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        ONE + b"junk",
-        ONE + TWO[:-3],
-        ONE + TWO[:20] + bytes(8) + TWO[28:],
-        ONE + 3 * b"\0",
-        ONE + 2 * b"\0" + TWO,
-        ONE[:-7],
-        4 * b"\0" + ONE,
-        b"",
-    ],
-    ids=range(8),
-)
-def test_what_cannot_be_read_whole_is_refused(tmp_path, content):
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_what_cannot_be_read_whole_is_refused(tmp_path, ending):
     """The first stream alone was trained on, with exit code 0."""
-    (tmp_path / "a.txt.xz").write_bytes(content)
-    with pytest.raises(BadInput, match="a.txt.xz is corrupt or not xz"):
-        read(tmp_path / "a.txt.xz")
+    compress, path = COMPRESS[ending], tmp_path / f"a.txt.{ending}"
+    one, two = compress(LONG), compress(b"two")
+    damaged = bytearray(two)
+    damaged[len(two) // 2] ^= 255
+    cases = [one + b"junk", one + b"j", one + two[:-3], one + two[:2], one + damaged, one[:-7], 4 * b"\0" + one, b""]
+    cases += [b"plain", one + 5 * b"\0" + b"junk"]
+    cases += [one + 3 * b"\0", one + 2 * b"\0" + two] if ending == "xz" else []
+    for content in cases:
+        path.write_bytes(content)
+        with pytest.raises(BadInput, match=f"a.txt.{ending} is corrupt or not {NAMES[ending]}"):
+            read(path)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.txt.xz", "a.jsonl", "a.jsonl.xz"])
+def test_zstd_needs_a_package(tmp_path, monkeypatch):
+    (tmp_path / "a.txt.zst").write_bytes(b"content")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(BadInput, match=r"a.txt.zst needs pyarrow to be read; pip install '\.\[parquet\]'"):
+        read(tmp_path / "a.txt.zst")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.xz", "a.jsonl", "a.jsonl.xz", "a.jsonl.gz", "a.txt.zst", "A.TXT.GZ"])
 def test_a_byte_order_mark_is_no_text(tmp_path, name):
     content = codecs.BOM_UTF8 + (b'{"text": "word"}\n{"text": "more"}' if ".jsonl" in name else b"wordmore")
-    (tmp_path / name).write_bytes(lzma.compress(content) if name.endswith(".xz") else content)
+    (tmp_path / name).write_bytes(COMPRESS.get(name.lower().rpartition(".")[2], bytes)(content))
     assert read(tmp_path / name) == b"wordmore"
 
 

@@ -1,8 +1,10 @@
 """``jspeed prepare text``: the tokens and documents of its shards, its splits, and its output."""
 
+import gzip
 import hashlib
 import json
 import lzma
+import os
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -139,13 +141,38 @@ def test_folders_files_and_endings(tmp_path):
     (folder / "b" / "z.txt").write_text("second\n")
     (folder / "c.txt.xz").write_bytes(lzma.compress(b"third"))
     jsonl(folder / "a.jsonl", ["first"])
-    for ignored in ("notes.md", ".x.txt", "b/.hidden/y.txt"):
+    for ignored in ("data.csv", ".x.txt", "b/.hidden/y.txt", "tokenizer.json", "b/c.txt.bz2"):
         (folder / ignored).write_text("ignored")
+    (folder / "linked").symlink_to(folder / "b")
     (folder / "empty.txt").touch()
     (tmp_path / "alone.txt").write_text("before")
     files = sources.text_files([tmp_path / "alone.txt", folder, folder / "c.txt.xz"])
     assert [name for name, _ in files] == ["alone.txt", "a.jsonl", "b/z.txt", "c.txt.xz", "empty.txt"]
     assert all_documents(*(path for _, path in files)) == [b"before", b"first", b"second\n", b"third"]
+    names = ["data.csv", ".x.txt", "b/.hidden", "tokenizer.json", "b/c.txt.bz2", "linked"]
+    assert sources.passed_over([tmp_path / "alone.txt", folder]) == sorted(names)
+
+
+def test_every_text_of_a_folder_is_read(tmp_path):
+    """Of endings in capitals, Markdown and compressed files nothing was read, without a word."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "A.TXT").write_text("one")
+    (folder / "b.Md").write_text("two")
+    (folder / "c.text").write_text("three")
+    jsonl(folder / "d.NDJSON", ["four"])
+    jsonl(folder / "e.jsonl.gz", ["five"])
+    jsonl(folder / "F.JSONL.XZ", ["six"])
+    (folder / "g.txt.GZ").write_bytes(gzip.compress(b"seven"))
+    (folder / "data.csv").write_text("0")
+    wanted = [b"one", b"six", b"two", b"three", b"four", b"five", b"seven"]
+    assert all_documents(*(path for _, path in sources.text_files([folder]))) == wanted
+    for path in folder.iterdir():
+        if path.name != "data.csv":
+            assert sources.text_files([path])  # by its name too
+    code, stdout, err = script("text", folder, "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert code == 0 and err.count("\n") == 1 and err.endswith(": data.csv\n") and err.startswith("note: 1 of ")
+    assert sum(check_manifest(tmp_path / "out")["splits"][part]["documents"] for part in ("train", "val")) == 7
 
 
 @pytest.mark.parametrize("block", [1, 5, 13, 1 << 20])
@@ -233,16 +260,48 @@ def test_parquet(tmp_path, monkeypatch):
     used = []
     monkeypatch.setattr(chunks, "PIECE_BYTES", 1)
     assert len(list(chunks.pieces([path], used.append))) == 8 and sum(used) == path.stat().st_size
-    for column, message in (({"txt": ["a"]}, "lacks the string column"), ({"text": [1]}, "lacks the string column")):
-        parquet.write_table(pa.table(column), tmp_path / "bad.parquet")
-        with pytest.raises(BadInput, match=message):
-            prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
-    parquet.write_table(pa.table({"text": ["a", None]}), tmp_path / "bad.parquet")
-    with pytest.raises(BadInput, match='row 1 of row group 0 .* has no "text"'):
-        prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
     (tmp_path / "bad.parquet").write_bytes(path.read_bytes()[:-30])
     with pytest.raises(BadInput, match="bad.parquet is corrupt"):
         prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "kind", ["string", "large_string", "string_view", "binary", "large_binary", "binary_view", "dictionary"]
+)
+def test_text_of_any_type_of_parquet(tmp_path, kind):
+    """All but the first two were refused, for lacking the column."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = ["one", "é €", "", "one"] * 5
+    values = [text.encode() for text in texts] if "binary" in kind else texts
+    array = pa.array(values).dictionary_encode() if kind == "dictionary" else pa.array(values, getattr(pa, kind)())
+    parquet.write_table(pa.table({"text": array}), tmp_path / "A.Parquet", row_group_size=6)
+    assert all_documents(tmp_path / "A.Parquet") == [text.encode() for text in texts if text]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"txt": [["a"]]}, 'lacks the column "text"; its columns are txt'),
+        ({"text": [[1]]}, r'column "text" of .* holds int64; expected strings'),
+        ({"text": [[["a"]]]}, r'column "text" of .* holds list<'),
+        ({"text": [[{"text": "a"}]]}, r'column "text" of .* holds struct<text: string>'),
+        ({"text": [["a"], ["b"]]}, '2 columns called "text"; rename all but one'),
+        ({"text": [[b"a", b"b\xff"]]}, "is not UTF-8 at byte 1"),
+        ({"text": [["a", None]]}, 'row 1 of row group 0 .* has no "text"'),
+    ],
+)
+def test_other_columns_of_parquet_are_refused(tmp_path, columns, message):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    arrays = [(name, pa.array(values)) for name, its in columns.items() for values in its]
+    table = pa.Table.from_arrays([array for _, array in arrays], names=[name for name, _ in arrays])
+    parquet.write_table(table, tmp_path / "bad.parquet")
+    with pytest.raises(BadInput, match=message) as raised:
+        prepare_bytes(tmp_path / "bad.parquet", out=tmp_path / "out")
+    assert "\n" not in str(raised.value) and os.listdir(tmp_path) == ["bad.parquet"]
 
 
 # GPT-2

@@ -1,5 +1,6 @@
 """``jspeed prepare text``: each bad input has its error message and leaves nothing behind."""
 
+import gzip
 import lzma
 import os
 from functools import partial
@@ -28,6 +29,10 @@ BAD_FILES = {
     "no documents": ("a.jsonl", b'\n{"text": ""}\n', r"holds no documents"),
     "empty": ("a.txt", b"", r"holds no documents"),
     "one document": ("a.txt", b"abc", r"holds one document"),
+    "not gzip": ("a.jsonl.gz", GOOD, r"a\.jsonl\.gz is corrupt or not gzip"),
+    "gzip in capitals, cut": ("A.TXT.GZ", gzip.compress(GOOD * 99)[:-9], r"A\.TXT\.GZ is corrupt or not gzip"),
+    "compressed parquet": ("a.parquet.gz", gzip.compress(GOOD), r"a\.parquet\.gz has an unknown ending"),
+    "json": ("a.json", GOOD, r"a\.json has an unknown ending"),
     "not parquet": ("a.parquet", GOOD, r"a\.parquet is corrupt or not parquet"),
     "copies": ("a.jsonl", GOOD[:14] * 5, r"holds one document, or copies"),
 }
@@ -54,7 +59,7 @@ def test_missing_input_and_empty_folder(tmp_path):
     with pytest.raises(BadInput, match="no.jsonl does not exist"):
         prepare_bytes(tmp_path / "no.jsonl", out=tmp_path / "out")
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "readme.md").touch()
+    (tmp_path / "in" / "readme.rst").touch()
     with pytest.raises(BadInput, match=r"input folder .*in holds no \.txt, "):
         prepare_bytes(tmp_path / "in", out=tmp_path / "out")
     with pytest.raises(BadInput, match="name too long|does not exist"):

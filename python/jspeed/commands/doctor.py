@@ -34,7 +34,7 @@ EXTRAS = {
     "tpu": (("libtpu",), "runs on TPUs, plan compiles for them"),
     "aot": (("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"), "plan compiles for absent GPUs"),
     "fa4": (("fa4_jax",), "FlashAttention 4 on Hopper"),
-    "parquet": (("pyarrow",), "prepare reads .parquet"),
+    "parquet": (("pyarrow",), "prepare reads .parquet and .zst"),
     "tokenizers": (("tokenizers",), "prepare text --tokenizer FILE.json"),
     "eval": (("lm_eval",), "evaluate --tasks NAME,..."),
     "log": (("tensorboard", "wandb"), "run --log tensorboard,wandb"),

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,13 +12,15 @@ from rich.progress import TransferSpeedColumn as Speed
 
 from jspeed.commands.flags import Command, group_of
 from jspeed.corpus import Progress as Count
-from jspeed.corpus import fineweb, named_data_sets, split, tokenise
+from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenizers import TOKENIZERS
 from jspeed.data.manifest import Manifest, complete_manifest
+from jspeed.errors import say
 from jspeed.fields import File, Folder, Wants
 from jspeed.files import cache_folder
 
+SHOWN = 5  # names of files that are passed over
 Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
 Files = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...")]
 
@@ -87,6 +89,16 @@ def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
         print(f"{tokens / seconds:,.0f} tokens a second, {seconds:.1f} s in all")
 
 
+def _say_passed_over(inputs: Sequence[Path]) -> None:
+    """Print one line of what is not read of the folders among ``inputs``, if anything is not."""
+    if names := sources.passed_over(inputs):
+        more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+        say(
+            f"note: {len(names):,} of the folders' files are passed over, hidden or of other endings than "
+            f"{sources.ENDINGS}: {', '.join(names[:SHOWN])}{more}"
+        )
+
+
 def stdlib(out: Folder | None = None) -> None:
     """Prepare the standard library of this Python as bytes; nothing is downloaded.
 
@@ -106,7 +118,8 @@ def text(
     end_of_text: Separator = "before",
     processes: int | None = None,
 ) -> None:
-    """Tokenise text files: .txt (one document), .jsonl or .parquet (field "text"), .txt and .jsonl also as .xz.
+    """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field "text"); but for .parquet
+    also compressed: .gz, .xz, .zst.
 
     Run again after an interruption, it resumes.
 
@@ -123,6 +136,7 @@ def text(
         processes: Processes that tokenise; default: one for each usable core, or one for little text. The result does
             not depend on it.
     """
+    _say_passed_over((*inputs, *val_input))
     _prepare(
         out,
         lambda folder, progress: tokenise.prepare_text(
@@ -206,12 +220,13 @@ def tinystories(
     """Prepare TinyStories as GPT-2's tokens, for the recipe tinystories.
 
     Args:
-        input: Its files (.txt, .jsonl, .parquet); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
+        input: Its files (as of prepare text); default: TinyStoriesV2-GPT4, downloaded (2.2 GB).
         val_input: Its validation files; default: a part of the stories of --input.
         end_of_text: Where <|endoftext|> goes: before each story, after it, or nowhere.
         processes: Processes that tokenise; default: one for each usable core, or one for little text.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
+    _say_passed_over((*input, *val_input))
     _prepare(
         out or _default("tinystories"),
         lambda folder, progress: named_data_sets.prepare_tinystories(
@@ -232,13 +247,14 @@ def openwebtext(
     """Prepare OpenWebText as GPT-2's tokens, with nanoGPT's split.
 
     Args:
-        input: Its files (.txt, .jsonl, .parquet); default: all of it, downloaded (some 25 GB).
+        input: Its files (as of prepare text); default: all of it, downloaded (some 25 GB).
         end_of_text: Where <|endoftext|> goes: before each document, after it, or nowhere.
         val_fraction: Part of the documents that is for validation.
         seed: Seed of the permutation whose first documents are for validation.
         processes: Processes that tokenise; default: one for each usable core, or one for little text.
         out: Folder to make; default: one in the cache.
     """
+    _say_passed_over(input)
     _prepare(
         out or _default("openwebtext"),
         lambda folder, progress: named_data_sets.prepare_openwebtext(
@@ -254,7 +270,7 @@ COMMAND = group_of(
         "text": Command(
             text,
             (
-                "my_texts/ --out shards  # a folder of .txt, .jsonl, .parquet, also .xz",
+                "my_texts/ --out shards  # a folder of .txt, .jsonl, .parquet, also .gz, .xz, .zst",
                 "book.txt --out shards --tokenizer bytes  # needs no vocabulary, so no network",
             ),
         ),

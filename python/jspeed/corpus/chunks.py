@@ -5,24 +5,25 @@ split is deterministic.
 """
 
 import codecs
-import io
 import json
-import lzma
 import os
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from jspeed.corpus.compressed import BLOCK_BYTES, FORMATS, open_input
 from jspeed.errors import BadInput
-from jspeed.files import open_regular
 
 SEPARATOR = b"<|endoftext|>"
-BLOCK_BYTES = 1 << 20  # read at once
+# Endings, in any case. What ends in .json is a configuration or one list as often as it is documents.
+TEXTS, LINES, TABLES = (".txt", ".text", ".md"), (".jsonl", ".ndjson"), (".parquet",)
+STRINGS = {f"{size}{kind}" for kind in ("string", "binary") for size in ("", "large_")} | {"string_view", "binary_view"}
 PIECE_BYTES = 4 << 20  # enough to be worth sending, little enough to hold
 
 
 class Segment(NamedTuple):
-    """Part of one file. ``content`` is text of a .txt or .jsonl file, or the number of a .parquet file's row group.
+    """Part of one file. ``content`` is text of a file, or the number of a .parquet file's row group.
 
     ``line`` (from 1) and ``offset`` (bytes, decompressed) are where the text starts. ``whole`` says that it is a
     whole file without a separator, so one document, to the byte.
@@ -58,93 +59,48 @@ def pieces(paths: Iterable[Path], read: Callable[[int], None] = lambda count: No
 
 def segments(path: Path, read: Callable[[int], None] = lambda count: None) -> Iterator[Segment]:
     """Yield one file in segments that end where a document does."""
-    if path.name.endswith(".parquet"):
+    kind = ending(path.name)
+    if kind in TABLES:
         yield from _row_groups(path, read)
         return
-    cut = _cut_lines if path.name.removesuffix(".xz").endswith(".jsonl") else _cut_texts
-    try:
-        with open_regular(path) as raw, _xz(raw) if path.suffix == ".xz" else raw as file:
-            done, start = 0, len(codecs.BOM_UTF8) if file.peek().startswith(codecs.BOM_UTF8) else 0
-            file.read(start)  # a byte order mark is no text
-            for segment in cut(path, file, start):
-                yield segment
-                read(raw.tell() - done)
-                done = raw.tell()
-            read(os.fstat(raw.fileno()).st_size - done)
-    except (lzma.LZMAError, EOFError) as error:
-        raise BadInput(f"{path} is corrupt or not xz ({error}); fetch or compress it again") from None
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror or error})") from None
+    cut = _cut_lines if kind in LINES else _cut_texts
+    with open_input(path) as (file, raw):
+        done, start = 0, len(codecs.BOM_UTF8) if file.peek().startswith(codecs.BOM_UTF8) else 0
+        file.read(start)  # a byte order mark is no text
+        for segment in cut(path, file, start):
+            yield segment
+            read(raw.tell() - done)
+            done = raw.tell()
+        read(os.fstat(raw.fileno()).st_size - done)
+
+
+def ending(name: str) -> str:
+    """Return the ending that tells how a file is read, in lower case and without that of its compression, or ""."""
+    stem, last = os.path.splitext(name.lower())
+    if last in FORMATS:
+        last = os.path.splitext(stem)[1]
+        return last if last in TEXTS + LINES else ""
+    return last if last in TEXTS + LINES + TABLES else ""
 
 
 def documents(segment: Segment) -> Iterator[bytes]:
     """Yield the documents of one segment.
 
-    ``.jsonl``: the string field ``text`` of each line; blank lines are skipped. ``.parquet``: the string column
-    ``text``. ``.txt``: the whole file is one document, to the byte; but if it holds ``<|endoftext|>``, the documents
-    are what lies between these, without surrounding white space. ``.jsonl`` and ``.txt`` may be compressed (``.xz``).
-    Raises BadInput with the line, the row or the byte offset (in the decompressed text) of what cannot be read.
+    ``LINES``: the string field ``text`` of each line; blank lines are skipped. ``TABLES``: the column ``text``, of
+    strings or bytes. ``TEXTS``: the whole file is one document, to the byte; but if it holds ``<|endoftext|>``, the
+    documents are what lies between these, without surrounding white space. Lines and texts may be compressed
+    (``FORMATS``). Raises BadInput with the line, the row or the byte offset (in the decompressed text) of what cannot
+    be read.
     """
     if isinstance(segment.content, int):
         found = _rows(segment.path, segment.content)
-    elif segment.path.name.removesuffix(".xz").endswith(".jsonl"):
+    elif ending(segment.path.name) in LINES:
         found = _lines(segment.path, segment.content, segment.line, segment.offset)
     else:
         found = _texts(segment)
     for document in found:
         if document:
             yield document
-
-
-class _XzStreams(io.RawIOBase):
-    """All streams of an .xz file, and the padding of zeros that may follow each. What is neither raises LZMAError, and
-    an end within a stream EOFError: ``lzma.open`` leaves out what follows a stream and cannot be read."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._rest = raw, b""
-        self._stream: lzma.LZMADecompressor | None = None
-        self._begun = False  # whether a stream was read
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        found = b""
-        while not found:
-            if self._stream is None and not self._open():
-                return 0
-            assert self._stream
-            found = self._stream.decompress(self._rest, len(into))
-            self._rest = self._stream.unused_data if self._stream.eof else b""
-            if self._stream.eof:
-                self._stream = None
-            elif self._stream.needs_input and not (found or self._fill()):
-                raise EOFError("it ends within a stream")
-        into[: len(found)] = found
-        return len(found)
-
-    def _fill(self) -> bool:
-        self._rest += (more := self._raw.read(BLOCK_BYTES))
-        return bool(more)
-
-    def _open(self) -> bool:
-        """Begin the next stream; return whether there is one."""
-        zeros = 0
-        while True:
-            kept = self._rest.lstrip(b"\0") if self._begun else self._rest
-            zeros, self._rest = zeros + len(self._rest) - len(kept), kept
-            if kept or not self._fill():
-                break
-        if zeros % 4:
-            raise lzma.LZMAError("padding of a stream that is no multiple of 4 bytes")
-        if not self._rest and self._begun:
-            return False
-        self._stream, self._begun = lzma.LZMADecompressor(), True
-        return True
-
-
-def _xz(raw: IO[bytes]) -> io.BufferedReader:
-    return io.BufferedReader(_XzStreams(raw), BLOCK_BYTES)
 
 
 def _cut_lines(path: Path, file: IO[bytes], offset: int) -> Iterator[Segment]:
@@ -223,24 +179,36 @@ def _parquet(path: Path):
 
 def _row_groups(path: Path, read: Callable[[int], None]) -> Iterator[Segment]:
     with _parquet(path) as file:
-        schema = file.schema_arrow
-        if "text" not in schema.names or str(schema.field("text").type) not in ("string", "large_string"):
-            raise BadInput(f'{path} lacks the string column "text"; its columns are {", ".join(schema.names)}')
+        _check_column(path, file.schema_arrow)
         size, count = path.stat().st_size, file.num_row_groups
     for number in range(count):
         yield Segment(path, number)
         read(size * (number + 1) // count - size * number // count)
 
 
+def _check_column(path: Path, schema: Any) -> None:
+    """Raise BadInput unless a table has one column ``text``, of strings or bytes."""
+    from pyarrow.types import is_dictionary
+
+    kinds = [field.type for field in schema if field.name == "text"]
+    if not kinds:
+        raise BadInput(f'{path} lacks the column "text"; its columns are {", ".join(schema.names)}')
+    if len(kinds) > 1:
+        raise BadInput(f'{path} has {len(kinds)} columns called "text"; rename all but one')
+    if str(kinds[0].value_type if is_dictionary(kinds[0]) else kinds[0]) not in STRINGS:
+        raise BadInput(f'column "text" of {path} holds {kinds[0]}; expected strings, or bytes in UTF-8')
+
+
 def _rows(path: Path, number: int) -> Iterator[bytes]:
-    from pyarrow import ArrowException
+    from pyarrow import ArrowException, DictionaryArray
 
     with _parquet(path) as file:
         try:
             column = file.read_row_group(number, columns=["text"]).column("text")
         except (ArrowException, OSError) as error:
             raise BadInput(f"row group {number} of {path} is corrupt ({str(error).splitlines()[0]})") from None
-    for row, value in enumerate(column):
+    arrays = (each.dictionary_decode() if isinstance(each, DictionaryArray) else each for each in column.chunks)
+    for row, value in enumerate(chain.from_iterable(arrays)):
         text = value.as_buffer()
         if text is None:
             raise BadInput(f'row {row} of row group {number} of {path} has no "text"; drop such rows')

@@ -6,9 +6,12 @@ import os
 import platform
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jspeed.corpus.chunks import LINES, TABLES, TEXTS, ending
+from jspeed.corpus.compressed import FORMATS
 from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
@@ -26,7 +29,7 @@ EXCLUDED_PREFIXES = ("config-", "_sysconfigdata")
 # About 1 file in 32 is for validation: 353,796 of 9.8 million tokens with CPython 3.11.7, more with 3.12 and 3.13.
 STDLIB_VALIDATION_ONE_IN = 32
 
-TEXT_SUFFIXES = (".txt", ".jsonl", ".txt.xz", ".jsonl.xz", ".parquet")
+ENDINGS = f"{', '.join(TEXTS + LINES)} (also {', '.join(FORMATS)}) or {', '.join(TABLES)}"
 NAMES_IN_MANIFEST = 20
 
 
@@ -87,8 +90,8 @@ def hash_of(content: bytes) -> int:
 def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
     """Return (name, path) of each text file among ``inputs``, in their order, none twice.
 
-    A folder stands for the files below it that end in one of ``TEXT_SUFFIXES``, sorted by relative POSIX path;
-    hidden ones and other endings are passed over. The name is relative to the folder, or the file's own.
+    A folder stands for the files below it that :func:`jspeed.corpus.chunks.ending` knows, sorted by relative POSIX
+    path, without :func:`passed_over`. The name is relative to the folder, or the file's own.
     Raises BadInput for a missing input, an unknown ending and a folder without text files.
     """
     found: dict[str, tuple[str, Path]] = {}
@@ -101,39 +104,50 @@ def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
             path = given / name
             found.setdefault(os.path.realpath(path), (name or given.name, path))
     if not found:
-        raise BadInput(f"no input was given; name a {_endings()} file or a folder of them")
+        raise BadInput(f"no input was given; name a {ENDINGS} file or a folder of them")
     return list(found.values())
 
 
-def _endings() -> str:
-    return f"{', '.join(TEXT_SUFFIXES[:-1])} or {TEXT_SUFFIXES[-1]}"
+def passed_over(inputs: Iterable[Path]) -> list[str]:
+    """Return the relative paths of what is not read of the folders among ``inputs``, sorted: files of other endings,
+    hidden files and folders, and links to folders. A folder that cannot be read is left to :func:`text_files`."""
+    found = set()
+    for given in inputs:
+        with suppress(OSError):
+            found |= {name for name, is_read in _below(given) if not is_read}
+    return sorted(found)
 
 
 def _names(given: Path) -> list[str]:
     """Return the relative paths of the text files that ``given`` stands for; a file's own is empty."""
     if given.is_dir():
-        names = sorted(_below(given))
+        names = sorted(name for name, is_read in _below(given) if is_read)
         if not names:
-            raise BadInput(f"input folder {given} holds no {_endings()} file")
+            raise BadInput(f"input folder {given} holds no {ENDINGS} file")
         return names
     if not given.exists():
-        raise BadInput(f"input {given} does not exist; give a {_endings()} file or a folder of them")
+        raise BadInput(f"input {given} does not exist; give a {ENDINGS} file or a folder of them")
     if not given.is_file():
         raise BadInput(f"input {given} is neither a file nor a folder; save it to a file first")
-    if not given.name.endswith(TEXT_SUFFIXES):
-        raise BadInput(f"input {given} has an unknown ending; expected {_endings()}")
+    if not ending(given.name):
+        raise BadInput(f"input {given} has an unknown ending; expected {ENDINGS}")
     return [""]
 
 
-def _below(root: Path) -> Iterator[str]:
+def _below(root: Path) -> Iterator[tuple[str, bool]]:
+    """Yield the relative path of each file, and of each folder that is not entered, and whether it is read."""
+
     def stop(error: OSError) -> None:
         raise error
 
     for folder, folders, names in os.walk(root, onerror=stop):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        closed = [name for name in folders if name.startswith(".") or os.path.islink(Path(folder, name))]
+        folders[:] = [name for name in folders if name not in closed]
+        below = Path(folder).relative_to(root)
+        for name in closed:
+            yield (below / name).as_posix(), False
         for name in names:
-            if name.endswith(TEXT_SUFFIXES) and not name.startswith("."):
-                yield Path(folder, name).relative_to(root).as_posix()
+            yield (below / name).as_posix(), bool(ending(name)) and not name.startswith(".")
 
 
 def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
