@@ -112,6 +112,11 @@ def try_lock(handle: int | IO[Any], wait: bool = False) -> bool | None:
     return True
 
 
+def as_text(path: str | os.PathLike[str]) -> str:
+    r"""Return a file's name as text that every encoding of Unicode holds: its bytes that are not UTF-8 as ``\xe9``."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a file to read. Raises OSError for what is no regular file: a pipe is waited for, a device has no end."""
     return os.fdopen(_if_regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path), "rb")

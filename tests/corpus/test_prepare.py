@@ -153,6 +153,37 @@ def test_folders_files_and_endings(tmp_path):
     assert sources.passed_over([tmp_path / "alone.txt", folder]) == sorted(names)
 
 
+@pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=["", "C"])
+def test_names_that_are_not_utf8(tmp_path, locale):
+    """There was a traceback, and the manifest could not hold them."""
+    odd = os.fsdecode(b"caf\xe9")
+    folder = tmp_path / odd
+    folder.mkdir()
+    jsonl(folder / f"{odd}.jsonl", ["one", "two"])
+    (folder / f"{odd}.txt").write_text("three")
+    (folder / f"{odd}.csv").touch()
+    command = ("text", folder, folder / f"{odd}.txt", "--out", tmp_path / f"{odd}.out", "--tokenizer", "bytes")
+    code, stdout, err = script(*command, **locale)
+    assert code == 0 and r"caf\udce9.out is ready" in stdout and err.endswith(": caf\\udce9.csv\n")
+    text = (tmp_path / f"{odd}.out" / "manifest.json").read_text()
+    assert json.loads(text)["source"]["names"] == [r"caf\xe9.jsonl", r"caf\xe9.txt"]
+    code, _, err = script("text", tmp_path / f"no{odd}", "--out", tmp_path / "out", **locale)
+    assert code == 2 and err.count("\n") == 1 and "does not exist" in err
+
+
+def test_parquet_and_tokenizers_of_names_that_are_not_utf8(tmp_path):
+    pa, hf = pytest.importorskip("pyarrow"), pytest.importorskip("tokenizers")
+    from pyarrow import parquet
+
+    odd = os.fsdecode(b"caf\xe9")
+    parquet.write_table(pa.table({"text": ["b a", "a"]}), tmp_path / "a.parquet")
+    hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "a.json"))
+    for ending in ("parquet", "json"):
+        (tmp_path / f"a.{ending}").rename(tmp_path / f"{odd}.{ending}")
+    paths = [tmp_path / f"{odd}.parquet"], tmp_path / "out", str(tmp_path / f"{odd}.json")
+    assert (tokenise.prepare_text(*paths, separator="none") / "tokenizer.json").is_file()
+
+
 def test_every_text_of_a_folder_is_read(tmp_path):
     """Of endings in capitals, Markdown and compressed files nothing was read, without a word."""
     folder = tmp_path / "in"

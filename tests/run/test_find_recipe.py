@@ -1,6 +1,7 @@
 """Recipes found by name or path, and fields set from the command line."""
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -73,6 +74,16 @@ def test_a_signal_while_a_recipe_is_read_is_no_fault_of_the_recipe(tmp_path: Pat
     path = tmp_path / "mine.py"
     path.write_text("from jspeed.errors import Terminated\n\nraise Terminated(143)\n")
     with pytest.raises(Terminated):
+        find(str(path))
+
+
+def test_a_name_that_is_not_utf8(tmp_path: Path):
+    """XLA ended with std::bad_cast when it met the name."""
+    path = tmp_path / os.fsdecode(b"caf\xe9.py")
+    path.write_text((FOLDER / "stdlib.py").read_text() + "\n\n@jax.jit\ndef sine(x):\n    return jnp.sin(x)\n")
+    find(str(path)).recipe.forward.__globals__["sine"].lower(1.0)
+    path.write_text("x = 1\nx.y\n")
+    with pytest.raises(BadInput, match="fails at line 2 with AttributeError"):
         find(str(path))
 
 

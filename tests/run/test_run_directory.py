@@ -1,6 +1,7 @@
 """Run directory: one run at a time locks it; an abandoned run removes only its own files; resume checks them."""
 
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -50,6 +51,12 @@ def test_abandoning_takes_back_what_is_ours_only(tmp_path):
     with start(tmp_path, resume=True) as directory:
         directory.abandon()
     assert (tmp_path / "config.json").exists()
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path):
+    """Orbax said so at the end, when the checkpoint was lost."""
+    assert "its name is not UTF-8" in said(lambda: start(tmp_path / os.fsdecode(b"caf\xe9")))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_while_opening_leaves_no_directory(tmp_path, monkeypatch):

@@ -8,12 +8,14 @@ import codecs
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from jspeed.corpus.compressed import BLOCK_BYTES, FORMATS, open_input
 from jspeed.errors import BadInput
+from jspeed.files import open_regular
 
 SEPARATOR = b"<|endoftext|>"
 # Endings, in any case. What ends in .json is a configuration or one list as often as it is documents.
@@ -166,13 +168,15 @@ def _checked(path: Path, content: bytes, offset: int) -> str:
         raise BadInput(f"{path} is not UTF-8 at byte {offset + error.start}; convert it to UTF-8") from None
 
 
-def _parquet(path: Path):
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise BadInput(f"{path} needs pyarrow to be read; pip install '.[parquet]', or give .jsonl or .txt") from None
     try:
-        return parquet.ParquetFile(path)
+        with open_regular(path) as raw, parquet.ParquetFile(raw) as file:  # of a path it takes UTF-8 only
+            yield file
     except (ArrowException, OSError) as error:
         raise BadInput(f"{path} is corrupt or not parquet ({str(error).splitlines()[0]}); fetch it again") from None
 

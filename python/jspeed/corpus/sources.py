@@ -14,7 +14,7 @@ from jspeed.corpus.chunks import LINES, TABLES, TEXTS, ending
 from jspeed.corpus.compressed import FORMATS
 from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
-from jspeed.files import sha256_of
+from jspeed.files import as_text, sha256_of
 
 # Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter, turtledemo,
 # ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils) and test suites.
@@ -158,11 +158,11 @@ def text_fingerprint(files: Sequence[tuple[str, Path]]) -> dict[str, Any]:
     digest, size = hashlib.sha256(), 0
     for name, path in files:
         try:
-            digest.update(f"{sha256_of(path)}  {name}\n".encode())
+            digest.update(sha256_of(path).encode() + b"  " + os.fsencode(name) + b"\n")
             size += path.stat().st_size
         except OSError as error:
             raise BadInput(f"{path} cannot be read ({error.strerror})") from None
-    names = [name for name, _ in files[:NAMES_IN_MANIFEST]]
+    names = [as_text(name) for name, _ in files[:NAMES_IN_MANIFEST]]
     return {"files": len(files), "bytes": size, "sha256": digest.hexdigest(), "names": names}
 
 

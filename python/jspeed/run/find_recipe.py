@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jspeed.errors import BadInput, Terminated, first_line, nearest
 from jspeed.fields import expected, recipe_hash
+from jspeed.files import as_text
 from jspeed.recipe import Context, Recipe, init_parameters
 from jspeed.run.recipe_names import FOLDER, locate
 
@@ -52,17 +53,17 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
     path = locate(name_or_path)
     try:
         source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source, filename=str(path))
+        tree = ast.parse(source, filename=as_text(path))
         literals = _fields(tree)
         fields = {name: ast.literal_eval(node.value) for name, node in literals.items()}
         overrides = dict(_override(text, fields, path) for text in sets)
         for name, value in overrides.items():
             literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
-        code = compile(ast.fix_missing_locations(tree), str(path), "exec")
+        code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")  # XLA takes names in UTF-8 only
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise BadInput(f"recipe file {path} cannot be read as Python: {_reason(error)}") from None
 
-    module = types.ModuleType(path.stem)
+    module = types.ModuleType(as_text(path.stem))
     module.__file__ = str(path)
     try:
         exec(code, module.__dict__)
@@ -172,7 +173,7 @@ def _line_in(error: BaseException, path: Path) -> str:
     line = ""
     trace = error.__traceback__
     while trace:
-        if trace.tb_frame.f_code.co_filename == str(path):
+        if trace.tb_frame.f_code.co_filename == as_text(path):
             line = f" at line {trace.tb_lineno}"
         trace = trace.tb_next
     return line

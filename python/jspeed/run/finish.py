@@ -15,7 +15,7 @@ from jspeed.cluster.launch import RESULT
 from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput
 from jspeed.fields import as_json
-from jspeed.files import write_whole
+from jspeed.files import as_text, write_whole
 from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
 from jspeed.record.run_json import write_run
@@ -81,7 +81,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "schema": SCHEMA,
         "recipe": recipe.name,
         "recipe_hash": setup.found.hash,
-        "recipe_source": setup.found.path.name,
+        "recipe_source": as_text(setup.found.path.name),
         "recipe_sha256": setup.found.source_sha256,
         "fields": as_json(setup.found.fields),
         "overrides": as_json(setup.found.overrides),

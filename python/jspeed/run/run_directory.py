@@ -15,7 +15,7 @@ from jspeed.cluster.distributed import broadcast, gather, process_index
 from jspeed.cluster.failure import on_failure
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import Lines
+from jspeed.files import Lines, as_text
 from jspeed.record.run_json import read_run
 from jspeed.run.checkpoint import check_same, newest, read_record
 from jspeed.run.clock import utc_now
@@ -86,13 +86,18 @@ def open_run_directory(
     With ``resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with this identity,
     ``same``, and of no more than ``steps``.
 
-    Raises :class:`BadInput`, leaving no new directory, if the directory cannot be written, already holds a run, is
-    being written by one, or if ``checkpoints`` will be written and not all processes see it.
+    Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, the directory cannot be written,
+    already holds a run, is being written by one, or if ``checkpoints`` will be written and not all processes see it.
     """
     started = utc_now()
     path = given or Path("runs") / name.format(started.replace(":", "").replace("-", ""))
     if resume and given is None:
         raise BadInput("--resume needs --run-dir, the folder of the run to resume")
+    if as_text(path.absolute()) != str(path.absolute()):
+        raise BadInput(
+            f"run directory {path.absolute()}: its name is not UTF-8, which Orbax needs to write checkpoints there (on "
+            "SIGTERM too); give another --run-dir"
+        )
     directory = RunDirectory(path, started, create_and_lock(path, resume) if process_index() == 0 else None)
     directory.keep = on_failure(directory.abandon)
     try:

@@ -21,7 +21,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, write_whole
+from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
@@ -125,13 +125,13 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     directory = open_run_directory(options.run_dir, name, options.resume, saving, same, console, options.steps)
     run_dir, step = directory.path, directory.step
     try:
-        given_options = dataclasses.asdict(options) | {"recipe": options.recipe_or_default}
+        given_options = dataclasses.asdict(options) | {"recipe": as_text(options.recipe_or_default)}
         given_options["sets"] = given_options.pop("set_")
         config = export.own_config(found, tokenizer_facts(manifest or {})) | {"options": given_options}
         if process_index() == 0 and step is None:
             write_whole(run_dir / "recipe.py", found.source)
             copy_tokenizer(folder, run_dir, config["tokenizer"])
-            write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=str) + "\n")
+            write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
         output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
         taken = taken_name(recipe.name, recipe.track, found.source_sha256)
         for note in (device.note, platform_problem(device.platform), taken):
