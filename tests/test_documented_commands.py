@@ -34,7 +34,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCRIPTS = {path.name: "run" if path.stem == "speedrun" else path.stem for path in ROOT.glob("scripts/*.py")}
 # Files that the reader has, or that the page tells how to get.
 READERS = {"/data/fineweb", "shakespeare.txt", "my_texts", "gpt2", "webtext_val.jsonl.xz", "folder/of/the/text"}
-READERS |= {"~/nanoGPT", "~/torch/bin/python"}
+READERS |= {"~/nanoGPT", "~/torch/bin/python", "nanoGPT/data/openwebtext", "edu_fineweb10B"}
 WRITTEN = {"out", "run_dir", "json_", "svg", "html"}  # parameters that are files to be written
 # What stands for something else, and one thing that it may stand for.
 PLACEHOLDERS = {r"(?:RECIPE|PARENT)": "stdlib", "X": "plan", r"\$\w+": "1", "N": "1"}

@@ -22,6 +22,7 @@ from jspeed.data import (
     find_split,
     open_shards,
 )
+from jspeed.data.find_shards import split_of
 from jspeed.errors import BadInput
 
 from .on_disk import shard_bytes
@@ -126,6 +127,55 @@ def test_the_split_of_a_folder(tmp_path):
     assert len(find_split(tmp_path, "train")) == 1
     expect('split should be "train" or "val"', "test")
     expect("is not a folder", folder=tmp_path / "fineweb_train_000001.bin")
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("fineweb_train_000001", "train"),
+        ("fineweb_val_000000", "val"),
+        ("my_train_val_000001", "val"),  # counted for both, it trained on what it validated on
+        ("my_val_train_000001", "train"),
+        ("train_val_000000", "val"),
+        ("tiny_shakespeare_train", "train"),  # llm.c's
+        ("TinyStories_val", "val"),
+        ("train", "train"),
+        ("val_000000", "val"),
+        ("x_train_000001_b", "train"),
+        ("trained_values", None),
+        ("interval_000001", None),
+        ("x_training_1", None),
+    ],
+)
+def test_a_file_is_of_one_split(tmp_path, name, split):
+    assert split_of(tmp_path / f"{name}.bin") == split
+    for other in ("train", "val"):  # of the folder's name nothing is read
+        assert split_of(tmp_path / "a_train_val_x" / f"{name}.{other}") == split
+
+
+def test_files_of_llm_c_are_a_data_folder(tmp_path):
+    for name, count in (("tiny_shakespeare_train", 5), ("tiny_shakespeare_val", 3)):
+        (tmp_path / f"{name}.bin").write_bytes(shard_bytes(range(count)))
+    assert [find_split(tmp_path, split).num_tokens for split in ("train", "val")] == [5, 3]
+    (tmp_path / "hellaswag_val.bin").write_bytes(shard_bytes(magic=20240522))
+    with pytest.raises(ShardFormatError, match=r"hellaswag_val.bin is not a token shard: .* but is 20240522"):
+        find_split(tmp_path, "val")
+
+
+def test_files_without_a_header_are_named(tmp_path):
+    convert = f"convert them with `jspeed prepare tokens {tmp_path} --out DIR`"
+    np.save(tmp_path / "edufineweb_train_000001.npy", np.arange(9, dtype="<u2"))
+    with pytest.raises(
+        BadInput, match=f"no .bin shard in it; build-nanogpt's .npy files of tokens are none; {convert}"
+    ):
+        find_split(tmp_path, "train")
+    for name in ("train.bin", "val.bin"):
+        np.arange(1000, dtype="<u2").tofile(tmp_path / name)
+        with pytest.raises(
+            ShardFormatError, match=f"{name} is not .*; nanoGPT's .* have no header: {convert}"
+        ) as caught:
+            find_split(tmp_path, name[:-4])
+        assert "\n" not in str(caught.value)
 
 
 GOES_BAD = """

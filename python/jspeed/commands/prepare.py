@@ -12,7 +12,7 @@ from rich.progress import TransferSpeedColumn as Speed
 
 from jspeed.commands.flags import Command, group_of
 from jspeed.corpus import Progress as Count
-from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
+from jspeed.corpus import fineweb, named_data_sets, ready_tokens, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenizers import TOKENIZERS
 from jspeed.data.manifest import Manifest, complete_manifest
@@ -153,6 +153,18 @@ def text(
     )
 
 
+def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folder, tokenizer: str = "gpt2") -> None:
+    """Make shards of the tokens that other programs have written: nanoGPT's train.bin and val.bin, .npy files.
+
+    Args:
+        folder: Folder of train.bin and val.bin (uint16 without a header), or of NAME_train_NUMBER.npy and
+            NAME_val_NUMBER.npy. llm.c's files are shards and need no preparation.
+        out: Folder to make; it must be absent or empty.
+        tokenizer: The tokenizer whose ids they are, as for prepare text.
+    """
+    _prepare(out, lambda to, progress: ready_tokens.prepare_tokens(folder, to, tokenizer, progress))
+
+
 def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None) -> None:
     """Download FineWeb's shards of GPT-2 tokens (200 MB each) from Hugging Face, several at a time.
 
@@ -274,6 +286,7 @@ COMMAND = group_of(
                 "book.txt --out shards --tokenizer bytes  # needs no vocabulary, so no network",
             ),
         ),
+        "tokens": Command(tokens, ("nanoGPT/data/openwebtext --out shards  # its train.bin and val.bin",)),
         "fineweb": Command(fineweb_, ("--shards 9  # enough for record 29",)),
         "names": Command(names, ("  # then: jspeed run microgpt-names",)),
         "shakespeare-char": Command(shakespeare_char, ("  # then: jspeed run shakespeare-char",)),

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from jspeed.commands.flags import Command, parse
 from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
-from jspeed.data.find_shards import find_split, map_tokens
+from jspeed.data.find_shards import find_split, map_tokens, split_of
 from jspeed.data.manifest import SPLITS, Manifest, read_manifest
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput, run_script
@@ -52,7 +52,8 @@ def count_documents(paths: list[Path], dtype: np.dtype, bos_id: int) -> int:
 def describe(folder: Path) -> None:
     """Print, for each split: shards, tokens, documents, fingerprint and the first words of a document."""
     manifest = read_manifest(folder) if folder.is_dir() else None
-    present = [split for split in SPLITS if any(folder.glob(f"*_{split}_*.bin"))]
+    said = {split_of(path) for path in folder.glob("*.bin")}
+    present = [split for split in SPLITS if split in said]
     console = Console(highlight=False, markup=False)
     for split in present or SPLITS[:1]:  # without any, find_split says what is wrong
         shards = find_split(folder, split)
@@ -83,7 +84,7 @@ def show(folder: Annotated[Path, Wants("DIR", positional=True)], verify_: bool =
     Exit code: 0, or 2 with an error message when something is wrong.
 
     Args:
-        folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files.
+        folder: Folder of NAME_train_NUMBER.bin and NAME_val_NUMBER.bin files, or NAME_train.bin and NAME_val.bin.
         verify_: Also compare every byte with the hashes of manifest.json.
     """
     describe(folder)

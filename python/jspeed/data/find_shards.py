@@ -2,15 +2,17 @@
 
 import glob
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from jspeed._dataloader import HEADER_BYTES, Shards
-from jspeed.data.errors import ShardError
+from jspeed.data.errors import ShardError, ShardFormatError
+from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
 
 _REMEDY = "make some with `jspeed prepare text FILES --out DIR`"
@@ -43,8 +45,18 @@ def open_shards(files: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
     return Shards(paths)
 
 
-def find_split(folder: str | os.PathLike[str], split: Literal["train", "val"]) -> Shards:
-    """Open the shards of one split of a data folder: its files ``*_train_*.bin`` or ``*_val_*.bin``.
+def split_of(path: Path) -> Split | None:
+    """Return the split that the name of a file says: the last ``train`` or ``val`` between underscores; or None.
+
+    So do names of jspeed and FineWeb (``NAME_train_000001.bin``), of llm.c (``NAME_train.bin``), and of nanoGPT
+    (``train.bin``).
+    """
+    said: list[Split] = re.findall(r"(?:^|_)(train|val)(?=_|$)", path.stem)
+    return said[-1] if said else None
+
+
+def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:
+    """Open the shards of one split of a data folder: the ``.bin`` files of which :func:`split_of` says so.
 
     Raises:
         BadInput: The folder is missing, or has no shard at all, or none of this split.
@@ -56,19 +68,28 @@ def find_split(folder: str | os.PathLike[str], split: Literal["train", "val"]) -
     if not folder.is_dir():
         found = "is not a folder" if folder.exists() else "does not exist"
         raise BadInput(f"the data folder {folder} {found}, a folder of .bin shards was expected; {_REMEDY}")
+    convert = f"convert them with `jspeed prepare tokens {folder} --out DIR`"
     try:
-        names = sorted(path for path in folder.iterdir() if path.suffix == ".bin")
+        files = sorted(folder.iterdir())
     except OSError as error:
         raise ShardError(f"the data folder {folder} cannot be read ({error.strerror}); {_REMEDY}") from None
+    names = [path for path in files if path.suffix == ".bin"]
     if not names:
-        raise BadInput(f"the data folder {folder} has no .bin shard in it; {_REMEDY}")
-    paths = [path for path in names if path.match(f"*_{split}_*.bin")]
+        arrays = any(path.suffix == ".npy" and split_of(path) for path in files)
+        remedy = f"build-nanogpt's .npy files of tokens are none; {convert}" if arrays else _REMEDY
+        raise BadInput(f"the data folder {folder} has no .bin shard in it; {remedy}")
+    paths = [path for path in names if split_of(path) == split]
     if not paths:
         raise BadInput(
             f"the data folder {folder} has {len(names)} .bin file(s) but no {_NAMES[split]} shards, which "
-            f"are named NAME_{split}_000000.bin; {_REMEDY}"
+            f"are named NAME_{split}_000000.bin or NAME_{split}.bin; {_REMEDY}"
         )
-    return open_shards(paths)
+    try:
+        return open_shards(paths)
+    except ShardFormatError as error:
+        if f" {folder / split}.bin " not in str(error):
+            raise
+        raise ShardFormatError(f"{error}; nanoGPT's train.bin and val.bin have no header: {convert}") from None
 
 
 def map_tokens(path: str | os.PathLike[str], dtype: DTypeLike = "<u2") -> NDArray[Any]:
