@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jspeed.accelerators import find
-from jspeed.commands.main import SETTINGS, leave_out_settings
+from jspeed.commands.main import SETTINGS, leave_out_settings, unfold_xla_flags
 from jspeed.model.layers import key_of, row_keys
 from jspeed.model.ngrams import signs
+from jspeed.parallel.mesh import find_devices
 
-from .multi_process import environment, shards
+from .multi_process import environment, said, shards
 from .toys import TINY
 
 OTHER = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 5, "jax_threefry_partitionable": False}
@@ -100,6 +101,44 @@ def test_a_platform_that_is_not_here_is_one_sentence(platform, tmp_path):
     assert done.stderr.startswith(f"error: JAX_PLATFORMS={platform}: JAX can use none of these here")
     looked = subprocess.run([sys.executable, "-m", "jspeed", "doctor"], env=settings, capture_output=True, text=True)
     assert looked.returncode == 0 and f"JAX_PLATFORMS={platform}: JAX can use none" in looked.stdout, looked.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        ("--xla_cpu_enable_fast_math=false", None),
+        ("--xla_cpu_enable_fast_math=false --xla_gone --xla_x=1", "Unknown flags in XLA_FLAGS: --xla_gone --xla_x=1)"),
+        ("--xla_cpu_enable_fast_math=maybe", "Couldn't interpret value maybe for flag xla_cpu_enable_fast_math"),
+        ("nowhere.txt", 'Could not open file "nowhere.txt"'),
+        (" ", "Could not open file"),
+    ],
+)
+def test_flags_that_xla_does_not_take(flags, fault, monkeypatch):
+    """XLA ends the process at them, with exit code 1, which says that a run missed its target."""
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    if fault is None:
+        assert find_devices()
+    else:
+        assert f"does not take these XLA_FLAGS ({fault}" in said(find_devices)
+
+
+def test_a_run_with_flags_that_xla_does_not_take_is_bad_input(tmp_path):
+    settings = environment() | {"XLA_FLAGS": "--xla_gone=1"}
+    words = ["run", "stdlib", "--data", shards(tmp_path / "shards"), "--run-dir", tmp_path / "run"]
+    done = subprocess.run([sys.executable, "-m", "jspeed", *words], env=settings, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "run").exists(), done.stderr
+    assert done.stderr.startswith("error: the XLA of jaxlib ") and "XLA_FLAGS: --xla_gone=1)" in done.stderr
+
+
+@pytest.mark.parametrize(("written", "unfolded"), [("--xla_a=1\n  --xla_b\n", "--xla_a=1 --xla_b"), (None, "{}")])
+def test_a_file_of_flags_becomes_its_flags(written, unfolded, tmp_path):
+    """A run records XLA_FLAGS, and options of its own go by them."""
+    if written:
+        (tmp_path / "flags").write_text(written)
+    for given, expected in ((f"{tmp_path}/flags", unfolded.format(f"{tmp_path}/flags")), ("--xla_c", "--xla_c")):
+        settings = {"XLA_FLAGS": given}
+        unfold_xla_flags(settings)
+        assert settings == {"XLA_FLAGS": expected}
 
 
 @pytest.mark.parametrize("columns", ["0", "00", " "])

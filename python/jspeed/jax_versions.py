@@ -8,8 +8,13 @@ function is called: the rooms that never load it may import this one.
 import importlib
 import inspect
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -88,6 +93,25 @@ def key_value_store() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+@cache
+def xla_flags_fault(flags: str) -> str | None:
+    """What XLA says against these XLA_FLAGS, at which it would end a process; None where it takes them.
+
+    Asked of XLA's own parser, which knows the flags of its release and has no other face than XLA's first use, in a
+    process of a third of a second. jaxlib 0.10 to 0.12.
+    """
+    code = "from jaxlib import xla_client; xla_client.CompileOptions()"
+    asked = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    said = re.search(r"^[EF]\d{4} .*?\] (.*)", asked.stderr, re.MULTILINE)
+    return said[1] if asked.returncode and said else None
 
 
 def smem_layout(rows: int, columns: int, swizzle: int) -> tuple[Any, ...]:

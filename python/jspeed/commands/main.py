@@ -14,6 +14,7 @@ from jspeed import __version__
 from jspeed.accelerators import cuda_root
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, run_script, say
+from jspeed.files import read_regular
 from jspeed.standard_streams import exit_on_ctrl_c, importing
 
 COMMANDS = {
@@ -51,6 +52,7 @@ def main(name: str = "") -> None:
     exit_on_ctrl_c("__main__")
     settle_logs()
     leave_out_settings(os.environ)
+    unfold_xla_flags(os.environ)
     if not os.environ.get("COLUMNS", "1").strip("0 "):  # a width of 0, of which nothing would be printed
         del os.environ["COLUMNS"]
     if root := cuda_root(os.environ, map(Path, sys.path)):
@@ -65,6 +67,13 @@ def leave_out_settings(environment: MutableMapping[str, str]) -> None:
     """
     for name in sorted(SETTINGS & environment.keys()):
         say(f"note: {name}={environment.pop(name)} is left out: jspeed's numbers depend on no setting of JAX")
+
+
+def unfold_xla_flags(environment: MutableMapping[str, str]) -> None:
+    """Replace a file's name in XLA_FLAGS, which XLA takes too, by the flags in it, so that a run records those."""
+    if (given := environment.get("XLA_FLAGS", "").strip()) and not given.startswith("-"):
+        with suppress(OSError, ValueError):  # XLA says what is wrong with it
+            environment["XLA_FLAGS"] = " ".join(read_regular(given).decode().split())
 
 
 def settle_logs() -> None:

@@ -76,7 +76,7 @@ def plan(
     with importing():
         import jax
 
-        from jspeed.parallel.mesh import parse_mesh
+        from jspeed.parallel.mesh import check_xla_flags, parse_mesh
         from jspeed.plan.compile import hardware_for
         from jspeed.plan.estimates import PRESETS, abstract_mesh, best_sizes, preset
         from jspeed.plan.plan import candidates, make_plan, require_devices, search
@@ -88,6 +88,7 @@ def plan(
         from jspeed.plan.views.report import plan_html
         from jspeed.run.find_recipe import find
 
+    check_xla_flags()
     jax.config.update("jax_platforms", "cpu")  # of this machine only, whatever plugins are installed
     given = {
         "--micro-batch": micro_batch, "--mesh": mesh, "--memory-fraction": memory_fraction, "--set": set or None,

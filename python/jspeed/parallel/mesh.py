@@ -6,11 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 
 import jax
+import jaxlib
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.cluster.distributed import process_count
 from jspeed.errors import BadInput, first_line, nearest
+from jspeed.jax_versions import xla_flags_fault
 
 AXES = ("data", "model", "pipe")
 MOST_DEVICES = 2**20
@@ -57,8 +59,21 @@ def request_cpu_devices(axes: Mapping[str, int]) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
+def check_xla_flags() -> None:
+    """Raise BadInput for XLA_FLAGS at which XLA would end the process, as it does without an exception."""
+    if (flags := os.environ.get("XLA_FLAGS")) and (fault := xla_flags_fault(flags)):
+        raise BadInput(
+            f"the XLA of jaxlib {jaxlib.__version__} does not take these XLA_FLAGS ({fault}); correct them, or leave "
+            "that flag out: they come and go with XLA's releases"
+        )
+
+
 def find_devices(local: bool = False) -> list[jax.Device]:
-    """The devices that JAX finds, or this process's. Raises BadInput where JAX can use no platform of JAX_PLATFORMS."""
+    """The devices that JAX finds, or this process's.
+
+    Raises BadInput where JAX can use no platform of JAX_PLATFORMS, and as :func:`check_xla_flags`.
+    """
+    check_xla_flags()
     try:
         return jax.local_devices() if local else jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts that one of them is there
