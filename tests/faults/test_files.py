@@ -123,7 +123,7 @@ def test_data_that_is_lost(run, undisturbed, folder):
 @pytest.mark.parametrize(
     ("word", "first", "second"),
     [
-        ("recipe hash", [], ["MUON_LR=0.5"]),
+        ("MUON_LR is 0.5 here but 0.0", [], ["MUON_LR=0.5"]),
         ("--checkpoint-every is 20 here but 0 on process 0", [], ["--checkpoint-every", 20]),
         ("mesh", ["--mesh", "data=2"], ["--mesh", "data=1"]),
     ],

@@ -192,7 +192,7 @@ def test_another_run_is_refused(runs, tmp_path):
     folder = copy(runs, tmp_path)
     for word, arguments, fields in [
         ("seed", ["--seed", "2"], FEW),
-        ("recipe hash", [], [*FEW, "MUON_LR=0.5"]),
+        ("MUON_LR 0.5", [], [*FEW, "MUON_LR=0.5"]),
         ("--run-dir", ["--run-dir", "half"], FEW),
     ]:
         resume = [] if word == "--run-dir" else ["--resume"]

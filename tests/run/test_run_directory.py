@@ -6,7 +6,7 @@ import os
 import pytest
 from rich.console import Console
 
-from jspeed.run.checkpoint import MUST_AGREE
+from jspeed.run.checkpoint import check_same
 from jspeed.run.run_directory import create_and_lock, find_checkpoint, open_run_directory
 
 from ..multi_process import said
@@ -86,11 +86,34 @@ def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_pa
 
 
 def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):
-    same = dict.fromkeys(MUST_AGREE)
+    same = {"recipe hash": "a", "seed": 1}
     for name, found in (("newest", (7, [])), ("read_record", {"identity": same})):
         monkeypatch.setattr(f"jspeed.run.run_directory.{name}", lambda *_, found=found: found)
     assert find_checkpoint(tmp_path, same, SAY, None) == find_checkpoint(tmp_path, same, SAY, 7) == 7
     assert "--steps 6: the run in" in said(lambda: find_checkpoint(tmp_path, same, SAY, 6))
+
+
+def test_a_run_that_is_another_names_what_differs(tmp_path):
+    before = {"LANES": 8, "STEPS": [3, 4], "recipe source": "a1", "recipe hash": "b1", "seed": 1, "--steps": 5}
+
+    def refusal(saved, **changed):
+        return said(lambda: check_same({"identity": saved}, before | changed, tmp_path))
+
+    check_same({"identity": before}, before | {"STEPS": (3, 4), "--steps": 9, "--new": 1}, tmp_path)
+    for saved, changed, message in [
+        (before, {"LANES": 16, "recipe hash": "b2"}, "was made with LANES 8 but this run has LANES 16; give"),
+        (before, {"seed": 2}, "was made with seed 1 but this run has seed 2; give"),
+        (
+            before,
+            {"recipe source": "a2", "recipe hash": "b2"},
+            "with recipe source a1 but this run has recipe source a2",
+        ),
+        (before, {"LANES": 4, "STEPS": [3], "recipe hash": "b2"}, "LANES 8, STEPS [3, 4] but this run has LANES 4, ST"),
+        ({f"F{n}": n for n in range(9)} | before, {}, "F5 5, and 3 more, but this run has F0 None"),
+        ({"GONE": 1} | before, {"recipe hash": "b2"}, "was made with GONE 1 but this run has GONE None"),
+        ({"recipe hash": "b1", "seed": 1}, {"recipe hash": "b2"}, "recipe hash b1 but this run has recipe hash b2"),
+    ]:
+        assert message in refusal(saved, **changed) and f"({tmp_path}/recipe.py)" in refusal(saved, **changed)
 
 
 def test_the_name_holds_the_time(tmp_path, monkeypatch):

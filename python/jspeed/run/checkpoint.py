@@ -23,6 +23,7 @@ from jspeed.cluster import distributed
 from jspeed.cluster.failure import on_failure
 from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput, first_line
+from jspeed.fields import as_json
 from jspeed.files import read_json, sha256_of, write_whole
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
@@ -30,7 +31,8 @@ from jspeed.run.compute.step import State
 HASHES = "sha256.json"
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is being written
 NOTES = ("_CHECKPOINT_METADATA", "commit_success.txt")
-MUST_AGREE = ("recipe hash", "seed", "training data", "validation data")
+HASH = "recipe hash"
+MOST_NAMED = 6  # differences; those of another recipe are many
 
 
 class Checkpoints:
@@ -207,13 +209,22 @@ def restore(folder: Path, step: int, shapes: State) -> tuple[State, dict[str, An
 
 
 def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
-    """Raise :class:`BadInput` when the checkpoint with ``record`` belongs to another run."""
-    for name in MUST_AGREE:
-        if record["identity"][name] != identity[name]:
-            raise BadInput(
-                f"--resume: {folder} was made with {name} {record['identity'][name]} but this run has "
-                f"{identity[name]}; give the same recipe, --set, --seed and --data, or another --run-dir"
-            )
+    """Raise :class:`BadInput`, which names what differs, when the checkpoint with ``record`` belongs to another run.
+
+    What is a flag of its own (``--steps``) may differ.
+    """
+    saved, own = record["identity"], as_json(identity)
+    differs = [name for name in saved if not name.startswith("--") and saved[name] != own.get(name)]
+    if not differs:
+        return
+    if differs != [HASH]:  # that of what is named besides
+        differs = [name for name in differs if name != HASH]
+    more = f", and {len(differs) - MOST_NAMED} more," if len(differs) > MOST_NAMED else ""
+    had, has = (", ".join(f"{name} {its.get(name)}" for name in differs[:MOST_NAMED]) for its in (saved, own))
+    raise BadInput(
+        f"--resume: {folder} was made with {had}{more} but this run has {has}; give the same recipe "
+        f"({folder}/recipe.py), --set, --seed and --data, or another --run-dir"
+    )
 
 
 def read_record(folder: Path, step: int) -> dict[str, Any]:

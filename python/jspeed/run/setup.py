@@ -21,6 +21,7 @@ from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
+from jspeed.fields import as_json
 from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
@@ -30,7 +31,7 @@ from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
 from jspeed.run import evaluate, export
-from jspeed.run.checkpoint import restore
+from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.compiler import out_of_memory
@@ -282,9 +283,14 @@ def tokenizer_facts(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def identity(options: Options, found: LoadedRecipe, shards: Shards, val_shards: Shards) -> dict[str, Any]:
-    """What must be equal for two processes to make one run."""
-    named = {"recipe hash": found.hash, "seed": options.seed, "training data": shards.fingerprint}
-    named |= {"validation data": val_shards.fingerprint, "--layout": options.layout, "--steps": options.steps}
+    """What must be equal for two processes to make one run: each of the recipe's fields by its name, and more."""
+    named = as_json(found.fields) | {"recipe source": found.source_sha256, HASH: found.hash, "seed": options.seed}
+    named |= {
+        "training data": shards.fingerprint,
+        "validation data": val_shards.fingerprint,
+        "--layout": options.layout,
+        "--steps": options.steps,
+    }
     return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
 
 
