@@ -3,6 +3,7 @@
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,11 +13,12 @@ from rich.progress import TransferSpeedColumn as Speed
 
 from jspeed.commands.flags import Command, group_of
 from jspeed.corpus import Progress as Count
-from jspeed.corpus import fineweb, named_data_sets, ready_tokens, sources, split, tokenise
+from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
-from jspeed.corpus.tokenizers import TOKENIZERS
+from jspeed.corpus.tokenizers import TOKENIZERS, named_facts
 from jspeed.data.manifest import Manifest, complete_manifest
-from jspeed.errors import say
+from jspeed.data.ready_tokens import convert_tokens
+from jspeed.errors import BadInput, say
 from jspeed.fields import File, Folder, Wants
 from jspeed.files import cache_folder
 
@@ -52,7 +54,9 @@ def _prepare(
     assert manifest
     _report(folder, manifest, seconds if manifest != before else None)
     if recipe:
-        data = "" if folder in map(_default, TOKENIZERS) else f" --data {folder}"
+        data = f" --data {folder}"
+        with suppress(BadInput):  # no cache folder
+            data = "" if folder in map(_default, TOKENIZERS) else data
         print(f"train on it: jspeed run {recipe}{data}{_sets(manifest, recipe)}")
 
 
@@ -162,7 +166,7 @@ def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folde
         out: Folder to make; it must be absent or empty.
         tokenizer: The tokenizer whose ids they are, as for prepare text.
     """
-    _prepare(out, lambda to, progress: ready_tokens.prepare_tokens(folder, to, tokenizer, progress))
+    _prepare(out, lambda to, progress: convert_tokens(folder, to, *named_facts(tokenizer), progress))
 
 
 def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, check_size, id_dtype
+from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, check_size
+from jspeed.data.folder import id_dtype
 from jspeed.errors import BadInput
 from jspeed.files import read_regular
 

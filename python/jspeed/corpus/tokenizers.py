@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.data.folder import id_dtype
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
 from jspeed.files import write_whole
 
-MAX_UINT16_VOCAB = 65_535  # of ids stored as uint16, 65,535 kept free as in llm.c; larger ones use uint32
 MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
 TOKENIZER_FILE = "tokenizer.json"  # beside the shards, and in the run directory, of a tokenizer that is a file
 
@@ -65,11 +65,6 @@ class Tokenizer:
         return np.array([len(self.decode([token])) for token in range(self.vocab_size)], np.int64)
 
 
-def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return how shards hold ids below ``vocab_size``: little-endian uint16 or uint32."""
-    return np.dtype("<u2" if vocab_size <= MAX_UINT16_VOCAB else "<u4")
-
-
 def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokenizer:
     """Return the tokenizer of a manifest; one that is a file lies in ``folder``.
 
@@ -108,6 +103,14 @@ def named_tokenizer(name: str) -> Tokenizer:
 
         return file_tokenizer(Path(name))
     return bytes_tokenizer() if name == "bytes" else tiktoken_tokenizer(name)
+
+
+def named_facts(name: str) -> tuple[TokenizerFacts, dict[str, bytes]]:
+    """Return what a manifest says of :func:`named_tokenizer`, and the files beside it; gpt2 needs no vocabulary."""
+    if name == GPT2["tokenizer"]:
+        return GPT2, {}
+    chosen = named_tokenizer(name)
+    return chosen.described(), {TOKENIZER_FILE: chosen.content} if chosen.content else {}
 
 
 def bytes_tokenizer() -> Tokenizer:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,12 @@ from jspeed.files import sha256_of, write_whole
 from jspeed.output_folder import atomic_folder, require_empty
 
 SHARD_TOKENS = 100_000_000  # as FineWeb's shards
+MAX_UINT16_VOCAB = 65_535  # of ids stored as uint16, 65,535 kept free as in llm.c; larger ones use uint32
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return how shards hold ids below ``vocab_size``: little-endian uint16 or uint32."""
+    return np.dtype("<u2" if vocab_size <= MAX_UINT16_VOCAB else "<u4")
 
 
 class EncodedDocuments(NamedTuple):

@@ -7,17 +7,23 @@ import shutil
 import numpy as np
 import pytest
 
-from jspeed.corpus import ready_tokens
-from jspeed.corpus.ready_tokens import prepare_tokens
+from jspeed.corpus import tokenizers
+from jspeed.corpus.tokenizers import named_facts
+from jspeed.data import ready_tokens
+from jspeed.data.ready_tokens import convert_tokens
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput
 
-from ..data.on_disk import shard_bytes
+from ..corpus.prepared import read_split, script
 from ..multi_process import said
-from .prepared import read_split, script
+from .on_disk import shard_bytes
 
 TRAIN = np.array([1, 2, 256, 3, 4, 5, 256, 256, 6, 7, 8, 9, 256], "<u2")  # nanoGPT's: a mark after each document
 VAL = np.array([256, 1, 2, 256, 3], "<u2")  # build-nanogpt's: before
+
+
+def prepare_tokens(folder, out, tokenizer="bytes", *progress):
+    return convert_tokens(folder, out, *named_facts(tokenizer), *progress)
 
 
 def write(folder, train, val):
@@ -41,11 +47,11 @@ def test_the_same_tokens(tmp_path, monkeypatch, names, dtype, chunk):
         np.testing.assert_array_equal(read_split(out, split), tokens)
     manifest = json.loads((out / "manifest.json").read_text())
     assert verify(out) and [file["documents"] for file in manifest["files"]] == [4, 2]
-    assert manifest["source"]["names"] == list(names) and manifest["tokenizer"] == "bytes"
+    assert list(manifest["source"]["files"]) == list(names) and manifest["tokenizer"] == "bytes"
     total = np.dtype(dtype).itemsize * (TRAIN.size + VAL.size)
     assert sum(count for count, _ in told) == total and {total for _, total in told} == {total}
     stamp = (out / "manifest.json").stat().st_mtime_ns
-    assert prepare_tokens(folder, out, "bytes") == out and (out / "manifest.json").stat().st_mtime_ns == stamp
+    assert prepare_tokens(folder, out) == out and (out / "manifest.json").stat().st_mtime_ns == stamp
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
@@ -72,13 +78,13 @@ BAD = {
 def test_what_holds_no_tokens_of_the_tokenizer(tmp_path, change, message):
     folder = write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL))
     change(folder)
-    sentence = said(lambda: prepare_tokens(folder, tmp_path / "out", "bytes"))
+    sentence = said(lambda: prepare_tokens(folder, tmp_path / "out"))
     assert message.format(folder) in sentence and "\n" not in sentence and not (tmp_path / "out").exists()
 
 
 def test_gpt2_s_ids_need_no_vocabulary(tmp_path, monkeypatch):
-    monkeypatch.setattr(ready_tokens, "named_tokenizer", None)
-    out = prepare_tokens(write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL)), tmp_path / "out")
+    monkeypatch.setattr(tokenizers, "named_tokenizer", None)
+    out = prepare_tokens(write(tmp_path / "in", ("train.bin", TRAIN), ("val.bin", VAL)), tmp_path / "out", "gpt2")
     assert json.loads((out / "manifest.json").read_text())["bos_id"] == 50256
 
 
@@ -87,4 +93,4 @@ def test_the_command(tmp_path):
     code, stdout, err = script("tokens", folder, "--out", tmp_path / "out", "--tokenizer", "bytes")
     assert (code, err) == (0, "") and "train             13 tokens           4 documents" in stdout
     with pytest.raises(BadInput, match="not empty"):
-        prepare_tokens(folder, tmp_path / "in", "bytes")
+        prepare_tokens(folder, tmp_path / "in")

@@ -1,30 +1,35 @@
 """Ids of tokens that other programs have written become shards: nanoGPT's train.bin, NumPy's .npy files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jspeed.corpus import Progress, no_progress, sources
-from jspeed.corpus.tokenizers import GPT2, TOKENIZER_FILE, id_dtype, named_tokenizer
 from jspeed.data.errors import ShardFormatError, TokenRangeError
 from jspeed.data.find_shards import open_shards, split_of
-from jspeed.data.folder import EncodedDocuments, write_folder
+from jspeed.data.folder import EncodedDocuments, id_dtype, write_folder
 from jspeed.data.manifest import Description, TokenizerFacts, matches
 from jspeed.errors import BadInput, first_line
+from jspeed.files import sha256_of
 from jspeed.output_folder import require_empty
 
 CHUNK = 1 << 24  # tokens
 
 
-def prepare_tokens(folder: Path, out: Path, tokenizer: str = "gpt2", progress: Progress = no_progress) -> Path:
-    """Write the ids of ``folder`` as shards into ``out`` and return it; ``progress`` is told bytes.
+def convert_tokens(
+    folder: Path,
+    out: Path,
+    facts: TokenizerFacts,
+    extra_files: Mapping[str, bytes],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Write the ids of ``folder`` as shards into ``out`` and return it, ``extra_files`` (name -> content) beside them.
 
     A ``.bin`` file is uint16 ids from its first byte on, a ``.npy`` file one array of integers;
-    :func:`jspeed.data.find_shards.split_of` says which split each is. A document starts at each ``bos_id`` of the
-    tokenizer, but for one that ends a file. Raises BadInput for other files, and TokenRangeError for an id that the
-    tokenizer does not have.
+    :func:`jspeed.data.find_shards.split_of` says which split each is, ``facts`` are of the tokenizer that made them. A
+    document starts at each ``bos_id``, but for one that ends a file. ``progress`` is called with the bytes just written
+    and those in all. Raises BadInput for other files, and TokenRangeError for an id that the tokenizer does not have.
     """
     try:
         files = [path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".npy") and split_of(path)]
@@ -42,15 +47,17 @@ def prepare_tokens(folder: Path, out: Path, tokenizer: str = "gpt2", progress: P
             f"the ids in {folder} are of characters, which nanoGPT's meta.pkl lists; prepare their text with `jspeed "
             "prepare shakespeare-char --input FILE`"
         )
-    facts, content = GPT2, b""  # of which nothing is to fetch
-    if tokenizer != facts["tokenizer"]:
-        chosen = named_tokenizer(tokenizer)
-        facts, content = chosen.described(), chosen.content
-    source = {"kind": "tokens"} | sources.text_fingerprint([(path.name, path) for path in files])
-    description: Description = {**facts, "source": source}
+    try:
+        hashes = {path.name: sha256_of(path) for path in files}
+    except OSError as error:
+        raise BadInput(
+            f"{error.filename} cannot be read ({error.strerror}); give a folder of files of tokens"
+        ) from None
+    description: Description = {**facts, "source": {"kind": "tokens", "files": hashes}}
     if matches(out, description):
         return out
     require_empty(out)
+    dtype = id_dtype(facts["vocab_size"])
     arrays = {path: _array(path) for path in files}
     total = sum(array.nbytes for array in arrays.values())
 
@@ -61,11 +68,11 @@ def prepare_tokens(folder: Path, out: Path, tokenizer: str = "gpt2", progress: P
             lengths = _lengths(path, array, facts)
             for its in np.split(lengths, np.searchsorted(np.cumsum(lengths), np.arange(CHUNK, array.size, CHUNK))):
                 tokens = array[at : at + its.sum()]
-                yield EncodedDocuments(split, tokens.astype(id_dtype(facts["vocab_size"])), its)
+                yield EncodedDocuments(split, tokens.astype(dtype), its)
                 progress(tokens.nbytes, total)
                 at += tokens.size
 
-    write_folder(out, batches(), description, out.name, extra_files={TOKENIZER_FILE: content} if content else {})
+    write_folder(out, batches(), description, out.name, extra_files=extra_files)
     return out
 
 
