@@ -70,7 +70,7 @@ def test_settings_are_jax_s_own():
 
 
 def test_a_run_with_other_settings_is_the_same(tmp_path):
-    """Losses were 3.2250 and 3.5240 for 3.4241, with the same hash of the recipe."""
+    """Losses were 3.2250 and 3.5240 for 3.4241, with the same hash of the recipe. Nor needs it a place for a cache."""
     words = [sys.executable, "-m", "jspeed", "run", "stdlib", "--no-progress", "--no-sample", "--steps", "2"]
     words += ["--data", shards(tmp_path / "shards")]
     losses = []
@@ -82,9 +82,12 @@ def test_a_run_with_other_settings_is_the_same(tmp_path):
     ):  # fmt: skip
         folder = tmp_path / name
         command = [*words, "--run-dir", folder, "--set", *TINY, "EVAL_EVERY=1"]
-        done = subprocess.run(command, env=environment() | settings, capture_output=True, text=True, timeout=300)
+        none = {"JSPEED_CACHE": "/dev/null/none"} if settings else {}
+        done = subprocess.run(command, env=environment() | settings | none, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("is left out") == len(settings)
+        assert done.stderr.count("programs that this run compiles are not kept") == len(none)
+        assert done.stderr.count("\n") == len(settings) + len(none)
         losses.append([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     of = [[line.get("train_loss", line.get("val_loss")) for line in lines] for lines in losses]
     assert of[0] == of[1] and len(of[0]) > 2

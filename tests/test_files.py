@@ -1,6 +1,7 @@
 """Atomic file writes: a full disk gives an error message and leaves neither half a file nor half a line."""
 
 import os
+import pwd
 import resource
 import subprocess
 import sys
@@ -8,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.files import Lines, read_json, write_whole
+from jspeed.commands import main
+from jspeed.files import Lines, cache_folder, read_json, write_whole
+from jspeed.parallel.mesh import make_mesh
+from jspeed.run.compute.preflight import PassedChecks
+from jspeed.run.options import Options
 
 from .multi_process import said
 
@@ -54,6 +59,78 @@ def test_a_pipe_is_no_file_of_lines(tmp_path):
     reader = os.open(tmp_path / "metrics.jsonl", os.O_RDONLY | os.O_NONBLOCK)
     assert "metrics.jsonl cannot be written (not a regular file)" in said(lambda: Lines(tmp_path / "metrics.jsonl"))
     os.close(reader)
+
+
+@pytest.fixture
+def no_passwd(monkeypatch):
+    """A user id without an entry in passwd, as ``docker run --user 12345`` gives."""
+
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("JSPEED_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"HOME": "{}"}, "{}/.cache/jspeed"),
+        ({"HOME": "{}/missing"}, "{}/missing/.cache/jspeed"),
+        ({"XDG_CACHE_HOME": "{}/x"}, "{}/x/jspeed"),
+        ({"XDG_CACHE_HOME": "", "HOME": "{}"}, "{}/.cache/jspeed"),
+        ({"JSPEED_CACHE": "{}/own"}, "{}/own"),
+        ({"JSPEED_CACHE": "", "HOME": "{}"}, "{}/.cache/jspeed"),
+    ],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the names are Linux's")
+def test_the_cache_folder(tmp_path, no_passwd, monkeypatch, variables, expected):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value.format(tmp_path))
+    assert cache_folder() == Path(expected.format(tmp_path)) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("home", [None, "relative", "."])
+def test_without_a_home_the_variable_is_named_that_helps(no_passwd, monkeypatch, home):
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    sentence = said(cache_folder)
+    assert f"no home folder is known to keep data and compiled programs in (HOME is {home!r})" in sentence
+    assert sentence.endswith("set JSPEED_CACHE to a folder you can write to")
+
+
+@pytest.mark.parametrize(
+    ("variable", "below"), [("HOME", ".cache/jspeed"), ("XDG_CACHE_HOME", "jspeed"), ("JSPEED_CACHE", "")]
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="the names are Linux's")
+def test_a_cache_folder_that_cannot_be_made(tmp_path, no_passwd, monkeypatch, variable, below):
+    (tmp_path / "file").touch()
+    (tmp_path / "read-only").mkdir()
+    for place in ("file", "read-only"):
+        folder = tmp_path / place / "x" / below
+        monkeypatch.setenv(variable, str(tmp_path / place / "x"))
+        wanted = f"the cache folder {folder} is missing and cannot be made in {tmp_path / place}; set JSPEED_CACHE to"
+        assert wanted in said(cache_folder)
+        monkeypatch.setattr(os, "access", lambda *_: False)
+    folder.mkdir(parents=True)
+    assert cache_folder() == folder  # what is in it can be read
+
+
+def test_what_needs_no_cache_folder_does_without(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert Options().recipe_or_default == "stdlib"
+    (tmp_path / "names.txt").write_text("anna\nemma\n" * 50)
+    main.call(["prepare", "names", "--input", str(tmp_path / "names.txt"), "--out", str(tmp_path / "out")])
+    assert f"jspeed run microgpt-names --data {tmp_path}/out" in capsys.readouterr().out
+    PassedChecks(make_mesh()).write()
+    for words in (["prepare", "names"], ["run", "stdlib"], ["run", "r29"]):
+        assert "set JSPEED_CACHE to a folder you can write to" in said(lambda words=words: main.call(words))
+    capsys.readouterr()
+    main.call(["doctor"])
+    assert "is missing and cannot be made in" in " ".join(capsys.readouterr().out.split())
 
 
 def test_json_of_any_depth_is_json_or_not(tmp_path):

@@ -24,8 +24,24 @@ os.umask(UMASK)
 
 
 def cache_folder() -> Path:
-    """Return the folder for prepared data and compiled programs: ``$JSPEED_CACHE`` or the user's cache."""
-    return Path(os.environ.get("JSPEED_CACHE") or platformdirs.user_cache_dir("jspeed", appauthor=False))
+    """Return the folder for prepared data and compiled programs, ``$JSPEED_CACHE`` or the user's; it need not exist.
+
+    Raises BadInput where there is no home to have it in, as in a container with a user id of its own, or where it is
+    missing and cannot be made.
+    """
+    remedy = "set JSPEED_CACHE to a folder you can write to"
+    try:
+        own = os.environ.get("JSPEED_CACHE")
+        folder = Path(own or platformdirs.user_cache_dir("jspeed", appauthor=False))
+    except RuntimeError:
+        own, folder = None, Path()
+    if not own and not folder.is_absolute():
+        home = os.environ.get("HOME")
+        raise BadInput(f"no home folder is known to keep data and compiled programs in (HOME is {home!r}); {remedy}")
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if there != folder and not (os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)):
+        raise BadInput(f"the cache folder {folder} is missing and cannot be made in {there}; {remedy}")
+    return folder
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

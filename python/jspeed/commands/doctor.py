@@ -70,8 +70,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "machine": {"cores": cores(), "memory": memory(), "system": f"{platform.system()} {platform.machine()}"},
         **found,
-        "cache": cache(cache_folder()),
-        "data": data_sets(cache_folder() / "data"),
+        **kept(),
         "extras": {
             name: {"installed": any(map(installed, modules)), "gives": gives}
             for name, (modules, gives) in EXTRAS.items()
@@ -135,6 +134,15 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
         "emulated": "FP8=on rounds to FP8 and multiplies in the compute dtype: to test recipes, no faster",
     }
     return reason, reasons[device.fp8]
+
+
+def kept() -> dict[str, Any]:
+    """Return the cache folder and the data in it, or why there is none."""
+    try:
+        folder = cache_folder()
+    except BadInput as error:
+        return {"cache": {"folder": None, "problem": str(error)}, "data": []}
+    return {"cache": cache(folder), "data": data_sets(folder / "data")}
 
 
 def cache(folder: Path) -> dict[str, Any]:
@@ -209,8 +217,11 @@ def as_text(found: Mapping[str, Any]) -> str:
         rows.append(("FP8", f"{found['fp8']['matmuls']}: {found['fp8']['why']}"))
         if too_little := shared_memory_problem(devices, found["shared_memory"]):
             rows.append(("", too_little))
-    rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))
-    rows.append(("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"))
+    if sizes["folder"]:
+        rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))
+        rows.append(("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"))
+    else:
+        rows.append(("cache", sizes["problem"]))
     for number, one in enumerate(found["data"]):
         tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
         text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"

@@ -79,11 +79,14 @@ def unfold_xla_flags(environment: MutableMapping[str, str]) -> None:
 def settle_logs() -> None:
     """Let JAX log everything with JSPEED_DEBUG, and without a GPU nothing about a CUDA plugin that cannot start.
 
-    A plugin without CUDA's libraries is what compiles for absent GPUs (jspeed[aot]); JAX prints its traceback.
+    A plugin without CUDA's libraries is what compiles for absent GPUs (jspeed[aot]); JAX prints its traceback. Nor does
+    Matplotlib without a home say where it keeps its fonts instead.
     """
     if os.environ.get("JSPEED_DEBUG"):
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"  # JAX's own default is 1, no information
-    elif not visible_gpus(os.environ):
+        return
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
+    if not visible_gpus(os.environ):
         logging.getLogger("jax._src.xla_bridge").addFilter(lambda line: "plugin configuration" not in str(line.msg))
 
 

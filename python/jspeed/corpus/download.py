@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jspeed.corpus import Progress, no_progress
 from jspeed.errors import BadInput, NoRoom, writable_folder
-from jspeed.files import sha256_of
+from jspeed.files import cache_folder, sha256_of
 from jspeed.output_folder import locked
 
 CHUNK = 1 << 20  # bytes read at once
@@ -98,6 +98,7 @@ def describe_hub(repository: str, names: Sequence[str], revision: str = "main") 
     Mirrors (HF_ENDPOINT), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN) are huggingface_hub's own. Raises
     BadInput when the hub cannot be asked, or lacks one of them.
     """
+    _home_of_hub()
     from huggingface_hub import HfApi, RepoFile
 
     _silence_logs()
@@ -123,6 +124,7 @@ def list_hub(repository: str, ending: str) -> tuple[str, list[str]]:
 
     The hub's conversion is used only if complete. Raises BadInput where none has any, or the hub cannot be asked.
     """
+    _home_of_hub()
     from huggingface_hub import HfApi
 
     _silence_logs()
@@ -250,6 +252,12 @@ def _counter(count: Callable[[int], None]) -> Any:
             count(int(n or 0))
 
     return Counter
+
+
+def _home_of_hub() -> None:
+    """Give huggingface_hub, which fails without a home folder, a place in jspeed's cache. Call before its import."""
+    if not os.path.isdir(os.path.expanduser("~")):
+        os.environ.setdefault("HF_HOME", str(cache_folder() / "huggingface"))
 
 
 def _silence_logs() -> None:

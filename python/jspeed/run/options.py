@@ -1,6 +1,7 @@
 """The options of a run, which are the flags of ``jspeed run``: types, defaults and help. No jax in here."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -91,8 +92,11 @@ class Options:
         """The recipe; by default the best one with a GPU and FineWeb's shards, else one that needs neither."""
         if self.recipe is not None:
             return self.recipe
-        shards = self.data or cache_folder() / "data" / "fineweb"
-        return BEST_ON_FINEWEB if visible_gpus(os.environ) and shards.is_dir() else EMBEDDED
+        with suppress(BadInput):  # no cache folder
+            shards = self.data or cache_folder() / "data" / "fineweb"
+            if visible_gpus(os.environ) and shards.is_dir():
+                return BEST_ON_FINEWEB
+        return EMBEDDED
 
     @property
     def sinks(self) -> tuple[str, ...]:

@@ -298,9 +298,12 @@ def data_folder(recipe: Recipe, given: Path | None) -> Path:
     """Return the folder with the recipe's shards; prepares the standard library's where none is given."""
     if given is not None:
         return given
-    if recipe.data.name == "stdlib":
-        return prepare_stdlib()
-    folder = cache_folder() / "data" / recipe.data.name
+    try:
+        if recipe.data.name == "stdlib":
+            return prepare_stdlib()
+        folder = cache_folder() / "data" / recipe.data.name
+    except BadInput as error:
+        raise BadInput(f"{error}, or give --data DIR") from None
     if not folder.is_dir():
         raise BadInput(
             f"recipe {recipe.name} needs FineWeb-format shards and {folder} does not exist; give --data DIR, or make "

@@ -1,8 +1,15 @@
 """Compilation cache: damaged or unwritable entries are reported once and replaced."""
 
+import math
 import os
 import subprocess
 import sys
+import warnings
+
+import jax
+import pytest
+
+from jspeed.run.compute import compile_cache
 
 TWICE = """
 import resource, sys
@@ -57,3 +64,36 @@ def test_damaged_entries_are_replaced_and_nothing_is_half_written(tmp_path):
     assert len(said[damaged + 1 : mended]) == 2 and full == mended + 1, done.stderr
     assert all("compiled program 'jit_same_name'" in line and "replaced" in line for line in said[damaged + 1 : mended])
     assert said[full + 1 :] and all("could not be written" in line for line in said[full + 1 :]), done.stderr
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """What the cache changes of JAX and of warnings, to see and to have back."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: jax.config.values[name] for name in names}
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    yield lambda: tuple(jax.config.values[name] for name in names)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_where_programs_cannot_be_kept_one_line_says_so(tmp_path, monkeypatch, settings, capsys):
+    def used() -> tuple[object, float, str]:
+        compile_cache.use_compile_cache()
+        return (*settings(), capsys.readouterr().err)
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "file" / "x"))
+    place, least, line = used()
+    assert place is None and least == math.inf and line.count("\n") == 1
+    assert line.startswith("note: programs that this run compiles are not kept: the cache folder") and "JSPEED" in line
+    monkeypatch.setenv("JSPEED_CACHE", str(tmp_path / "cache"))
+    place, least, line = used()
+    assert place == str(tmp_path / "cache" / "xla") and least < 1 and not line and os.path.isdir(place)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # read-only: its programs are used, and none is added
+    place, least, line = used()
+    assert place == str(tmp_path / "cache" / "xla") and least == math.inf and "xla is read-only" in line
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "gs://bucket/xla")  # JAX's own matter
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/xla")
+    assert used()[0] == "gs://bucket/xla" and not os.path.exists("gs:")

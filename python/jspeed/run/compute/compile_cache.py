@@ -1,5 +1,6 @@
 """Persistent compilation cache; damaged entries are replaced."""
 
+import math
 import os
 import re
 import sys
@@ -10,7 +11,8 @@ from typing import Any, TextIO
 
 import jax
 
-from jspeed.errors import say
+from jspeed.cluster.distributed import process_index
+from jspeed.errors import BadInput, say, writable_folder
 from jspeed.files import cache_folder
 
 # What JAX warns of and then leaves as it is: it would find the same entry damaged in every run.
@@ -21,12 +23,23 @@ SUFFIX = "-cache"
 def use_compile_cache() -> None:
     """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where.
 
-    An entry that cannot be read, or not be written whole, is removed, and one line on stderr says so; JAX then
-    compiles and writes a new one.
+    A folder that cannot be written is read, if it is there, and one line on stderr says why. An entry that cannot be
+    read, or not be written whole, is removed, and one line says so; JAX then compiles and writes a new one.
     """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    least = 0.5  # seconds of compiling that are worth a file
+    try:
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+            jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+        config: Any = jax.config
+        if (place := config.jax_compilation_cache_dir) and "://" not in place:  # a bucket
+            writable_folder(place, "the folder of compiled programs")
+    except BadInput as error:
+        if process_index() == 0:
+            say(f"note: programs that this run compiles are not kept: {error}")
+        least = math.inf
+        if not os.path.isdir(folder()):
+            jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
     warnings.filterwarnings("always", message=WARNED.partition(" ")[0])
     usual = warnings.showwarning
     if getattr(usual, "__module__", None) == __name__:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -172,21 +173,20 @@ class PassedChecks:
 
     def __init__(self, mesh: Mesh) -> None:
         key = hashlib.sha256(json.dumps(versions(mesh)).encode()).hexdigest()[:16]
-        self._path = cache_folder() / "preflight" / f"{key}.json"
+        self._place = Path("preflight", f"{key}.json")
         try:
-            self._before = set(read_json(self._path))
-        except (OSError, ValueError, TypeError):
+            self._before = set(read_json(cache_folder() / self._place))
+        except (OSError, ValueError, TypeError, BadInput):
             self._before = set()
         self.passed = set(self._before)
 
     def write(self) -> None:
         """Keep what passed; a cache folder that cannot be written is no reason to stop."""
         if self.passed != self._before:
-            try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self._path, json.dumps(sorted(self.passed)))
-            except (OSError, BadInput):
-                pass
+            with suppress(OSError, BadInput):
+                path = cache_folder() / self._place
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(path, json.dumps(sorted(self.passed)))
 
 
 def versions(mesh: Mesh) -> list[str]:
