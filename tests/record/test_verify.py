@@ -232,6 +232,27 @@ def test_a_file_that_is_broken(records: Path, change, says: str) -> None:
     assert problems(records)[0].startswith(str(path)) and says in problems(records)[0]
 
 
+@pytest.mark.parametrize("kind", ["*-s2-*.json", "plan-*.json", "recipe-*.py"])
+def test_a_file_that_was_cut_is_named(records: Path, kind: str) -> None:
+    path = next(records.rglob(kind))
+    content = path.read_bytes()
+    for length in (0, 1, len(content) // 3, len(content) - 3):
+        path.write_bytes(content[:length])
+        assert any(text.startswith(f"{path}") for text in problems(records)), length
+
+
+def test_a_run_that_was_put_in_another_order_or_shortened_is_named(records: Path) -> None:
+    path = the_run(records, 2)
+    run = json.loads(path.read_text())
+    for other in (
+        dict(reversed(run.items())),
+        run | {"curve": run["curve"][1:]},
+        run | {"ledger": run["ledger"][::-1]},
+    ):
+        path.write_text(json.dumps(other, indent=2) + "\n")
+        assert problems(records)[0].startswith(f"{path}"), other.keys()
+
+
 def test_markup_in_a_name_with_new_hashes(records: Path) -> None:
     path = the_run(records, 2)
     run = json.loads(path.read_text()) | {"recipe": "<script>alert(1)</script>"}
