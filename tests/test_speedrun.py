@@ -88,6 +88,8 @@ def test_a_run_leaves_its_record_its_curve_and_its_picture(speedrun, shards, tmp
     assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=1e-4)
     assert run["curve"][-1]["val_loss"] == run["val_loss"]
     assert all(probe["passed"] for probe in run["probes"].values()) and "causality" in run["probes"]
+    warm_up = run["probes"]["warm_up_leaves_state"]
+    assert (warm_up["state"], warm_up["untimed_steps"], warm_up["on"]) == (run["initial_state"], 2, "zeros")
     timed = sum(section["seconds"] for section in run["ledger"] if section["timed"])
     assert timed == pytest.approx(run["timed_seconds"], rel=1e-3)
     assert sum(s["name"] == "evaluation" for s in run["ledger"]) == 3

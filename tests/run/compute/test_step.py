@@ -245,7 +245,13 @@ def test_warm_up_leaves_no_trace(name):
     validation = evaluate.to_devices(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
-    program.warm_up(built, recipe, mesh, validation.rows)
+    assert {"params", "optimizer", "step"} <= fresh.keys()
+    seen = []
+    counted = tuple(
+        tuple(lambda *given, do=do: seen.append(given[1]) or do(*given) for do in own) for own in built.steps
+    )
+    program.warm_up(replace(built, steps=counted), recipe, mesh, validation.rows)
+    assert len(seen) == built.warm_up_steps and not any(np.any(tokens) for tokens in seen)
     jax.tree.map(np.testing.assert_array_equal, fresh, jax.device_get(built.init(seed)))
 
 

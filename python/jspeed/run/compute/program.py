@@ -27,6 +27,7 @@ from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
 
 GPU_COMPILES = 2  # at a time
+WARM_UPS = 2  # of each executable
 Job = tuple[Stage, int]  # and the phase of its steps
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
@@ -57,6 +58,11 @@ class Program:
         """Bytes of a device that the step needs which needs most."""
         steps = chain.from_iterable(self.steps)
         return max((memory_needed(step) for step in steps if isinstance(step, jax.stages.Compiled)), default=0)
+
+    @property
+    def warm_up_steps(self) -> int:
+        """Steps that :func:`warm_up` makes."""
+        return WARM_UPS * sum(map(len, self.steps))
 
     def texts(self) -> Iterator[str]:
         """Yield the optimised HLO of each step that was compiled."""
@@ -322,7 +328,7 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> No
     state = program.init(put(np.zeros((), np.uint32), replicated(mesh)))
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, stage.lane_len + 1), recipe.data.dtype)
-        for step in 2 * steps:
+        for step in WARM_UPS * steps:
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     jax.block_until_ready(program.evaluate(state["params"], rows))

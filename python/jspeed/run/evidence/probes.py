@@ -50,7 +50,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
         "evaluation_repeats": {"passed": again == loss, "again": again},
         "replicas_agree": replicas_agree(state),
         "warm_up_leaves_state": {"passed": start.initial_checksum == start.after_warm_up}
-        | {"state": start.initial_checksum},
+        | {"state": start.initial_checksum, "untimed_steps": setup.program.warm_up_steps, "on": "zeros"},
         "no_overlap": no_overlap(setup),
     }
 
