@@ -138,8 +138,11 @@ def test_memory_is_less_than_the_scores():
     assert compiled.memory_analysis().temp_size_in_bytes < 32_768 * 256 * 4
 
 
-def test_on_a_mesh(blocks_of_8):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+@pytest.mark.parametrize("model", [1, 2])
+def test_on_a_mesh(blocks_of_8, model):
+    """Rows over ``data``, and heads over ``model``, whose devices read the documents of the same rows."""
+    axes = {"axis_types": (jax.sharding.AxisType.Auto,) * 2, "devices": jax.devices()[: 2 * model]}
+    mesh = jax.make_mesh((2, model), ("data", "model"), **axes)
     tokens = np.where(np.arange(80).reshape(4, 20) % 9 == 5, BOS, 1)
     q, k, v, _ = normal(4, 20, 2, 4)
 
@@ -149,7 +152,7 @@ def test_on_a_mesh(blocks_of_8):
         return attention(*qkv, scale=0.3, documents=documents, window=6) ** 2
 
     rows = P("data")
-    spread = jax.shard_map(loss, mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    spread = jax.shard_map(loss, mesh=mesh, in_specs=(rows, rows), out_specs=rows, axis_names={"data"}, check_vma=False)
     here, there = (
         jax.jit(jax.grad(lambda x, f=f: f(x, tokens).sum()), compiler_options=QUICK)((q, k, v)) for f in (loss, spread)
     )

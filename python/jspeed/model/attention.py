@@ -103,10 +103,13 @@ def attention(
     if backend == "xla":
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
         path = _unrolled if short else _looped
-        return _over_heads(lambda q, k, v: path(q, k, v, ids_BT, scale, window), q_BTHK, k_BTHK, v_BTHK)
+        return _over_heads(partial(path, scale=scale, window=window), q_BTHK, k_BTHK, v_BTHK, ids_BT)
+
+    def with_ids(q_BTHK, k_BTHK, v_BTHK, ids_BT):
+        return attention_backends.splash(q_BTHK, k_BTHK, v_BTHK, scale=scale, ids_BT=ids_BT, window=window)
+
     if backend == "splash":
-        run = partial(attention_backends.splash, scale=scale, ids_BT=ids_BT, window=window)
-        return _over_heads(run, q_BTHK, k_BTHK, v_BTHK)
+        return _over_heads(with_ids, q_BTHK, k_BTHK, v_BTHK, ids_BT)
     if documents is not None and documents.offsets is None:
         raise BadInput(
             f"attention backend '{backend}' reads where documents start; give find_documents a max_docs, "
@@ -114,30 +117,34 @@ def attention(
         )
     offsets_BO = None if documents is None else documents.offsets
 
-    def with_offsets(q_BTHK, k_BTHK, v_BTHK):
+    def with_offsets(q_BTHK, k_BTHK, v_BTHK, offsets_BO):
         if offsets_BO is not None and not marked:
             q_BTHK = attention_backends.nan_where_overflown(q_BTHK, offsets_BO)
         rest = {"longest": documents.longest} if backend == "cudnn" and documents and documents.longest else {}
         path = getattr(attention_backends, backend)
         return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest)
 
-    return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK)
+    return _over_heads(with_offsets, q_BTHK, k_BTHK, v_BTHK, offsets_BO)
 
 
-def _over_heads(path, q_BTHK, k_BTHK, v_BTHK):
-    """Run ``path(q, k, v)`` with heads sharded over the mesh axes that XLA partitions."""
+def _over_heads(path, q_BTHK, k_BTHK, v_BTHK, documents):
+    """Run ``path(q, k, v, documents)`` with heads sharded over the mesh axes that XLA partitions.
+
+    ``documents``, an array of the rows or None, is the same for every head.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = tuple(axis for axis in mesh.auto_axes if mesh.shape[axis] > 1)
     if not axes or mesh.are_all_axes_auto:  # outside of shard_map XLA partitions freely
-        return path(q_BTHK, k_BTHK, v_BTHK)
+        return path(q_BTHK, k_BTHK, v_BTHK, documents)
     devices, heads = math.prod(mesh.shape[axis] for axis in axes), q_BTHK.shape[2]
     if heads % devices:
         raise BadInput(
             f"attention has {heads} heads, which {devices} devices cannot share; use a number that divides it"
         )
     cut = PartitionSpec(None, None, axes)
-    return jax.shard_map(path, in_specs=(cut,) * 3, out_specs=cut, axis_names=set(axes), check_vma=False)(
-        q_BTHK, k_BTHK, v_BTHK
+    specs = (cut, cut, cut, PartitionSpec())
+    return jax.shard_map(path, in_specs=specs, out_specs=cut, axis_names=set(axes), check_vma=False)(
+        q_BTHK, k_BTHK, v_BTHK, documents
     )
 
 
@@ -188,7 +195,7 @@ def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale):
     return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
 
 
-def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
+def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window):
     """Unrolled over blocks of queries, each with the keys in its range: fastest, but a large program."""
     length = q_BTHK.shape[1]
     blocks = []
@@ -202,7 +209,7 @@ def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
     return jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
 
 
-def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, scale, window):
+def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window):
     """Two loops over blocks of queries: the program does not grow with T.
 
     The lane is cut into spans no shorter than the window, so that a query sees its own span and the one before. The
