@@ -50,36 +50,38 @@ EVAL_LEN = 32
 normal = initializers.normal(INIT_STD)
 
 
-def bank(rows: int, cols: int) -> ParamSpec:
-    """One matrix per layer."""
-    return ParamSpec((LAYERS, rows, cols), ("matrix", "in", "out"), normal, "all")
+def bank(**axes: int) -> ParamSpec:
+    """One matrix per layer, its axes with their sizes."""
+    return ParamSpec((LAYERS, *axes.values()), ("matrix", *axes), normal, "all")
 
 
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), normal, "all"),
     "positions": ParamSpec((LANE_LEN, WIDTH), ("position", "model"), normal, "all"),
-    "query": bank(WIDTH, WIDTH),
-    "key": bank(WIDTH, WIDTH),
-    "value": bank(WIDTH, WIDTH),
-    "out": bank(WIDTH, WIDTH),
-    "up": bank(WIDTH, MLP_WIDTH),
-    "down": bank(MLP_WIDTH, WIDTH),
+    "query": bank(model=WIDTH, heads=WIDTH),
+    "key": bank(model=WIDTH, heads=WIDTH),
+    "value": bank(model=WIDTH, heads=WIDTH),
+    "out": bank(heads=WIDTH, model=WIDTH),
+    "up": bank(model=WIDTH, mlp=MLP_WIDTH),
+    "down": bank(mlp=MLP_WIDTH, model=WIDTH),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "all"),
 }
 
 
+def block(p: dict[str, jax.Array], x_BTD: jax.Array) -> jax.Array:
+    """One layer, its parameters in ``p``."""
+    heads = (*x_BTD.shape[:2], HEADS, WIDTH // HEADS)
+    a_BTD = rms_norm(x_BTD)
+    q_BTHK, k_BTHK, v_BTHK = ((a_BTD @ p[name]).reshape(heads) for name in ("query", "key", "value"))
+    y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5)
+    x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"]
+    return x_BTD + jax.nn.relu(rms_norm(x_BTD) @ p["up"]) @ p["down"]
+
+
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: fp32 ``[B, T, D]``."""
-    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
     x_BTD = rms_norm(params["embed"][tokens_BT] + positions(params["positions"], tokens_BT.shape[1]))
-    for layer in range(LAYERS):
-        a_BTD = rms_norm(x_BTD)
-        names = ("query", "key", "value")
-        q_BTHK, k_BTHK, v_BTHK = ((a_BTD @ params[name][layer]).reshape(heads) for name in names)
-        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5)
-        x_BTD += y_BTHK.reshape(x_BTD.shape) @ params["out"][layer]
-        x_BTD += jax.nn.relu(rms_norm(x_BTD) @ params["up"][layer]) @ params["down"][layer]
-    return x_BTD
+    return ctx.blocks(block, PARAMETERS, LAYERS, params, x_BTD)
 
 
 def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -133,6 +135,7 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    alike=True,
     weigh=weigh,
     sample=Sample(number=20, tokens=LANE_LEN - 1, temperature=0.5),
 )
