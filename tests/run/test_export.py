@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import struct
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +154,28 @@ def test_round_trip_is_equal_to_the_bit(tmp_path):
     assert load_model(path).tensors().keys() == ours.keys()
     config = export.gpt2_config(recipe_of())
     assert {name: config[name] for name in CONFIG} == CONFIG
+
+
+def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
+    """Hugging Face's, and our own of a recipe gpt2 that had them in one axis, which runs keep a copy of."""
+    tensors, recipe = random_gpt2(), recipe_of()
+    ours = dict(r.leaves(export.read_parameters(folder_of(tmp_path / "gpt2", tensors), recipe)))
+    old = ours | {"qkv": ours["qkv"].reshape(LAYERS, WIDTH, 3 * WIDTH)}
+    for name in range(LAYERS):
+        np.testing.assert_array_equal(old["qkv"][name], tensors[f"h.{name}.attn.c_attn.weight"])
+        for part in range(3):
+            columns = slice(part * WIDTH, (part + 1) * WIDTH)
+            np.testing.assert_array_equal(ours["qkv"][name, :, part], old["qkv"][name][:, columns])
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+    export.save(tmp_path / "old" / "model.safetensors", old, export.OWN)
+    export.save(tmp_path / "new" / "model.safetensors", ours, export.OWN)
+    spec = replace(recipe.parameters["qkv"], shape=old["qkv"].shape, axes=("layer", "model", "qkv"))
+    older = replace(recipe, parameters={**recipe.parameters, "qkv": spec})
+    for folder in ("old", "new", "gpt2"):
+        jax.tree.map(np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, recipe), ours)
+        jax.tree.map(np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, older), old)
+    jax.tree.map(np.testing.assert_array_equal, export.to_gpt2(old), tensors)
 
 
 def test_older_files_and_several_of_them(tmp_path):

@@ -268,12 +268,14 @@ def _kept_for_backward(spec: ParamSpec) -> int:
     """Bytes a token that the backward pass through ``spec`` needs."""
     if "vocab" in spec.axes:
         return _itemsize(spec) * (2 * spec.shape[spec.axes.index("vocab")] + math.prod(spec.shape[-1:]))
-    stacked = math.prod(
-        n for n, axis in zip(spec.shape, spec.axes, strict=True) if axis in ("layer", "matrix", "table")
-    )
+    sizes = list(zip(spec.shape, spec.axes, strict=True))
+    stacked = math.prod(n for n, axis in sizes if axis in ("layer", "matrix", "table"))
     if "token" in spec.axes:
         return _itemsize(spec) * stacked * spec.shape[-1]
-    return _itemsize(spec) * (stacked - spec.padding) * sum(spec.shape[-2:]) if is_matrix(spec) else 0
+    if not is_matrix(spec):
+        return 0
+    inputs, *outputs = (n for n, axis in sizes if axis not in ("layer", "matrix", "table"))
+    return _itemsize(spec) * (stacked - spec.padding) * (inputs + math.prod(outputs))
 
 
 def _chinchilla_ratio() -> float:

@@ -69,12 +69,13 @@ def vector(width: int, init: initializers.Initializer) -> ParamSpec:
     return ParamSpec((LAYERS, width), ("layer", "hidden"), init, "vectors", COMPUTE)
 
 
+# "qkv" is Hugging Face's [in, 3 x width], its three parts apart, so that the heads of each can be spread over devices.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), normal, "decay", COMPUTE),
     "positions": ParamSpec((LANE_LEN, WIDTH), ("position", "model"), normal, "decay", COMPUTE),
     "attention_gain": vector(WIDTH, ones),
     "attention_bias": vector(WIDTH, zeros),
-    "qkv": matrix(normal, model=WIDTH, qkv=3 * WIDTH),
+    "qkv": matrix(normal, model=WIDTH, qkv=3, heads=WIDTH),
     "qkv_bias": vector(3 * WIDTH, zeros),
     "out": matrix(residual, heads=WIDTH, model=WIDTH),
     "out_bias": vector(WIDTH, zeros),
@@ -93,8 +94,8 @@ def block(p: dict[str, jax.Array], x_BTD: jax.Array, ctx: Context) -> jax.Array:
     """One layer, its parameters in ``p``."""
     heads = (*x_BTD.shape[:2], HEADS, WIDTH // HEADS)
     a_BTD = layer_norm(x_BTD, p["attention_gain"], p["attention_bias"])
-    qkv = jnp.split(a_BTD @ p["qkv"] + p["qkv_bias"][None, None], 3, axis=-1)
-    q_BTHK, k_BTHK, v_BTHK = (part.reshape(heads) for part in qkv)
+    qkv_BTND = jnp.einsum("btd,dne->btne", a_BTD, p["qkv"]) + p["qkv_bias"].reshape(1, 1, 3, WIDTH)
+    q_BTHK, k_BTHK, v_BTHK = (qkv_BTND[:, :, n].reshape(heads) for n in range(3))
     y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=(WIDTH // HEADS) ** -0.5, backend=ctx.attention)
     x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"] + p["out_bias"][None, None]
     a_BTD = layer_norm(x_BTD, p["mlp_gain"], p["mlp_bias"])

@@ -1,6 +1,7 @@
 """Read and write parameters as safetensors: under a recipe's own names, or as Hugging Face has GPT-2."""
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -181,6 +182,8 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
         array = tensors[name]
         if spec.axes and spec.axes[0] == "position" and len(array) > spec.shape[0]:
             array = array[: spec.shape[0]]
+        if "qkv" in spec.axes and array.size == math.prod(spec.shape):
+            array = array.reshape(spec.shape)  # Hugging Face, and older files of ours, have the three side by side
         if array.shape != spec.shape:
             raise BadInput(
                 f"{path}: {name} has shape {array.shape} but recipe {recipe.name} has {spec.shape}; --set its fields "
@@ -232,7 +235,8 @@ def to_gpt2(params: Mapping[str, np.ndarray]) -> Tensors:
     theirs: Tensors = {}
     for name, array in params.items():
         if "{}" in GPT2_NAMES[name]:
-            theirs |= {GPT2_NAMES[name].format(layer): part for layer, part in enumerate(array)}
+            parts = (part.reshape(len(part), -1) if part.ndim > 2 else part for part in array)  # q, k, v side by side
+            theirs |= {GPT2_NAMES[name].format(layer): part for layer, part in enumerate(parts)}
         else:
             theirs[GPT2_NAMES[name]] = array
     return theirs
