@@ -14,6 +14,7 @@ BENCHES = {
     "gpu": ("gpu", "A training step of recipes: milliseconds, MFU, memory, kernels; or a race against another program"),
     "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),
     "quality": ("quality", "Recipes at width 128 on the same tokens: loss against tokens"),
+    "layouts": ("layouts", "Which layouts each recipe takes, and why not the others"),
     "generate": ("text", "Tokens a second of generation, with the key-value cache and without"),
     "tokenise": ("text", "Tokens a second of tokenising, and of a plain loop over tiktoken"),
 }

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput, first_line, nearest
 from jspeed.parallel.mesh import ROW_AXES
 from jspeed.parallel.pipeline import pipeline
 from jspeed.recipe import Context, ParamSpec, Recipe, leaves, map_specs, run_blocks, scan_blocks
@@ -86,11 +86,31 @@ def loops_over_layers(recipe: Recipe) -> bool:
         asked.append(f)
         return f
 
-    ctx = Context(recipe.stages[0], training=True, layer=layer)
+    _trace_loss(recipe, layer=layer)
+    return bool(asked)
+
+
+def _trace_loss(recipe: Recipe, mesh: Mesh | None = None, **how: Any) -> None:
+    """Trace the loss on shapes alone, in a context of ``how``; on ``mesh`` as a step does, its parameters gathered."""
+    ctx = Context(recipe.stages[0], training=True, **how)
     params = map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.compute or spec.dtype), recipe.parameters)
     ids, weights = (jax.ShapeDtypeStruct((1, ctx.stage.lane_len), dtype) for dtype in ("int32", "float32"))
-    jax.eval_shape(lambda *arrays: recipe.loss(*arrays, ctx), params, ids, ids, weights)
-    return bool(asked)
+
+    def loss(*arrays: Any) -> Any:
+        return recipe.loss(*arrays, ctx)
+
+    if mesh is not None:
+        rows = {axis for axis in ROW_AXES if axis in mesh.shape}
+        loss = jax.shard_map(loss, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, axis_names=rows, check_vma=False)
+    jax.eval_shape(loss, params, ids, ids, weights)
+
+
+def _run_one_block(
+    block: Any, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any
+) -> Any:
+    """:func:`run_blocks` of the first layer alone, which stands for the others where nothing is computed."""
+    first = {name: params[name][: spec.shape[0] // layers] for name, spec in table.items() if spec.stacks_layers}
+    return run_blocks(block, table, layers, first, x)
 
 
 def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
@@ -118,8 +138,8 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
     pipe = mesh.shape.get("pipe", 1)
     if recipe.layers % pipe:
         raise BadInput(
-            f"--mesh pipe={pipe}: {recipe.layers} layers of recipe {recipe.name} cannot be divided over {pipe} stages; "
-            f"give a size that divides {recipe.layers}"
+            f"--mesh pipe={pipe}: {recipe.layers} layer{'s' * (recipe.layers > 1)} of recipe {recipe.name} cannot be "
+            f"divided over {pipe} stages; give a size that divides {recipe.layers}"
         )
     if "model" in needed and not {"heads", "mlp"} & {
         axis for _, spec in leaves(recipe.parameters) for axis in spec.axes
@@ -128,6 +148,19 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             f"--layout {layout} shards the logical axes {', '.join(MEGATRON)}, and no matrix of recipe {recipe.name} "
             "has 'heads' or 'mlp'; choose another --layout"
         )
+    if mesh.shape.get("model", 1) > 1:
+        try:
+            _trace_loss(recipe, mesh, blocks=_run_one_block)
+        except BadInput as error:
+            raise BadInput(f"--mesh model={mesh.shape['model']}, recipe {recipe.name}: {error}") from None
+    if pipe > 1 or found.scan:
+        try:
+            _trace_loss(recipe, blocks=scan_blocks)
+        except TypeError as error:
+            raise BadInput(
+                f"--layout {layout}: a block of recipe {recipe.name} must return what it was given in the same shapes "
+                f"and dtypes, and does not ({first_line(error)}); choose another --layout"
+            ) from None
 
 
 def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
@@ -136,11 +169,15 @@ def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
 
 
 def _shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], str]:
-    """Return (the mesh axis of every dimension up to the last sharded one, why it is not sharded further)."""
+    """Return (the mesh axis of every dimension up to the last sharded one, why it is not sharded further).
+
+    An array that stays whole always has a reason; one that is sharded has it where another mesh axis could not.
+    """
     dims: list[str | None] = [None] * len(spec.shape)
     why = ""
+    rules = find_layout(layout).rules
     for over, parts in mesh.shape.items():
-        candidates = [axis for axis, to in find_layout(layout).rules.items() if to == over and axis in spec.axes]
+        candidates = [axis for axis, to in rules.items() if to == over and axis in spec.axes]
         if parts == 1 or not candidates:
             continue
         dim = spec.axes.index(candidates[0])
@@ -150,6 +187,9 @@ def _shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], 
             why = f"{candidates[0]} {spec.shape[dim]} does not divide by {parts}"
         else:
             dims[dim] = over
+    if not why and not any(dims):
+        shards = any(mesh.shape.get(over, 1) > 1 for over in rules.values())
+        why = f"no axis that {layout} shards" if shards else f"{layout} shards nothing on this mesh"
     while dims and dims[-1] is None:
         dims.pop()
     return dims, why

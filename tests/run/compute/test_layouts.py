@@ -52,7 +52,8 @@ WAYS = {  # layout, mesh, lanes a device takes at once
 SOME = ("fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
 CASES = [("track3", SOME[0])]
 CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way != SOME[0]]
-CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in ("llmc", "stdlib") for way in SOME]
+OTHERS = ("llmc", "stdlib", "gpt2", "microgpt-names", "fineweb-cpu")
+CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in OTHERS for way in SOME]
 # The only one with dropout, whose masks must be the same.
 CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (*SOME, "tp+scan", "pp+remat+scan")]
 
@@ -63,7 +64,8 @@ def cut_small_arrays_too(monkeypatch):
 
 
 def toy(name, *sets):
-    return find(name, [*TOYS[name], "HEADS=4", "LAYERS=4", "LANES=16", *sets]).recipe
+    size = ["SIZES={'124M': (4, 4, 32)}"] if name == "gpt2" else ["HEADS=4", "LAYERS=4"]
+    return find(name, [*TOYS[name], *size, "LANES=16", *sets]).recipe
 
 
 @functools.cache
@@ -255,6 +257,7 @@ def test_stages_of_a_pipeline_hold_their_layers_only():
             "known layouts: dp, zero1, fsdp, tp, fsdp+tp, pp, and each with +remat or",
         ),
         ("pp", {"data": 1, "pipe": 8}, "track3", "4 layers of recipe track3 cannot be divided over 8 stages"),
+        ("tp", {"data": 1, "model": 8}, "track3", "recipe track3: attention has 4 heads, which 8 devices cannot share"),
     ],
 )
 def test_what_does_not_fit_is_refused(layout, axes, name, says):
@@ -270,23 +273,66 @@ def test_a_loop_over_layers_of_its_own_can_be_recomputed():
         layouts.check_layout("zero1+remat+scan", mesh_of(data=8), toy("r21"))
 
 
-def test_heads_that_do_not_divide_are_refused():
-    recipe = toy("track3", "HEADS=2")
-    with pytest.raises(BadInput, match="attention has 2 heads, which 4 devices cannot share"):
-        run(recipe, mesh_of(data=2, model=4), None, batches(recipe, 1), "tp")
+@pytest.mark.parametrize("layout", ["pp", "dp+scan", "dp"])
+def test_a_block_that_changes_what_it_was_given_cannot_be_a_loop(layout):
+    """A pipeline sends what a block returns into the next one, and a loop over layers keeps it."""
+    recipe = toy("stdlib")
+
+    def loss(params, tokens_BT, *rest):
+        x_BTD = params["embed"][tokens_BT]
+        total = jnp.sum(rest[-1].blocks(lambda p, x: x.astype("bfloat16"), recipe.parameters, 4, params, x_BTD))
+        return total, tokens_BT.astype("float32")
+
+    mesh, own = mesh_of(**{"data": 2, "pipe": 2} if layout == "pp" else {"data": 2}), replace(recipe, loss=loss)
+    if layout == "dp":
+        layouts.check_layout(layout, mesh, own)
+        return
+    with pytest.raises(BadInput, match="a block of recipe stdlib must return what it was given in the same shapes"):
+        layouts.check_layout(layout, mesh, own)
 
 
 def test_the_plan_says_what_is_not_cut_and_why(monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)
     rows = {row[0]: row for row in layouts.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))}
     assert rows["attention"] == ("attention", "16x32x32", "model/data heads/model", "16x8x16", 8192, "")
-    assert rows["down_bias"][2:] == ("whole", "4x32", 512, "")
+    assert rows["down_bias"][2:] == ("whole", "4x32", 512, "no axis that fsdp+tp shards")
     assert rows["embed"][2:5] == ("model/data", "272x8", 8704)
     odd = {row[0]: row for row in layouts.describe_layout(toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2))}
     assert odd["head"][2:] == ("whole", "259x32", 33_152, "vocab 259 does not divide by 2")
     monkeypatch.setattr(layouts, "SMALL", 10**6)
     small = {row[0]: row for row in layouts.describe_layout(toy("track3"), "zero1", mesh_of(8))}
     assert small["head"][2:] == ("whole", "272x32", 34_816, "small")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "microgpt-names", "track3", "r29"])
+@pytest.mark.parametrize(
+    ("layout", "axes", "why"),
+    [
+        ("tp", {"data": 2, "model": 2}, "no axis that tp shards"),
+        ("zero1", {"data": 3}, "does not divide by 3"),
+        ("pp", {"data": 2, "pipe": 2}, "no axis that pp shards"),
+        ("dp", {"data": 4}, "dp shards nothing on this mesh"),
+        ("tp", {"data": 2, "model": 1}, "tp shards nothing on this mesh"),
+    ],
+)
+def test_what_stays_whole_has_a_reason(name, layout, axes, why):
+    """And an array that is sharded over all that the layout shards over has none."""
+    rows = list(layouts.describe_layout(toy(name), layout, mesh_of(**axes)))
+    assert all(reason for *_, sharding, _, _, reason in rows if sharding == "whole")
+    assert any(why in row[-1] for row in rows)
+    assert not any(row[-1] for row in rows if row[2] != "whole")
+
+
+def test_gpt2_shards_queries_keys_and_values_by_heads():
+    rows = {row[0]: row for row in layouts.describe_layout(toy("gpt2"), "tp", mesh_of(data=2, model=2))}
+    assert rows["qkv"][2:] == ("heads/model", "4x32x3x16", 24_576, "")
+
+
+def test_the_table_cuts_nothing_on_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=60)
+    layout_table(console, toy("gpt2"), "tp", mesh_of(data=2, model=2))
+    said = console.file.getvalue()
+    assert "…" not in said and "why not sharded" in said and said.count("no axis that tp shards") > 5
 
 
 @pytest.mark.parametrize(("layout", "axes"), [("fsdp+tp", {"data": 4, "model": 2}), ("zero1", {"data": 8})])

@@ -55,17 +55,21 @@ def waiting(console: Console, what: str) -> Iterator[None]:
 
 
 def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
-    """Print how each parameter is sharded, why some are not, and what a device holds in all."""
+    """Print how each parameter is sharded, why some are not, and what a device holds in all.
+
+    Lines are as long as they must be: a terminal wraps them, and nothing is cut.
+    """
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "shape", "sharding", "shape per device", "MB per device"):
         table.add_column(name, justify="right" if name.startswith("MB") else "left", no_wrap=True)
-    table.add_column("why not sharded", style="dim")
+    table.add_column("why not sharded", style="dim", no_wrap=True)
     total = 0
     for *what, size, why in describe_layout(recipe, layout, mesh):
         total += size
         table.add_row(*map(Text, map(str, what)), f"{size / 1e6:,.3f}", Text(why))
     table.add_row("all", "", "", "", f"{total / 1e6:,.3f}", "", style="bold")
     console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False)
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
     console.print(table)
 
 

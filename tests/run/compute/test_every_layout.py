@@ -1,0 +1,64 @@
+"""Every layout that a recipe takes compiles, in each dtype that it computes in, as docs/recipes.md says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jspeed.errors import BadInput
+from jspeed.parallel.layout import LAYOUTS, check_layout
+from jspeed.run.find_recipe import find
+from jspeed.run.recipe_names import known_recipes
+
+from .compile_layouts import DTYPES, ENDINGS, mesh_for, toy
+
+ROOT = Path(__file__).parents[3]
+EVERY = [base + ending for base in LAYOUTS for ending in ENDINGS]
+PAIRS = [(name, dtype) for name in known_recipes() for dtype in DTYPES]
+SOME = ("fineweb-cpu:float32:tp", "gpt2:bfloat16:fsdp+tp", "microgpt-names:float32:pp+remat+scan")
+
+
+def compiled(cases):
+    """Compile in another process, and fail with the case at which it ended: XLA ends a process by SIGABRT."""
+    command = [sys.executable, "-m", "tests.run.compute.compile_layouts", *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    last = (done.stdout.splitlines() or ["nothing"])[-1]
+    assert done.returncode == 0, f"exit code {done.returncode} at {last}: {done.stderr[-2000:]}"
+    assert done.stdout.splitlines() == [f"{case} ok" for case in cases]
+
+
+def taken(name, dtype):
+    """The layouts that check_layout lets through at toy size, where two devices divide heads and layers."""
+    recipe, found = toy(name, dtype), []
+    for layout in EVERY:
+        try:
+            check_layout(layout, mesh_for(layout), recipe)
+        except BadInput as error:
+            assert "\n" not in str(error)
+        else:
+            found.append(layout)
+    return found
+
+
+def test_some_compile():
+    compiled(SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), PAIRS)
+def test_every_one_that_is_taken_compiles(name, dtype):
+    if dtype != DTYPES[0] and "COMPUTE" not in find(name, trace=False).fields:
+        pytest.skip("computes in float32 alone")
+    compiled([f"{name}:{dtype}:{layout}" for layout in taken(name, dtype)])
+
+
+@pytest.mark.parametrize("name", ["microgpt-names", "shakespeare-char", "r21", "r29"])
+def test_a_layout_and_its_endings_are_taken_if_each_is(name):
+    """Which is how the table is read."""
+    found = taken(name, DTYPES[0])
+    assert "zero1" in found
+    for layout in EVERY:
+        base = next(base for base in sorted(LAYOUTS, key=len, reverse=True) if layout.startswith(base))
+        endings = [f"dp+{ending}" for ending in layout.removeprefix(base).split("+")[1:]]
+        assert (layout in found) == all(each in found for each in [base, *endings]), layout
