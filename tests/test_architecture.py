@@ -33,7 +33,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
     {"corpus": {"data"}, "leaderboard": {"record"}, "optim": {"parallel", "recipe"}},
     {
         "recipes": {"model", "optim", "recipe"},
-        "run": {"cluster", "corpus", "data", "model", "parallel", "recipe", "record", "sizes"},
+        "run": {"cluster", "corpus", "data", "model", "optim", "parallel", "recipe", "record", "sizes"},
     },
     {
         "inference": {"corpus", "data", "model", "parallel", "recipe", "run"},

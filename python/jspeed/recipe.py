@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import jax
@@ -35,6 +36,10 @@ class ParamSpec:
     once a step. ``padding`` matrices at the end of a bank are unused; they make its length a multiple of the devices
     that share it. ``every`` is the steps between two updates; the gradients of all of them are summed. ``twin`` is the
     name of the parameter whose initial value this one copies.
+
+    A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its rows, in one call of
+    ``Context.fetch``, and only those that have been named are read or written by its own optimizer
+    (``Recipe.row_optimizers``). It may then be larger than what a gradient of its size would leave room for.
     """
 
     shape: tuple[CountOrZero, ...]
@@ -46,6 +51,11 @@ class ParamSpec:
     dtype: Any = jnp.float32
     every: Count = 1
     twin: str | None = None
+    lookups: CountOrZero = 0
+
+    def updated_after(self, stage: Stage) -> int:
+        """Return the steps between two updates in ``stage``."""
+        return min(self.every, stage.every or self.every)
 
     @property
     def size(self) -> int:
@@ -114,7 +124,7 @@ class Context:
     (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step modulo
     ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split). ``head_chunk``: how many
     tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a
-    ``row`` axis, on any device. ``layer(f)``, for a recipe that loops over its layers itself, returns ``f``, or
+    ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers itself, returns ``f``, or
     ``jax.checkpoint(f)`` under remat.
     """
 
@@ -130,6 +140,7 @@ class Context:
     pieces: int = 1
     head_chunk: int | None = None
     fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
+    owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
 
     def use_fp8(self, asked: str) -> bool:
@@ -206,7 +217,10 @@ class Recipe:
     or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B, T]``, 0 or
     more): losses are then weighted means, over the whole global batch in training. None: equal weights. ``heads``, the
     number of attention heads, is needed for an export as GPT-2. ``sample``: what to sample after a run. Where
-    parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: whether they are updated.
+    parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: those are updated whose ``every`` divides
+    it. ``row_optimizers()`` gives the optimizer of each lazily updated table (:class:`jspeed.optim.rows`), which
+    ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place
+    after the last step, on the clock, those in ``keep_norm`` with the norm from before.
     """
 
     name: FolderName
@@ -231,6 +245,14 @@ class Recipe:
     heads: Count | None = None
     weigh: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     sample: Sample = Sample()
+    row_optimizers: Callable[[], Mapping[str, Any]] = dict
+    averages: tuple[Any, ...] = ()
+    keep_norm: tuple[str, ...] = ()
+
+    @property
+    def lazy(self) -> tuple[str, ...]:
+        """Paths of the tables that are updated lazily."""
+        return tuple(path for path, spec in leaves(self.parameters) if spec.lookups)
 
     @property
     def period(self) -> int:
@@ -266,13 +288,25 @@ class Recipe:
                 yield f"{where} is {found}; expected {expected}"
             yield from (f"parameter {path} {problem}" for problem in self._problems_of(spec))
         for path, spec in rows.items():
-            if spec.every not in (1, self.period):
+            cadences = [spec.updated_after(stage) for stage in self.stages]
+            if spec.every > 1 and self.period != max(each.every for each in rows.values()):
                 yield (
                     f"parameter {path} is updated every {spec.every} steps and others every {self.period}; "
-                    "give all slow parameters one number"
+                    "give slow parameters numbers that divide the largest"
                 )
+            starts = accumulate(stage.steps for stage in self.stages)
+            for start, *two in zip(starts, cadences, cadences[1:], strict=False):
+                if two[0] != two[1] and (start % two[0] or start % two[1]):
+                    yield (
+                        f"parameter {path} is updated every {two[0]} steps, and from step {start} on every {two[1]}; "
+                        "let that stage start with a multiple of both"
+                    )
+            if spec.lookups and (spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding):
+                yield f"parameter {path} has lookups; give it axes ('row', ...), no compute dtype and no padding"
             if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
                 yield f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape {spec.shape}"
+        if set(self.lazy) != set(self.row_optimizers()):
+            yield f"row_optimizers gives {sorted(self.row_optimizers())}, and tables with lookups are {list(self.lazy)}"
         if self.data.bos_id >= self.data.vocab_size:
             yield f"data.bos_id is {self.data.bos_id}, but ids are below vocab_size={self.data.vocab_size}"
         block = self.data.shuffle_block
@@ -330,8 +364,8 @@ def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *tree
 
 
 def groups(parameters: Mapping[str, Any]) -> Any:
-    """Return the tree of optimizer group names that ``optax.partition`` takes."""
-    return map_specs(lambda spec: spec.group, parameters)
+    """Return the tree of optimizer group names that ``optax.partition`` takes, None for lazily updated tables."""
+    return map_specs(lambda spec: None if spec.lookups else spec.group, parameters)
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:

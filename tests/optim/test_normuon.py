@@ -107,7 +107,7 @@ def test_slow_adam_takes_the_gradient_of_two_steps_and_the_rate_of_the_second():
     state = slow.init(params)
     for step in range(8):
         g = jnp.asarray(pairs[step // 2], jnp.float32)
-        change, new = slow.update(g, state, params, due=step % 2 == 1)
+        change, new = slow.update(g, state, params, due=1 + step % 2)
         if step % 2:
             params = params + change
             np.testing.assert_allclose(params, next(expected), atol=1e-5)
@@ -129,9 +129,9 @@ def test_tied_tables_are_one_until_they_part():
     models = [adam_model(start, both[:, n], [0.1] * 5, *constants) for n in range(2)]
     for step, (g, *expected) in enumerate(zip(grads, *models, strict=True)):
         named = dict(zip(params, jnp.asarray(g, jnp.float32), strict=True))
-        change, waiting = together.update(named, state, params, due=False)
+        change, waiting = together.update(named, state, params, due=1)
         jax.tree.map(np.testing.assert_array_equal, (waiting, change["head"]), (state, jnp.zeros(6)))
-        change, state = together.update(named, state, params, due=True)
+        change, state = together.update(named, state, params, due=2)
         params = optax.apply_updates(params, change)
         for found, model in zip(params.values(), expected, strict=True):
             np.testing.assert_allclose(found, model, atol=1e-5)

@@ -82,7 +82,7 @@ def test_r62_rates_of_the_second_of_two_steps():
     optimizer = r62.optimizer()
     params["mlp"] = jnp.ones((24, 2, 2))
     state = optimizer.init(params)
-    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params, due=True)
+    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), state, params, due=2)
     rates = {"head": 0.008, "embed": 0.008, "values": 0.6, "bigrams": 0.6, "smear_gate": 8e-5, "skip_gate": 4e-4}
     rates |= {"start_scales": 0.04, "layer_scales": 0.04, "attention_gates": 0.008, "smear_scale": 0.04}
     decays = {"head": 150, "embed": 150, "values": 5, "bigrams": 5, "attention_gates": 1}

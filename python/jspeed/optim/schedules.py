@@ -24,6 +24,17 @@ def staged(peaks: Sequence[float], starts: Sequence[int], *, fall: Mapping[int, 
     return schedule
 
 
+def jumps(points: Mapping[int, float]) -> optax.Schedule:
+    """The value of the last step in ``points`` (step: value, in order) that is not after this one, or the first."""
+    first, *_ = values = list(points.values())
+
+    def schedule(step: jnp.ndarray) -> jnp.ndarray:
+        later = zip(list(points)[1:], values, values[1:], strict=False)
+        return jnp.float32(first) + sum((after - before) * (jnp.asarray(step) >= start) for start, before, after in later)
+
+    return schedule
+
+
 def through(points: Mapping[int, float] | Mapping[float, float]) -> optax.Schedule:
     """Piecewise linear interpolation of ``points`` (step: value), constant before the first and after the last.
 

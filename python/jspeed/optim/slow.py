@@ -10,15 +10,16 @@ import optax
 from jspeed.optim.cautious import cautious_adam
 
 
-def when_due(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Run ``inner`` only in calls of ``update(..., due=True)``; otherwise updates are zero and the state is unchanged.
+def when_due(inner: optax.GradientTransformation, every: int = 2) -> optax.GradientTransformationExtraArgs:
+    """Run ``inner`` only in calls of ``update(..., due=n)`` where ``every`` divides n; otherwise updates are zero and
+    the state is unchanged.
 
-    ``due`` is a Python bool, so the compiled program of a step that is not due contains nothing of ``inner``. For
-    parameters with ``ParamSpec.every`` above 1, whose gradients are summed meanwhile: ``inner`` counts its own updates.
+    ``due`` is a Python int, so the compiled program of a step that is not due contains nothing of ``inner``. For
+    parameters with this ``ParamSpec.every``, whose gradients are summed meanwhile: ``inner`` counts its own updates.
     """
 
-    def update(grads: Any, state: Any, params: Any = None, *, due: bool, **_: Any) -> tuple[Any, Any]:
-        if due:
+    def update(grads: Any, state: Any, params: Any = None, *, due: int, **_: Any) -> tuple[Any, Any]:
+        if due % every == 0:
             return inner.update(grads, state, params)
         return jax.tree.map(jnp.zeros_like, grads), state
 
@@ -43,7 +44,7 @@ def slow_adams(
         def falling(update: jax.Array) -> jax.Array:
             return peak * rate(period * update + period - 1)
 
-        return when_due(cautious_adam(falling, beta1, beta2, eps=eps, weight_decay=decays * decay))
+        return when_due(cautious_adam(falling, beta1, beta2, eps=eps, weight_decay=decays * decay), period)
 
     return {group: adam(*line) for group, line in lines.items()}
 
@@ -55,8 +56,9 @@ class TiedState(NamedTuple):
     inner: Any
 
 
-def tied(updates: int, inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Tie arrays for the first ``updates`` due updates (each gets the sum of their gradients), then untie them.
+def tied(updates: int, inner: optax.GradientTransformation, every: int = 2) -> optax.GradientTransformationExtraArgs:
+    """Tie arrays for the first ``updates`` updates that are due every ``every`` steps (each gets the sum of their
+    gradients), then untie them.
 
     Arrays of one shape that start equal stay equal bit for bit while tied, moments included (modded-nanogpt, record
     53).
@@ -66,11 +68,11 @@ def tied(updates: int, inner: optax.GradientTransformation) -> optax.GradientTra
     def init(params: Any) -> TiedState:
         return TiedState(jnp.zeros([], jnp.int32), inner.init(params))
 
-    def update(grads: Any, state: TiedState, params: Any = None, *, due: bool, **_: Any) -> tuple[Any, TiedState]:
+    def update(grads: Any, state: TiedState, params: Any = None, *, due: int, **_: Any) -> tuple[Any, TiedState]:
         total = sum(jax.tree.leaves(grads))
         grads = jax.tree.map(lambda g: jnp.where(state.step < updates, total, g), grads)
         changes, new = inner.update(grads, state.inner, params, due=due)
-        return changes, TiedState(state.step + due, new)
+        return changes, TiedState(state.step + (due % every == 0), new)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,22 @@ def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
     of one owner than its capacity gets NaN, not other rows. The gradient of a shard is summed over all devices, in the
     dtype of the shard.
     """
-    return _forward(part_VD, ids_BT, axis)[0]
+    return look_up(part_VD, ids_BT, axis)[0]
 
 
-def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
+def capacity(ids: int, part: int, owners: int) -> int:
+    """Return how many rows a device may request of one owner, for so many ids of its own."""
+    share = ids / owners
+    return min(ids, part, math.ceil(share + CAPACITY_SIGMAS * math.sqrt(share)))
+
+
+def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return (rows ``[B, T, D]``, where among all answers each id has its own, rows that this owner was asked for).
+
+    The last is int32 ``[owners, capacity]``, the length of the part in unused slots.
+    """
     owners, part, tokens = _size(axis), part_VD.shape[0], ids_BT.size
-    share = tokens / owners
-    capacity = min(tokens, part, math.ceil(share + CAPACITY_SIGMAS * math.sqrt(share)))
+    room = capacity(tokens, part, owners)
     ids_N = ids_BT.reshape(-1)
     order_N = jnp.argsort(ids_N)
     sorted_N = ids_N[order_N]
@@ -37,26 +47,38 @@ def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
     bounds = jnp.searchsorted(distinct_N, part * jnp.arange(owners + 1), method="scan_unrolled")
     starts, counts = bounds[:-1], jnp.diff(bounds)
 
-    slots = jnp.arange(capacity)[None]
+    slots = jnp.arange(room)[None]
     requested = distinct_N[jnp.minimum(starts[:, None] + slots, tokens - 1)] - part * jnp.arange(owners)[:, None]
     requested = jnp.where(slots < counts[:, None], requested, part)
     received_ids = _all_to_all(requested, axis)
     rows = part_VD.at[received_ids].get(mode="fill", fill_value=0)
-    found = _all_to_all(rows, axis).reshape(owners * capacity, -1)
+    found = _all_to_all(rows, axis).reshape(owners * room, -1)
 
     owner_N = sorted_N // part
-    slot_N = owner_N * capacity + number_N - starts[owner_N]
+    slot_N = owner_N * room + number_N - starts[owner_N]
     slot_N = jnp.zeros_like(slot_N).at[order_N].set(slot_N, unique_indices=True)
-    x_BTD = jnp.where(jnp.any(counts > capacity), jnp.nan, found[slot_N]).astype(part_VD.dtype)
+    x_BTD = jnp.where(jnp.any(counts > room), jnp.nan, found[slot_N]).astype(part_VD.dtype)
+    return x_BTD.reshape(*ids_BT.shape, -1), slot_N, received_ids
+
+
+def return_gradients(
+    slot_N: jax.Array, received_ids: jax.Array, grad_BTD: jax.Array, dtype: Any, axis: str | None
+) -> jax.Array:
+    """Sum gradients of equal ids in fp32 and send them to the owners: ``[owners, capacity, D]`` in ``dtype``."""
+    grad_ND = grad_BTD.reshape(slot_N.size, -1).astype(jnp.float32)
+    sums = jnp.zeros((received_ids.size, grad_ND.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
+    return _all_to_all(sums.astype(dtype).reshape(*received_ids.shape, -1), axis)
+
+
+def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
+    x_BTD, slot_N, received_ids = look_up(part_VD, ids_BT, axis)
     # The shard is saved for its shape and dtype only.
-    return x_BTD.reshape(*ids_BT.shape, -1), (part_VD, slot_N, received_ids)
+    return x_BTD, (part_VD, slot_N, received_ids)
 
 
 def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Array):
     part_VD, slot_N, received_ids = saved
-    grad_ND = grad_BTD.reshape(-1, part_VD.shape[1]).astype(jnp.float32)
-    sums = jnp.zeros((received_ids.size, part_VD.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
-    sums = _all_to_all(sums.astype(part_VD.dtype).reshape(*received_ids.shape, -1), axis)
+    sums = return_gradients(slot_N, received_ids, grad_BTD, part_VD.dtype, axis)
     whole = jnp.zeros(part_VD.shape, jnp.float32).at[received_ids].add(sums.astype(jnp.float32), mode="drop")
     return whole.astype(part_VD.dtype), None
 

@@ -41,7 +41,7 @@ from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
 from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
-from jspeed.run.compute.step import State
+from jspeed.run.compute.step import State, without_lazy
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find
@@ -272,7 +272,7 @@ def given_state(recipe: Recipe, given: Any, state: State) -> State:
     """Return a first state with the ``given`` parameters (NumPy), with the shardings of ``state``."""
     params = jax.tree.map(lambda array, old: put(array, old.sharding), given, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
-    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(params)
+    optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(without_lazy(recipe, params))
     return state | {"params": params, "optimizer": optimizer}
 
 

@@ -105,7 +105,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     profile = Profile(
         setup.run_dir / "profile", setup.options.profile, clock, progress.steps, last_step, progress.failed
     )
-    saved = progress.steps
+    saved = begun = progress.steps
     every = setup.options.checkpoint_every
 
     def save() -> None:
@@ -161,6 +161,8 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
             break
     read()
     profile.close(state)
+    if begun < progress.steps == recipe.steps:
+        state = program.at_end(state)
     clock.stop(state)
     wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
     try:

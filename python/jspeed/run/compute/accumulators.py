@@ -1,7 +1,9 @@
 """Gathered copies and accumulated gradients of parameters that are updated every few steps, carried between steps.
 
 Such parameters are all-gathered once, and their gradients reduce-scattered once, between two updates. Until then each
-device carries the gathered copies and its accumulated gradients, both in the compute dtype.
+device carries the gathered copies and its accumulated gradients, both in the compute dtype. Of lazily updated tables it
+carries the rows that the steps have named and their gradients, one list for each step (``Pending`` of
+:mod:`jspeed.parallel.lazy_table`).
 """
 
 from collections.abc import Callable
@@ -12,7 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.parallel.layout import owned, partitions
-from jspeed.recipe import Context, ParamSpec, Recipe, leaves
+from jspeed.parallel.lazy_table import Pending, joined, pending, sink_size
+from jspeed.recipe import Context, ParamSpec, Recipe, leaves, map_specs
 
 Carry = dict[str, dict[str, Any]]
 
@@ -24,15 +27,23 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
     """
     devices = mesh.shape["data"] if mesh else 1
 
-    def gradients(spec: ParamSpec, cut: PartitionSpec) -> jax.Array:
+    def gradients(spec: ParamSpec, cut: PartitionSpec) -> Any:
         shape = spec.shape
+        if spec.lookups:
+            size = waiting_rows(recipe, spec, cut, devices)
+            lists = devices, spec.every - 1, size
+            return Pending(jnp.zeros(lists, jnp.int32), jnp.zeros((*lists, shape[1]), spec.compute or spec.dtype))
         if owned(spec, cut):
             shape = shape[0] // devices, *shape[1:]
         return jnp.zeros((devices, *shape), spec.compute or spec.dtype)
 
     slow = _slow(recipe, layout, mesh)
     return slow and {
-        "whole": {path: jnp.zeros(spec.shape, spec.compute or spec.dtype) for path, (spec, _) in slow.items()},
+        "whole": {
+            path: jnp.zeros(spec.shape, spec.compute or spec.dtype)
+            for path, (spec, _) in slow.items()
+            if not spec.lookups
+        },
         "sums": {path: gradients(spec, cut) for path, (spec, cut) in slow.items()},
     }
 
@@ -41,9 +52,21 @@ def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
     slow = _slow(recipe, layout, mesh)
     return slow and {
-        "whole": {path: cut if owned(spec, cut) else PartitionSpec() for path, (spec, cut) in slow.items()},
-        "sums": {path: PartitionSpec("data") for path in slow},
+        "whole": {
+            path: cut if owned(spec, cut) else PartitionSpec() for path, (spec, cut) in slow.items() if not spec.lookups
+        },
+        "sums": {
+            path: Pending(*2 * [PartitionSpec("data")]) if spec.lookups else PartitionSpec("data")
+            for path, (spec, _) in slow.items()
+        },
     }
+
+
+def waiting_rows(recipe: Recipe, spec: ParamSpec, cut: PartitionSpec, devices: int) -> int:
+    """Return how many rows of a lazily updated table one step may leave on a device."""
+    owners = devices if owned(spec, cut) else 1
+    ids = recipe.lanes * max(stage.lane_len for stage in recipe.stages) * spec.lookups // devices
+    return sink_size(ids, spec.shape[0] // owners, owners)
 
 
 def without(state: dict[str, Any]) -> dict[str, Any]:
@@ -56,23 +79,50 @@ def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
 
     Nothing then reads their all-gather, so XLA removes it.
     """
-    if ctx.phase == 0:
-        return whole
-    return _merge(whole, carried["whole"], lambda new, old: old)
+    kept = {path: old for path, old in carried.get("whole", {}).items() if _age(recipe, ctx, path) > 0}
+    return _merge(whole, kept, lambda new, old: old)
 
 
 def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any) -> tuple[Any, Carry]:
     """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update; the next carry).
 
-    A step that updates them returns the carry that it was given; the next step does not read it.
+    A step that updates a parameter returns its carry as it was given; the next step does not read it. The gradient of a
+    lazily updated table becomes the list of all rows since its last update.
     """
-    if ctx.phase > 0:
-        grads = _merge(grads, carried["sums"], lambda new, old: old[0] + new)
-    if ctx.phase == recipe.period - 1:
+    if not carried:
         return grads, carried
-    slow = [path for path, spec in leaves(recipe.parameters) if spec.every > 1]
-    copies, sums = dict(leaves(whole)), dict(leaves(grads))
-    return grads, {"whole": {path: copies[path] for path in slow}, "sums": {path: sums[path][None] for path in slow}}
+    sums, whole_carried = dict(carried["sums"]), dict(carried["whole"])
+    copies, found = by_path(recipe, whole), by_path(recipe, grads)
+    for path, spec in leaves(recipe.parameters):
+        if spec.every == 1:
+            continue
+        age, old = _age(recipe, ctx, path), sums[path]
+        due = age == spec.updated_after(ctx.stage) - 1
+        if spec.lookups:
+            new = pending(found[path], copies[path].shape[0], old.rows_R.shape[-1])
+            waiting = [Pending(*(a[0, n] for a in old)) for n in range(age)]
+            found[path] = joined([*waiting, new])
+            if not due:
+                sums[path] = Pending(*(a.at[0, age].set(b) for a, b in zip(old, new, strict=True)))
+            continue
+        if age > 0:
+            found[path] = old[0] + found[path]
+        if not due:
+            whole_carried[path], sums[path] = copies[path], found[path][None]
+    grads = jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(found.values()))
+    return grads, {"whole": whole_carried, "sums": sums}
+
+
+def by_path(recipe: Recipe, tree: Any) -> dict[str, Any]:
+    """Return what ``tree`` holds for each row of the parameter table, by its path."""
+    parts: list[Any] = []
+    map_specs(lambda _, part: parts.append(part), recipe.parameters, tree)
+    return dict(zip((path for path, _ in leaves(recipe.parameters)), parts, strict=True))
+
+
+def _age(recipe: Recipe, ctx: Context, path: str) -> int:
+    """Steps since a parameter's last update."""
+    return ctx.phase % dict(leaves(recipe.parameters))[path].updated_after(ctx.stage)
 
 
 def _slow(recipe: Recipe, layout: str, mesh: Mesh | None) -> dict[str, Any]:

@@ -24,7 +24,16 @@ from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_o
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 from jspeed.run.compute.split_lanes import piece_length
-from jspeed.run.compute.step import State, evaluate, init_state, train_step, without_jit
+from jspeed.run.compute.step import (
+    State,
+    at_end,
+    evaluate,
+    init_state,
+    lazy_specs,
+    train_step,
+    without_jit,
+    without_lazy,
+)
 
 GPU_COMPILES = 2  # at a time
 WARM_UPS = 2  # of each executable
@@ -39,7 +48,8 @@ class Program:
     ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
-    last rows being padding. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
+    last rows being padding. ``at_end(state)``, donated, after the last step: averages of weights take their place. In
+    the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
     ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts`` are the
     micro-batches of a device in each stage.
     """
@@ -47,6 +57,7 @@ class Program:
     init: Callable[[jax.Array], State]
     steps: tuple[tuple[StepProgram, ...], ...]
     evaluate: Callable[[Any, jax.Array], jax.Array]
+    at_end: Callable[[State], State]
     micro_tokens: int
     eval_rows: int
     head_chunk: int | None = None
@@ -81,7 +92,7 @@ def compile_program(
     """
     check_layout(layout, mesh, recipe)
     device = device or device_of(mesh)
-    _, shardings = state_shardings(recipe, layout, mesh)
+    shapes, shardings = state_shardings(recipe, layout, mesh)
     seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
     if without_jit():
         return eager_program(recipe, mesh, layout, micro_batch, rows, device)
@@ -95,7 +106,10 @@ def compile_program(
     idle = idle_state_bytes(recipe, mesh, layout)
     padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
     numbers = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
-    return Program(init, steps, evaluation, micro_tokens, padded, last.head_chunk, last.remat, numbers)
+    end: Callable[[State], State] = lambda state: state  # noqa: E731
+    if recipe.averages:
+        end = jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings).lower(shapes).compile()
+    return Program(init, steps, evaluation, end, micro_tokens, padded, last.head_chunk, last.remat, numbers)
 
 
 def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], device: Device) -> list[Attempt]:
@@ -164,7 +178,7 @@ def eager_program(
     steps = tuple(tuple(step(stage, phase) for phase in range(recipe.period)) for stage in recipe.stages)
     evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
     numbers = tuple(micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages)
-    return Program(init, steps, evaluation, micro_tokens, padded, parts=numbers)
+    return Program(init, steps, evaluation, partial(at_end, recipe), micro_tokens, padded, parts=numbers)
 
 
 def fit(
@@ -313,12 +327,14 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         recipe.optimizer(),
         lambda array, sharding: array if absent(array) else sharding,
         shapes["optimizer"],
-        params,
+        without_lazy(recipe, params),
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
     carried = shardings_of(accumulators.specs(recipe, layout, mesh))
     shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "carry": carried}
+    shardings["rows"] = shardings_of(lazy_specs(recipe, cuts))
+    shardings["means"] = [{name: params[name] for name in average.blends} for average in recipe.averages]
     sharded = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return sharded, shardings
 
@@ -331,4 +347,5 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> No
         for step in WARM_UPS * steps:
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
+    state = program.at_end(state)
     jax.block_until_ready(program.evaluate(state["params"], rows))

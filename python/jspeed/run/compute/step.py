@@ -13,7 +13,9 @@ from jax.sharding import Mesh, PartitionSpec, use_abstract_mesh
 
 from jspeed.errors import BadInput
 from jspeed.model.layers import key_of
-from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.optim import averages
+from jspeed.optim.rows import RowState
+from jspeed.parallel import DEFAULT_LAYOUT, lazy_table
 from jspeed.parallel.layout import (
     blocks,
     find_layout,
@@ -26,7 +28,6 @@ from jspeed.parallel.layout import (
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
-from jspeed.parallel.sharded_table import fetch
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs
 from jspeed.run.compute import accumulators, split_lanes
 
@@ -38,8 +39,16 @@ def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, me
     to the next (:mod:`jspeed.run.compute.accumulators`), which alone depends on ``layout`` and ``mesh`` (None: one
     device)."""
     params = init_parameters(recipe.parameters, key_of(seed))
-    optimizer, step = recipe.optimizer().init(params), jnp.zeros((), jnp.int32)
-    return {"params": params, "optimizer": optimizer, "step": step, "carry": accumulators.zeros(recipe, layout, mesh)}
+    optimizer, step = recipe.optimizer().init(without_lazy(recipe, params)), jnp.zeros((), jnp.int32)
+    state = {"params": params, "optimizer": optimizer, "step": step, "carry": accumulators.zeros(recipe, layout, mesh)}
+    tables = accumulators.by_path(recipe, params)
+    rows = {path: each.init(tables[path]) for path, each in recipe.row_optimizers().items()}
+    return state | {"rows": rows, "means": averages.zeros(recipe.averages, params)}
+
+
+def without_lazy(recipe: Recipe, tree: Any) -> Any:
+    """Return ``tree`` with None in place of each lazily updated table: what the optimizer sees."""
+    return map_specs(lambda spec, part: None if spec.lookups else part, recipe.parameters, tree)
 
 
 def train_step(
@@ -56,14 +65,17 @@ def train_step(
     later = gathered_per_layer(recipe, layout)
     mean = mean_weight(recipe, tokens)
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
-    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), fetch=fetcher(recipe, cuts))
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), **fetcher(recipe, mesh, cuts))
     if find_layout(layout).remat:
         ctx = replace(ctx, layer=jax.checkpoint)
     parts = 1 if "pipe" in mesh.shape else parts
 
+    last = (ctx.phase + 1) % (ctx.stage.every or recipe.period) == 0
+    due = recipe.period if last else ctx.phase + 1
+
     def on_device(
-        params: Any, kept: accumulators.Carry, step: jax.Array, tokens: jax.Array
-    ) -> tuple[Any, accumulators.Carry, jax.Array]:
+        params: Any, kept: accumulators.Carry, rows: Any, step: jax.Array, tokens: jax.Array
+    ) -> tuple[Any, accumulators.Carry, Any, jax.Array]:
         now = replace(ctx, step=step, first_row=device_of_rows(mesh) * tokens.shape[0])
         whole = accumulators.load(recipe, now, kept, gather_parameters(recipe, gather, params, cuts, later))
         grads, row_losses = gradients(recipe, now, parts, weight, whole, tokens)
@@ -72,20 +84,66 @@ def train_step(
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce_gradient(mesh, grad, cut, done)
 
-        return map_specs(summed, recipe.parameters, grads, cuts, later), kept, row_losses
+        tables, rows = lazy_updates(recipe, mesh, cuts, due, whole, grads, rows)
+        arrays = [without_lazy(recipe, tree) for tree in (grads, cuts, later)]
+        specs = without_lazy(recipe, recipe.parameters)
+        return (map_specs(summed, specs, *arrays), tables), kept, rows, row_losses
 
-    rows, param_specs = rows_spec(mesh), rows_only(cuts)
-    grads, kept, row_losses = shard_map_over_rows(
-        mesh, on_device, (param_specs, carry_specs, PartitionSpec(), rows), (param_specs, carry_specs, rows)
-    )(state["params"], state["carry"], state["step"], tokens)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state["params"])
+    lanes, param_specs, row_specs = rows_spec(mesh), rows_only(cuts), lazy_specs(recipe, cuts)
+    table_specs = {path: accumulators.by_path(recipe, cuts)[path] for path in row_specs}
+    (grads, tables), kept, rows, row_losses = shard_map_over_rows(
+        mesh,
+        on_device,
+        (param_specs, carry_specs, row_specs, PartitionSpec(), lanes),
+        ((without_lazy(recipe, param_specs), table_specs), carry_specs, row_specs, lanes),
+    )(state["params"], state["carry"], state["rows"], state["step"], tokens)
+    old = without_lazy(recipe, state["params"])
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, old)
     optimizer = optax.with_extra_args_support(recipe.optimizer())
-    due = ctx.phase == recipe.period - 1
     with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).shards_matrices else nullcontext():
-        updates, moments = optimizer.update(grads, state["optimizer"], state["params"], due=due)
-    params = optax.apply_updates(state["params"], updates)
+        updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
+    params = with_lazy(recipe, optax.apply_updates(old, updates), tables)
+    means = averages.after_step(recipe.averages, state["means"], params, state["step"])
     done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "carry": kept}
-    return done, {"loss": jnp.mean(row_losses) / mean}
+    return done | {"rows": rows, "means": means}, {"loss": jnp.mean(row_losses) / mean}
+
+
+def at_end(recipe: Recipe, state: State) -> State:
+    """Return the state after the last step with averages of weights in their place."""
+    params = averages.at_end(recipe.averages, state["means"], state["params"], recipe.keep_norm)
+    return state | {"params": params}
+
+
+def with_lazy(recipe: Recipe, tree: Any, tables: dict[str, jax.Array]) -> Any:
+    """Undo :func:`without_lazy`."""
+    parts = accumulators.by_path(recipe, tree) | tables
+    return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(parts.values()))
+
+
+def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, RowState]:
+    """Return how the state of each table's own optimizer is sharded: as its rows are."""
+    placed = accumulators.by_path(recipe, cuts)
+    return {path: RowState(PartitionSpec(), PartitionSpec(*placed[path][:1])) for path in recipe.lazy}
+
+
+def lazy_updates(
+    recipe: Recipe, mesh: Mesh, cuts: Any, due: int, whole: Any, grads: Any, rows: dict[str, Any]
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Inside ``shard_map``: return lazily updated tables and the state of their optimizers, changed where due.
+
+    Where each device has the whole table, each makes the updates of all.
+    """
+    specs, placed = dict(leaves(recipe.parameters)), accumulators.by_path(recipe, cuts)
+    tables = {path: accumulators.by_path(recipe, whole)[path] for path in recipe.lazy}
+    for path, optimizer in recipe.row_optimizers().items():
+        if due % specs[path].every:
+            continue
+        found = accumulators.by_path(recipe, grads)[path]
+        if mesh.size > 1 and not owned(specs[path], placed[path]):
+            found = jax.tree.map(lambda a: jax.lax.all_gather(a, "data", tiled=True), found)
+        named = lazy_table.distinct(found, tables[path].shape[0])
+        tables[path], rows[path] = optimizer.update(*named, tables[path], rows[path])
+    return tables, rows
 
 
 def gradients(
@@ -107,16 +165,57 @@ def gradients(
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now)
         return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
 
-    def accumulate(sums: Any, part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        grads, row_losses = jax.grad(loss, has_aux=True)(params, *part)
-        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads), row_losses
-
     if parts == 1:
-        return jax.grad(loss, has_aux=True)(params, tokens[0], ctx.first_row)
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return gradient(recipe, ctx, params, loss, tokens[0], ctx.first_row)
     first_rows = ctx.first_row + tokens.shape[1] * jnp.arange(parts, dtype=jnp.int32)
-    sums, row_losses = jax.lax.scan(accumulate, zeros, (tokens, first_rows))
-    return jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params), row_losses.reshape(-1)
+    grads, row_losses = summed_gradients(recipe, ctx, params, loss, tokens, first_rows)
+    return grads, row_losses.reshape(-1)
+
+
+def gradient(
+    recipe: Recipe, ctx: Context, params: Any, loss: Callable[..., Any], micro: jax.Array, *rest: Any
+) -> tuple[Any, Any]:
+    """Return (gradient, the second result) of ``loss(params, micro, *rest)``.
+
+    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`.
+    """
+    if not recipe.lazy:
+        return jax.grad(loss, has_aux=True)(params, micro, *rest)
+    tokens = micro.shape[0] * (micro.shape[1] - 1)
+
+    def leaf(spec: ParamSpec, p: jax.Array) -> Any:
+        return lazy_table.empty(p, tokens * spec.lookups, ctx.owners) if spec.lookups else p
+
+    def of(leaves_: Any) -> Any:
+        def joined(spec: ParamSpec, found: Any, p: jax.Array) -> Any:
+            return lazy_table.Lazy(p, found) if spec.lookups else found
+
+        return loss(map_specs(joined, recipe.parameters, leaves_, params), micro, *rest)
+
+    return jax.grad(of, has_aux=True)(map_specs(leaf, recipe.parameters, params))
+
+
+def summed_gradients(
+    recipe: Recipe, ctx: Context, params: Any, loss: Callable[..., Any], *arrays: jax.Array
+) -> tuple[Any, Any]:
+    """:func:`gradient` of one slice of ``arrays`` after the other, summed in fp32; of a lazily updated table the rows
+    of all."""
+
+    def accumulate(sums: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        grads, found = gradient(recipe, ctx, params, loss, *part)
+        sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
+        dense = without_lazy(recipe, grads)
+        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, dense), (sinks, found)
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), without_lazy(recipe, params))
+    sums, (sinks, found) = jax.lax.scan(accumulate, zeros, arrays)
+
+    def joined(spec: ParamSpec, total: Any, stacked: Any, p: jax.Array) -> Any:
+        if spec.lookups:
+            return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stacked)
+        return total.astype(p.dtype)
+
+    return map_specs(joined, recipe.parameters, sums, sinks, params), found
 
 
 def piecewise_gradients(
@@ -132,13 +231,8 @@ def piecewise_gradients(
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
-    def accumulate(sums: Any, piece: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        grads, part = jax.grad(loss, has_aux=True)(params, piece[0][None], piece[1][None])
-        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, grads), part
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    sums, parts = jax.lax.scan(accumulate, zeros, (cut_rows, counts))
-    return jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params), jnp.sum(parts.reshape(rows, pieces), axis=1)
+    grads, parts = summed_gradients(recipe, ctx, params, loss, cut_rows[:, None], counts[:, None])
+    return grads, jnp.sum(parts.reshape(rows, pieces), axis=1)
 
 
 def evaluate(
@@ -146,7 +240,7 @@ def evaluate(
 ) -> jax.Array:
     """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
-    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), fetch=fetcher(recipe, cuts))
+    ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), **fetcher(recipe, mesh, cuts))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:
         whole = gather_parameters(recipe, gather, params, cuts, later)
@@ -178,7 +272,7 @@ def mean_weight(recipe: Recipe, tokens: Any) -> Any:
 def replicated_on_all_devices(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
     """Return jitted ``function(gathered params in their compute dtype, array, ctx)``; all devices do the same work."""
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
-    ctx = replace(ctx, fetch=fetcher(recipe, cuts))
+    ctx = replace(ctx, **fetcher(recipe, mesh, cuts))
 
     def on_device(params: Any, array: jax.Array) -> Any:
         return function(gather_parameters(recipe, gather_all, params, cuts), array, ctx)
@@ -226,8 +320,16 @@ def gather_parameters(recipe: Recipe, gather: Callable[..., jax.Array], params: 
     return map_specs(one, recipe.parameters, to_compute_dtype(recipe, params), *trees)
 
 
-def fetcher(recipe: Recipe, cuts: Any) -> Any:
-    """Return the lookup of table rows: from their owners if tables are sharded, which must be all of them or none."""
+def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
+    """Return ``fetch`` and ``owners`` of a context: from the rows' owners if tables are sharded, which must be all of
+    them or none."""
+    placed = accumulators.by_path(recipe, cuts)
+    for path, spec in leaves(recipe.parameters):
+        if spec.lookups and tuple(placed[path]) and not owned(spec, placed[path]):
+            raise BadInput(
+                f"recipe {recipe.name}: table {path} is updated row by row, and this layout shards it otherwise; choose "
+                "--layout zero1 or dp"
+            )
     tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
     sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
     if sharded not in (0, len(tables)):
@@ -235,4 +337,5 @@ def fetcher(recipe: Recipe, cuts: Any) -> Any:
             f"recipe {recipe.name}: of {len(tables)} tables with an axis 'row' only {sharded} can be sharded over the "
             "devices; give all a number of rows that the devices divide"
         )
-    return partial(fetch, axis="data" if sharded else None)
+    owners = mesh.shape["data"] if sharded else 1
+    return {"fetch": partial(lazy_table.read, axis="data" if sharded else None), "owners": owners}

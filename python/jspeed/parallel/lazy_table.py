@@ -1,0 +1,118 @@
+"""Tables too large for a dense gradient: only rows that tokens have named since the last update are ever touched.
+
+The gradient of such a table is a :class:`Sink`: a list of rows and their gradients. It is what arrives at the rows'
+owner by the all-to-all of :mod:`jspeed.parallel.sharded_table`, without the dense sum after it.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jspeed.parallel.sharded_table import capacity, fetch, look_up, return_gradients
+
+HIGH = 4096  # row numbers travel as two fp32 numbers, exact up to 2**31
+
+
+class Sink(NamedTuple):
+    """Rows of a device's part of a table, fp32 ``[R, 2]`` (number // 4096, number % 4096), and gradients ``[R, D]``.
+
+    A row may be there several times; numbers past the part mean nothing.
+    """
+
+    rows_R2: jax.Array
+    grads_RD: jax.Array
+
+
+class Lazy(NamedTuple):
+    """A device's part of a table, and the zeros whose gradient is the table's."""
+
+    part_VD: jax.Array
+    sink: Sink
+
+
+def sink_size(ids: int, part: int, owners: int) -> int:
+    """Return R of a look-up of so many ids on each of ``owners`` devices."""
+    return owners * capacity(ids, part, owners)
+
+
+def empty(part_VD: jax.Array, ids: int, owners: int) -> Sink:
+    """Return zeros for a look-up of so many ids in ``part_VD``."""
+    size = sink_size(ids, part_VD.shape[0], owners)
+    return Sink(jnp.zeros((size, 2), jnp.float32), jnp.zeros((size, part_VD.shape[1]), part_VD.dtype))
+
+
+def read(table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None) -> jax.Array:
+    """Return rows ``ids_BT`` of a table as :func:`~jspeed.parallel.sharded_table.fetch` does.
+
+    A :class:`Lazy` table can be read once in a program, since gradients of its sink do not add up.
+    """
+    if not isinstance(table, Lazy):
+        return fetch(table, ids_BT, axis)
+    return _read(table.sink, jax.lax.stop_gradient(table.part_VD), ids_BT, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _read(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
+    return look_up(part_VD, ids_BT, axis)[0]
+
+
+def _forward(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
+    x_BTD, slot_N, received = look_up(part_VD, ids_BT, axis)
+    return x_BTD, (slot_N, received, part_VD[:0])
+
+
+def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Array):
+    slot_N, received, part_0D = saved
+    sums = return_gradients(slot_N, received, grad_BTD, part_0D.dtype, axis)
+    rows_R = received.reshape(-1)
+    rows_R2 = jnp.stack([rows_R // HIGH, rows_R % HIGH], axis=-1).astype(jnp.float32)
+    return Sink(rows_R2, sums.reshape(rows_R.size, -1)), None, None
+
+
+_read.defvjp(_forward, _backward)
+
+
+class Pending(NamedTuple):
+    """As :class:`Sink`, with row numbers in int32 ``[..., R]``: what waits for the next update."""
+
+    rows_R: jax.Array
+    grads_RD: jax.Array
+
+
+def pending(sink: Sink, part: int, size: int) -> Pending:
+    """Return ``sink`` in ``size`` rows: longer where it is shorter, else with equal rows summed.
+
+    Gradients are NaN where more than ``size`` different rows are in it.
+    """
+    high, low = jnp.moveaxis(sink.rows_R2, -1, 0).astype(jnp.int32)
+    rows_R, grads_RD, short = HIGH * high + low, sink.grads_RD, size - len(high)
+    if short >= 0:
+        return Pending(
+            jnp.pad(rows_R, (0, short), constant_values=part), jnp.pad(grads_RD, ((0, short), (0, 0)))
+        )
+    rows_R, sums_RD = distinct(Pending(rows_R, grads_RD), part)
+    fits = jnp.where(rows_R[size] < part, jnp.nan, 1)
+    return Pending(jnp.minimum(rows_R[:size], part), (fits * sums_RD[:size]).astype(grads_RD.dtype))
+
+
+def joined(parts: list[Pending]) -> Pending:
+    """Return one list of several."""
+    return Pending(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def distinct(found: Pending, part: int) -> Pending:
+    """Sum the gradients of equal rows, in fp32: ascending rows, then numbers past the ``part``, all different."""
+    rows_R, grads_RD = found
+    count = jnp.arange(len(rows_R), dtype=jnp.int32)
+    order_R = jnp.argsort(rows_R)
+    sorted_R = rows_R[order_R]
+    number_R = jnp.cumsum(jnp.diff(sorted_R, prepend=-1) > 0, dtype=jnp.int32) - 1
+    to_R = jnp.zeros_like(number_R).at[order_R].set(number_R, unique_indices=True)
+    sums_RD = jnp.zeros(grads_RD.shape, jnp.float32).at[to_R].add(grads_RD.astype(jnp.float32))
+    first_R = jnp.searchsorted(number_R, count, method="scan_unrolled")
+    last = len(rows_R) - 1
+    first_rows_R = jnp.where(first_R <= last, sorted_R[jnp.minimum(first_R, last)], part)
+    used_R = first_rows_R < part
+    return Pending(jnp.where(used_R, first_rows_R, part + count), jnp.where(used_R[:, None], sums_RD, 0))
