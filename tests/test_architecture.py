@@ -14,6 +14,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         for name in (
             "_dataloader",
             "accelerators",
+            "blocks",
             "cores",
             "errors",
             "fields",
@@ -49,6 +50,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
 ]
 UNDER_ALL = {
     "accelerators",
+    "blocks",
     "cores",
     "errors",
     "fields",
@@ -165,9 +167,10 @@ def test_rooms_hold_a_dozen():
 
 
 def test_files_are_rooms():
-    """A docstring that states one purpose, and no file past 350 lines."""
+    """A docstring that states one purpose, and no file past 350 lines; a recipe, which is flat, may have 450."""
     for path in FILES:
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{path} does not state its purpose"
-        assert len(text.splitlines()) <= 350, f"{path} has a second purpose inside"
+        most = 450 if path.parent.name == "recipes" else 350
+        assert len(text.splitlines()) <= most, f"{path} has a second purpose inside"
     assert len((PACKAGE.parents[1] / "ARCHITECTURE.md").read_text().splitlines()) <= 100

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jspeed.blocks import run_blocks as run_blocks
+from jspeed.blocks import scan_blocks as scan_blocks
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
 from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
-Block = Callable[[dict[str, jax.Array], Any], Any]
 
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
 MOST_IDS = 2**31 - 1  # ids are int32 on devices
@@ -66,45 +67,6 @@ class ParamSpec:
     def stacks_layers(self) -> bool:
         """Whether the first axis indexes layers."""
         return self.axes[:1] in (("layer",), ("matrix",))
-
-
-def run_blocks(
-    block: Block, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any
-) -> Any:
-    """Apply ``block(p, x)`` for every layer in order; ``p`` holds its part of each parameter that stacks layers.
-
-    ``table`` describes ``params`` over all ``layers``. A parameter of one entry per layer gives that entry, one of k
-    entries per layer gives ``[k, ...]``. A device that holds fewer layers applies only those.
-    """
-    entries = _entries(table, layers)
-    (layers_here,) = {params[name].shape[0] // k for name, k in entries.items()}
-    for layer in range(layers_here):
-        x = block(
-            {
-                name: params[name][layer] if k == 1 else params[name][k * layer : k * layer + k]
-                for name, k in entries.items()
-            },
-            x,
-        )
-    return x
-
-
-def scan_blocks(
-    block: Block, table: Mapping[str, ParamSpec], layers: int, params: Mapping[str, jax.Array], x: Any
-) -> Any:
-    """:func:`run_blocks` by ``jax.lax.scan``: the compiled program holds one layer, however many there are.
-
-    ``block`` must return ``x`` in the shapes and dtypes that it was given.
-    """
-    stacked = {
-        name: params[name] if k == 1 else params[name].reshape(-1, k, *params[name].shape[1:])
-        for name, k in _entries(table, layers).items()
-    }
-    return jax.lax.scan(lambda x, p: (block(p, x), None), x, stacked)[0]
-
-
-def _entries(table: Mapping[str, ParamSpec], layers: int) -> dict[str, int]:
-    return {name: spec.shape[0] // layers for name, spec in table.items() if spec.stacks_layers}
 
 
 def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
@@ -366,6 +328,11 @@ def map_specs(function: Callable[..., Any], parameters: Mapping[str, Any], *tree
 def groups(parameters: Mapping[str, Any]) -> Any:
     """Return the tree of optimizer group names that ``optax.partition`` takes, None for lazily updated tables."""
     return map_specs(lambda spec: None if spec.lookups else spec.group, parameters)
+
+
+def without_lazy(recipe: Recipe, tree: Any) -> Any:
+    """Return ``tree`` with None in place of each lazily updated table: what ``recipe.optimizer()`` sees."""
+    return map_specs(lambda spec, part: None if spec.lookups else part, recipe.parameters, tree)
 
 
 def init_parameters(parameters: Mapping[str, Any], key: jax.Array) -> Any:

@@ -35,7 +35,11 @@ class Documents:
 
 
 def find_documents(
-    tokens_BT: jax.Array, bos_id: int, max_docs: int | None = None, max_doc_len: int | None = None
+    tokens_BT: jax.Array,
+    bos_id: int,
+    max_docs: int | None = None,
+    max_doc_len: int | None = None,
+    cut: int | None = None,
 ) -> Documents:
     """Number the documents of each lane, and with ``max_docs`` return where they start, as the loader's own table does.
 
@@ -43,8 +47,17 @@ def find_documents(
     either way, so that a lane of n documents always fills n slots. When a lane has more than ``max_docs`` documents, or
     one of more than ``max_doc_len`` tokens, its last offset is less than T, by which backends detect the overflow. The
     loader gives no such lanes in training (DocOverflowError).
+
+    With ``cut`` every so many tokens of a document begin another one: attention does not cross these borders. Not with
+    a KV cache.
     """
-    ids_BT = jnp.cumsum(tokens_BT == bos_id, axis=1, dtype=jnp.int32)
+    begins_BT = tokens_BT == bos_id
+    if cut is not None:
+        t_1T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        first_BT = jax.lax.cummax(jnp.where(begins_BT, t_1T, 0), axis=1)
+        begins_BT |= (t_1T - first_BT) % cut == 0
+        max_doc_len = min(cut, max_doc_len or cut)
+    ids_BT = jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32)
     if cache := active_cache():
         return Documents(_continue_document_ids(cache, ids_BT))
     ids_BT -= ids_BT[:, :1]
@@ -74,11 +87,12 @@ def attention(
     backend: str = "xla",
     marked: bool = False,
 ) -> jax.Array:
-    """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, dtype of ``v_BTHK``.
+    """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, shape and dtype of ``v_BTHK``.
 
     A query at t sees key s when t - ``window`` < s <= t (``window`` counts the query itself; ``None`` is no
     limit) and, with ``documents``, both lie in one document. Scores and softmax are fp32. The arrays are those of
-    one device: under a mesh, call it inside ``jax.shard_map`` over the data axis.
+    one device: under a mesh, call it inside ``jax.shard_map`` over the data axis. Queries and keys may be narrower than
+    values; kernels then get them with zeros at the end, which changes no score.
 
     ``xla`` runs anywhere, in any float type; memory grows with T x ``window``. The others are kernels of
     :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
@@ -104,6 +118,8 @@ def attention(
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
         path = _unrolled if short else _looped
         return _over_heads(partial(path, scale=scale, window=window), q_BTHK, k_BTHK, v_BTHK, ids_BT)
+    if (narrower := v_BTHK.shape[-1] - q_BTHK.shape[-1]) > 0:
+        q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
 
     def with_ids(q_BTHK, k_BTHK, v_BTHK, ids_BT):
         return attention_backends.splash(q_BTHK, k_BTHK, v_BTHK, scale=scale, ids_BT=ids_BT, window=window)

@@ -23,6 +23,23 @@ def coefficients(
     return ((hidden_BTK @ down_KN + bias_N[None, None]) * scale).astype(x_BTD.dtype)
 
 
+def grouped_coefficients(
+    x_BTD: jax.Array, params: Mapping[str, jax.Array], name: str, number: int, scale: jax.Array | float
+) -> jax.Array:
+    """:func:`coefficients` that differ between groups of channels: ``[B, T, N, G]``.
+
+    The parameter ``name_groups [K, N, G]`` adds to ``down`` for each group; with zeros all groups have the same (record
+    92). Its N says how many of ``down``'s outputs are used.
+    """
+    up_DK, down_KN, bias_N = (params[f"{name}_{part}"][number] for part in ("up", "down", "bias"))
+    groups_KNG = params[f"{name}_groups"]
+    count = groups_KNG.shape[1]
+    hidden_BTK = jax.nn.gelu(x_BTD @ up_DK, approximate=False)
+    same_BTN = hidden_BTK @ down_KN[:, :count] + bias_N[None, None, :count]
+    own_BTNG = jnp.einsum("btk,kng->btng", hidden_BTK, groups_KNG)
+    return ((same_BTN[..., None] + own_BTNG) * scale).astype(x_BTD.dtype)
+
+
 def padded(*rows: Sequence[float]) -> NDArray[np.float64]:
     """Return rows of one length, the shorter ones followed by zeros."""
     return np.array(list(zip_longest(*rows, fillvalue=0.0))).T
@@ -52,9 +69,15 @@ def named(c_BTN: jax.Array, sizes: Mapping[Any, int]) -> dict[Any, jax.Array]:
 def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
     """Return the sum of coefficient x array over the terms, in the dtype of the first array.
 
-    A coefficient is a number, a scalar or ``[B, T]``, the arrays are ``[B, T, D]``; sums are fp32.
+    A coefficient is a number, a scalar, ``[B, T]`` or ``[B, T, G]``, one for each of G groups of channels; the arrays
+    are ``[B, T, D]``; sums are fp32.
     """
-    total = sum(
-        jnp.asarray(c, jnp.float32)[..., *[None] * (jnp.ndim(c) > 0)] * x_BTD.astype(jnp.float32) for c, x_BTD in terms
-    )
+
+    def spread(c: jax.Array | float, x_BTD: jax.Array) -> jax.Array:
+        c = jnp.asarray(c, jnp.float32)
+        if c.ndim == x_BTD.ndim:
+            return jnp.repeat(c, x_BTD.shape[-1] // c.shape[-1], axis=-1)
+        return c[..., *[None] * (c.ndim > 0)]
+
+    total = sum(spread(c, x_BTD) * x_BTD.astype(jnp.float32) for c, x_BTD in terms)
     return jnp.asarray(total, terms[0][1].dtype)

@@ -1,5 +1,6 @@
 """Hash the last n tokens to rows of n-gram embedding tables, and to sign patterns."""
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -37,21 +38,39 @@ def bigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
     return jnp.where(position_BT == 0, last, hashed_BT)
 
 
-def sign_rows(tokens_BT: jax.Array) -> jax.Array:
-    """Hash every token with the one before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0 at the first."""
+def trigram_rows(tokens_BT: jax.Array, rows: int) -> jax.Array:
+    """Hash every token with the two before it into ``rows`` rows: int32 ``[B, T]``; the last row is that of the first
+    two tokens. As :func:`bigram_rows` with (17351 x[t]) xor (60961 x[t-1]) xor (45259 x[t-2]) (record 92)."""
+    last = rows - 1
+    hashed_BT = _hashed(tokens_BT, (17351, 60961, 45259)) % last
+    return jnp.where(position_ids(tokens_BT.shape[1]) < 2, last, hashed_BT)
+
+
+def _hashed(tokens_BT: jax.Array, factors: tuple[int, ...]) -> jax.Array:
+    """Return the xor of factor x token over each token and those before it, in int32, 0 for missing ones."""
     tokens_BT = tokens_BT.astype(jnp.int32)
-    pairs_BT = jnp.bitwise_xor(token_before(tokens_BT, 1, 0), tokens_BT) % SIGN_ROWS
-    return jnp.where(position_ids(tokens_BT.shape[1]) == 0, 0, pairs_BT)
+    products = [factor * token_before(tokens_BT, back, 0).astype(jnp.int32) for back, factor in enumerate(factors)]
+    return reduce(jnp.bitwise_xor, products)
 
 
-def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32) -> jax.Array:
+def sign_rows(tokens_BT: jax.Array, factors: tuple[int, ...] = (1, 1)) -> jax.Array:
+    """Hash every token with those before it into ``SIGN_ROWS`` sign patterns: int32 ``[B, T]``, 0 where one is missing.
+
+    The xor of ``factors`` x tokens, the first for the token itself.
+    """
+    missing_BT = position_ids(tokens_BT.shape[1]) < len(factors) - 1
+    return jnp.where(missing_BT, 0, _hashed(tokens_BT, factors) % SIGN_ROWS)
+
+
+def signs(tokens_BT: jax.Array, width: int, dtype: Any = jnp.int32, factors: tuple[int, ...] = (1, 1)) -> jax.Array:
     """Return +1 or -1 for ``width`` channels of every token, fixed for its pair of tokens: ``[B, T, width]``.
 
-    Bigrams that collide in a table row get different sign patterns, which reduces interference (record 83).
+    Bigrams that collide in a table row get different sign patterns, which reduces interference (record 83). ``factors``
+    as of :func:`sign_rows`.
     """
     with jax.threefry_partitionable(True):  # part of the model, so of no setting of JAX
         table = jax.random.bits(key_of(0), (SIGN_ROWS, -(-width // 32)), jnp.uint32)
-    words_BTW = table[sign_rows(tokens_BT)]
+    words_BTW = table[sign_rows(tokens_BT, factors)]
     bits = (words_BTW[..., None] >> jnp.arange(32, dtype=jnp.uint32)[None, None, None]) & 1
     bits_BTD = bits.reshape(*tokens_BT.shape, -1)[..., :width].astype(jnp.int32)
     return (1 - 2 * bits_BTD).astype(dtype)

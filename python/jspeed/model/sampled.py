@@ -27,6 +27,9 @@ from jspeed.model.losses import (
     total,
 )
 
+STRIDE = 20_011
+"""A prime: its multiples modulo a smaller vocabulary are a permutation, unless it is one of them."""
+
 
 class Sample(NamedTuple):
     """Token ids to score. A lane is split into G groups of consecutive tokens, and each scores its own ids.
@@ -119,6 +122,27 @@ def draw(
     counts_C = np.concatenate([np.ones(exact - shared), size_S]).astype(np.float32)
     order_V = jnp.arange(vocabulary, dtype=jnp.int32) if order_V is None else order_V
     return Sample(order_V[ids_GC], jnp.asarray(counts_C), order_V[:shared])
+
+
+def candidates(
+    targets_T: jax.Array, vocabulary: int, count: int, start: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Return (``count`` ascending ids: all of ``targets_T`` and others, the place of each id of the vocabulary there).
+
+    The others are the first that are no targets in the order 20011 k modulo V, k from ``start`` on. A place means
+    something for candidates alone. A softmax over these ids, each counted once, is the loss of record 92: rare tokens
+    have fewer negatives, and no gradient is scaled up. Where there are more targets than ``count``, the first
+    candidate is -1.
+    """
+    order_V = STRIDE * ((start + jnp.arange(vocabulary, dtype=jnp.int32)) % vocabulary) % vocabulary
+    target_V = jnp.zeros(vocabulary, bool).at[targets_T].set(True)
+    free_V = ~target_V[order_V]
+    room = count - jnp.sum(target_V, dtype=jnp.int32)
+    chosen_V = free_V & (jnp.cumsum(free_V, dtype=jnp.int32) <= room)
+    member_V = target_V | jnp.zeros(vocabulary, bool).at[order_V].set(chosen_V, unique_indices=True)
+    place_V = jnp.cumsum(member_V, dtype=jnp.int32) - 1
+    ids_C = jnp.searchsorted(place_V, jnp.arange(count, dtype=jnp.int32), method="scan_unrolled").astype(jnp.int32)
+    return jnp.where((jnp.arange(count) == 0) & (room < 0), -1, ids_C), place_V
 
 
 def sampled_cross_entropy(

@@ -30,7 +30,9 @@ def jumps(points: Mapping[int, float]) -> optax.Schedule:
 
     def schedule(step: jnp.ndarray) -> jnp.ndarray:
         later = zip(list(points)[1:], values, values[1:], strict=False)
-        return jnp.float32(first) + sum((after - before) * (jnp.asarray(step) >= start) for start, before, after in later)
+        return jnp.float32(first) + sum(
+            (after - before) * (jnp.asarray(step) >= start) for start, before, after in later
+        )
 
     return schedule
 

@@ -89,9 +89,7 @@ def pending(sink: Sink, part: int, size: int) -> Pending:
     high, low = jnp.moveaxis(sink.rows_R2, -1, 0).astype(jnp.int32)
     rows_R, grads_RD, short = HIGH * high + low, sink.grads_RD, size - len(high)
     if short >= 0:
-        return Pending(
-            jnp.pad(rows_R, (0, short), constant_values=part), jnp.pad(grads_RD, ((0, short), (0, 0)))
-        )
+        return Pending(jnp.pad(rows_R, (0, short), constant_values=part), jnp.pad(grads_RD, ((0, short), (0, 0))))
     rows_R, sums_RD = distinct(Pending(rows_R, grads_RD), part)
     fits = jnp.where(rows_R[size] < part, jnp.nan, 1)
     return Pending(jnp.minimum(rows_R[:size], part), (fits * sums_RD[:size]).astype(grads_RD.dtype))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jspeed.errors import BadInput, Terminated, first_line, nearest
 from jspeed.fields import expected, recipe_hash
 from jspeed.files import as_text
-from jspeed.recipe import Context, Recipe, init_parameters
+from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
 from jspeed.run.recipe_names import FOLDER, locate
 
 
@@ -105,7 +105,7 @@ def check_functions(recipe: Recipe) -> None:
             f"recipe {recipe.name}: forward returns shape {logits.shape}; expected (batch, tokens, vocabulary), the "
             f"first two {tokens.shape}"
         )
-    jax.eval_shape(recipe.optimizer().init, params)
+    jax.eval_shape(recipe.optimizer().init, without_lazy(recipe, params))
 
 
 def _fields(tree: ast.Module) -> dict[str, ast.Assign]:

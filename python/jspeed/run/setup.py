@@ -26,7 +26,7 @@ from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
-from jspeed.recipe import Recipe
+from jspeed.recipe import Recipe, without_lazy
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
 from jspeed.record.schema import Kernels
@@ -41,7 +41,7 @@ from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
 from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
-from jspeed.run.compute.step import State, without_lazy
+from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find

@@ -18,7 +18,7 @@ from jspeed.cores import cores
 from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
-from jspeed.recipe import Context, Recipe, Stage
+from jspeed.recipe import Context, Recipe, Stage, without_lazy
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_of_memory
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
@@ -32,7 +32,6 @@ from jspeed.run.compute.step import (
     lazy_specs,
     train_step,
     without_jit,
-    without_lazy,
 )
 
 GPU_COMPILES = 2  # at a time

@@ -28,7 +28,7 @@ from jspeed.parallel.layout import (
     rows_only,
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
-from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs
+from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs, without_lazy
 from jspeed.run.compute import accumulators, split_lanes
 
 State = dict[str, Any]
@@ -44,11 +44,6 @@ def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, me
     tables = accumulators.by_path(recipe, params)
     rows = {path: each.init(tables[path]) for path, each in recipe.row_optimizers().items()}
     return state | {"rows": rows, "means": averages.zeros(recipe.averages, params)}
-
-
-def without_lazy(recipe: Recipe, tree: Any) -> Any:
-    """Return ``tree`` with None in place of each lazily updated table: what the optimizer sees."""
-    return map_specs(lambda spec, part: None if spec.lookups else part, recipe.parameters, tree)
 
 
 def train_step(
@@ -327,8 +322,8 @@ def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
     for path, spec in leaves(recipe.parameters):
         if spec.lookups and tuple(placed[path]) and not owned(spec, placed[path]):
             raise BadInput(
-                f"recipe {recipe.name}: table {path} is updated row by row, and this layout shards it otherwise; choose "
-                "--layout zero1 or dp"
+                f"recipe {recipe.name}: table {path} is updated row by row, and this layout shards it otherwise; "
+                "choose --layout zero1 or dp"
             )
     tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
     sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
