@@ -64,27 +64,16 @@ TOYS = {
     "r29": [*DEEP, "ADAM_EPS=3e-4", "WINDOWS=(2,)", "MAX_DOC_LEN=16", "GATE_WIDTH=6"],
 }
 
-TOYS["r92"] = [
-    *STAGED[:8],
-    "EVAL_CHUNK=12",
-    "LAYERS=6",
-    "ATTENDING=(0,4,1,5)",
-    "PAIRED_LAYERS=(0,)",
-    "HALF_LAYERS=(4,)",
-]
+TOYS["r92"] = [*STAGED[:10], "LAYERS=6", "ATTENDING=(0,4,1,5)", "PAIRED_LAYERS=(0,)", "HALF_LAYERS=(4,)"]
 TOYS["r92"] += ["LONG_LAYERS=(1,5)", "XSA_LAYERS=(1,4)", "NO_MLP=(3,)", "TWICE=4", "SKIP_FROM=1", "SKIP_INTO=2"]
 TOYS["r92"] += ["SHARED_FROM=3", "GATES_FROM=2", "START_LAYERS=(0,1,3)", "NGRAM_LAYERS=(0,1,4)", "GATE_WIDTH=6"]
 TOYS["r92"] += ["VALUE_OF={0:0,1:1,4:2,5:3}", "MUDD_WIDTH=8", "MIX_GROUPS=4", "NGRAMS=512", "PREFIX_SHARE={}"]
-# The number of steps between two updates of tables changes at a border.
-TOYS["r92"] += ["STEPS=(4,4,4)", "TABLES_EVERY=(2,4,4)", "LANE_LENS=(16,24,16)", "MAX_DOC_LENS=(16,16,16)"]
-TOYS["r92"] += ["SEGMENT=8", "MAX_DOCS=(17,25,17)", "BLOCK=4", "LONG_WINDOWS=(2,3,3)", "SHORT_WINDOWS=(1,2,2)"]
-TOYS["r92"] += ["EVAL_WINDOW=4", "RATES=(1.0,1.5,1.5)", "COLUMNS=(96,128,272)", "TARGETS=(3,2,1)", "LAST_TIED=7"]
-TOYS["r92"] += [
-    "SHARES=({0:1.0},{4:0.5,8:0.0},{0:0.25,4:0.0})",
-    "MOMENTUM={0:0.85,6:0.93}",
-    "RAILS=(6,0.85,0.98,0.4385)",
-]
-TOYS["r92"] += ["COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4", "LAST_STEPS=(6,4)"]
+# The number of steps between two updates of tables changes at the border.
+TOYS["r92"] += ["STEPS=(4,8)", "TABLES_EVERY=(2,4)", "LANE_LENS=(16,24)", "MAX_DOC_LENS=(16,16)", "SEGMENT=8"]
+TOYS["r92"] += ["MAX_DOCS=(17,25)", "BLOCK=4", "LONG_WINDOWS=(2,3)", "SHORT_WINDOWS=(1,2)", "EVAL_WINDOW=4"]
+TOYS["r92"] += ["RATES=(1.0,1.5)", "COLUMNS=(96,272)", "TARGETS=(3,2)", "LAST_TIED=7", "LAST_STEPS=(6,4)"]
+TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0.85,6:0.93}"]
+TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
 TOYS["jspeed1"] = TOYS["r89"]
 TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]

@@ -86,8 +86,8 @@ class Context:
     (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step modulo
     ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split). ``head_chunk``: how many
     tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a
-    ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its layers itself, returns ``f``, or
-    ``jax.checkpoint(f)`` under remat.
+    ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its
+    layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat.
     """
 
     stage: Stage
@@ -179,7 +179,7 @@ class Recipe:
     or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B, T]``, 0 or
     more): losses are then weighted means, over the whole global batch in training. None: equal weights. ``heads``, the
     number of attention heads, is needed for an export as GPT-2. ``sample``: what to sample after a run. Where
-    parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: those are updated whose ``every`` divides
+    parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: it updates those whose ``every`` divides
     it. ``row_optimizers()`` gives the optimizer of each lazily updated table (:class:`jspeed.optim.rows`), which
     ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place
     after the last step, on the clock, those in ``keep_norm`` with the norm from before.

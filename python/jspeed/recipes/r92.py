@@ -1,10 +1,10 @@
 """r92: record 92. A table of 84.6 million hashed bigrams and trigrams beside a smaller model; averages of weights.
 
 What        Against r89: layers without attention or MLP, narrow heads, four value tables, no composed heads; each token
-            mixes its last state from ten others, in twelve groups of channels. Bigrams and trigrams have a table that is
-            updated row by row, with one second moment a row. Training scores the lane's targets and some negatives, in
-            the last tenth everything. ANVIL on matrices: two momenta, six maps. After the last step averages take the
-            weights' place, with their norm.
+            mixes its last state from ten others, in twelve groups of channels. Bigrams and trigrams have a table that
+            is updated row by row, with one second moment a row. Training scores the lane's targets and some negatives,
+            in the last tenth everything. ANVIL on matrices: two momenta, six maps. After the last step averages take
+            the weights' place, with their norm.
 Departures  r89's; negatives start at lane x V / 8 + step x columns, there where the search of the step before ended;
             gradients of n-grams add up in fp32 and travel in every step, there once an update in fp16 and bf16; FP8
             scales are measured or delayed by 1.8 to 16, there constant or by 1.03 to 1.25, and gradients of queries,
@@ -173,8 +173,8 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 
 
 # Bank "queries_keys": the queries of each pair of heads, then their keys, of each layer in ATTENDING; narrow layers
-# read the first half of each head. Bank "values_outs": value and output of each; bank "mlp": up and down of each in FEEDS,
-# down transposed.
+# read the first half of each head. Bank "values_outs": value and output of each; bank "mlp": up and down of each in
+# FEEDS, down transposed.
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),

@@ -1,0 +1,129 @@
+"""Lazily updated tables against a dense table in NumPy: which rows change, by how much, and in place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jspeed.optim.rows import RowState, row_adam
+from jspeed.parallel.lazy_table import HIGH, Lazy, Pending, Sink, distinct, empty, joined, pending, read, sink_size
+from jspeed.parallel.mesh import make_mesh
+
+ROWS, WIDTH, IDS = 128, 3, 24
+BETAS = (0.9, 0.9, 0.81, 0.81, 0.81)
+
+
+def dense(table, steps):
+    """The rule of record 92 on the whole table: events of one or several steps' (ids, gradients)."""
+    p, v = table.astype(np.float64), np.zeros(len(table))
+    for n, (event, beta) in enumerate(zip(steps, BETAS, strict=True)):
+        g = np.zeros_like(p)
+        for ids, grads in event:
+            np.add.at(g, ids, grads)
+        v = beta * v + (1 - beta) * np.mean(g**2, axis=1)
+        u = 0.1 * np.sqrt(1 - beta ** (n + 1)) * g / (np.sqrt(v) + 1e-10)[:, None]
+        u += np.where(u * p > 0, 0.1**2 * 0.5 * p, 0)
+        p = p - u
+    return p
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_updates_are_those_of_a_dense_table(devices):
+    """Rows named on several devices and in several steps; rows that nobody names stay as they are, bit for bit."""
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    shared = rng.integers(0, ROWS // 2, size=(5, 2, devices, IDS))  # the upper half is never named
+    shared[:, :, :, :4] = 7
+    grads = rng.normal(size=(*shared.shape, WIDTH)).astype(np.float32)
+    adam = row_adam(lambda n: 0.1, lambda n: jnp.asarray(BETAS)[n], eps=1e-10, weight_decay=lambda n: 0.5)
+    mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
+    axis, part = ("data" if devices > 1 else None), ROWS // devices
+    waiting = sink_size(IDS, part, devices)
+
+    def event(table_VD, square_V, step, ids_SBT, grads_SBTD):
+        found = []
+        for ids, grad in zip(ids_SBT, grads_SBTD, strict=True):
+
+            def total(sink, ids=ids, grad=grad):
+                return jnp.sum(read(Lazy(table_VD, sink), ids, axis) * grad)
+
+            found.append(pending(jax.grad(total)(empty(table_VD, IDS, devices)), part, waiting))
+        table_VD, state = adam.update(*distinct(joined(found), part), table_VD, RowState(step, square_V))
+        return table_VD, state.square_V
+
+    rows, lanes = PartitionSpec("data"), PartitionSpec(None, "data")
+    run = jax.jit(
+        jax.shard_map(
+            event,
+            mesh=mesh,
+            in_specs=(rows, rows, PartitionSpec(), lanes, lanes),
+            out_specs=(rows, rows),
+            check_vma=False,
+        )
+    )
+    found, square = jnp.asarray(table), jnp.zeros(ROWS)
+    for n in range(5):
+        found, square = run(found, square, jnp.int32(n), shared[n].astype(np.int32), grads[n])
+    events = [[(shared[n, s].ravel(), grads[n, s].reshape(-1, WIDTH)) for s in range(2)] for n in range(5)]
+    expected = dense(table, events)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(found)[ROWS // 2 :], table[ROWS // 2 :])
+
+
+def test_a_list_that_is_too_long_is_summed_or_nan():
+    rows = np.array([5, 3, 5, 9, 3, 5], np.int32)
+    sink = Sink(jnp.stack([rows // HIGH, rows % HIGH], axis=-1).astype(jnp.float32), jnp.ones((6, 2)))
+    found = pending(sink, 8, 3)
+    np.testing.assert_array_equal(found.rows_R, [3, 5, 8])  # 9 is no row of a part of 8
+    np.testing.assert_array_equal(found.grads_RD, [[2, 2], [3, 3], [0, 0]])
+    assert np.isnan(pending(sink, 10, 2).grads_RD).all()
+    np.testing.assert_array_equal(pending(sink, 10, 7).rows_R, [*rows, 10])
+
+
+def test_large_row_numbers_arrive_exactly():
+    ids = jnp.array([[0, 84_602_879, 2**24 + 1, 2**31 - 2]], jnp.int32)
+    high, low = (np.float32(x) for x in divmod(np.asarray(ids[0], np.int64), HIGH))
+    np.testing.assert_array_equal((HIGH * high.astype(np.int64) + low.astype(np.int64)), ids[0])
+
+
+def test_distinct_rows_ascend_and_what_is_past_the_part_is_all_different():
+    found = distinct(Pending(jnp.array([4, 9, 4, 0, 9], jnp.int32), jnp.arange(10.0).reshape(5, 2)), 8)
+    np.testing.assert_array_equal(found.rows_R[:2], [0, 4])
+    assert len(set(found.rows_R.tolist())) == 5 and min(found.rows_R[2:].tolist()) >= 8
+    np.testing.assert_array_equal(found.grads_RD, [[6, 7], [4, 6], [0, 0], [0, 0], [0, 0]])
+
+
+def test_no_copy_of_the_table_is_made():
+    """The compiled program of 8 devices needs less than a part besides its arguments, and copies none."""
+    mesh, rows, width, ids = make_mesh({"data": 8}, devices=jax.devices()[:8]), 2**16, 16, 64
+    adam = row_adam(lambda n: 0.1, lambda n: 0.9, eps=1e-10, weight_decay=lambda n: 0.5)
+    part = rows // 8
+
+    def step(table_VD, state, ids_BT, grad_BTD):
+        def total(sink):
+            return jnp.sum((read(Lazy(table_VD, sink), ids_BT, "data") * grad_BTD).astype(jnp.float32))
+
+        found = pending(jax.grad(total)(empty(table_VD, ids, 8)), part, sink_size(ids, part, 8))
+        return adam.update(*distinct(found, part), table_VD, state)
+
+    cut, whole = PartitionSpec("data"), PartitionSpec()
+    specs = cut, RowState(whole, cut), cut, cut
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=False)
+    shapes = (jnp.bfloat16, (rows, width)), RowState((jnp.int32, ()), (jnp.float32, (rows,)))
+    arrays = [*shapes, (jnp.int32, (8, ids)), (jnp.bfloat16, (8, ids, width))]
+
+    def shaped(spec, one):
+        return jax.ShapeDtypeStruct(one[1], one[0], sharding=NamedSharding(mesh, spec))
+
+    leaf = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], tuple)  # noqa: E731
+    structs = [
+        jax.tree.map(shaped, spec, array, is_leaf=lambda x: leaf(x) or isinstance(x, PartitionSpec))
+        for spec, array in zip(specs, arrays, strict=True)
+    ]
+    compiled = jax.jit(run, donate_argnums=(0, 1)).lower(*structs).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * part * width
+    text = compiled.as_text()
+    assert f"copy(bf16[{part},{width}]" not in text.replace(" ", "")
+    assert not [line for line in text.splitlines() if " copy(" in line and f"bf16[{part},{width}]" in line]

@@ -1,0 +1,178 @@
+"""Record 92 against the numbers of its source: sizes, stages, schedules, hashes, averages; and candidates."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed import recipe as r
+from jspeed import sizes
+from jspeed.model.attention import attention, find_documents
+from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
+from jspeed.model.ngrams import bigram_rows, sign_rows, trigram_rows
+from jspeed.model.positions import frequencies, yarn
+from jspeed.model.sampled import candidates
+from jspeed.optim.schedules import jumps, through
+from jspeed.recipes import r92
+
+from .test_r62_r89 import TABLE, by_group
+
+
+def test_parameters_by_group():
+    assert by_group(r92.PARAMETERS) == {
+        "words": 2 * TABLE,
+        "tables": 4 * TABLE,
+        "ngrams": 84_602_880 * 768,
+        "queries_keys": 42 * 256 * 768,
+        "values_outs": 14 * 768**2,
+        "mlp": 22 * 768 * 2816,
+        "value_gates": 3 * 6 * 12,
+        "smear": 12,
+        "scalars": 2 * 11 + 2,
+        "layer_scales": 22,
+        "post_scales": 22,
+        "mudd": 2 * 64 * 768 + 2 * 14 * 64 + 10 * 12 * 64,
+        "mudd_bias": 2 * 14,
+        "gates": 2 * 64 * 768 + 2 * 23 * 64,
+        "gates_bias": 2 * 23 + 1,
+        "largest": 11 * 4,  # measurements, no parameters
+    }
+    assert sizes.parameter_count(r92.PARAMETERS) == pytest.approx(65.27e9, rel=1e-3)
+    assert {name: spec.shape[0] for name, spec in r92.PARAMETERS.items() if spec.axes[:1] == ("matrix",)} == {
+        "queries_keys": 48,
+        "values_outs": 16,
+        "mlp": 24,
+    }
+
+
+def test_stages():
+    found = r92.RECIPE
+    ends = np.cumsum([stage.steps for stage in found.stages])
+    assert list(ends) == [320, 336, 681, 965, 1107, 1174, 1194]
+    assert (found.steps, found.tokens, found.period) == (1194, 328_663_040, 4)
+    assert r92.LAST_TIED == 1174 | 1
+    for stage, long, short in zip(found.stages, (3, 7, 7, 11, 11, 11, 13), (1, 3, 3, 5, 5, 5, 6), strict=True):
+        assert stage.windows == tuple(1 + 128 * (long if layer in (3, 10) else short) for layer in range(11))
+    assert (found.eval_windows[10], found.eval_windows[9]) == (2561, 769)
+    assert list(r92.UPDATES[:3]) == [1, 3, 5] and list(r92.UPDATES[166:170]) == [333, 335, 339, 343]
+    assert all(stage.scored % 2048 == 0 for stage in found.stages[:5])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points"),
+    [
+        (r92.rate, {0: 1, 233: 1, 234: 1, 319: 0.936702, 320: 1.408383, 336: 1.387617, 514: 1.156596, 680: 0.941149}),
+        (r92.rate, {681: 1.049989, 896: 0.722915, 965: 0.617947, 1106: 0.403447, 1107: 0.391182, 1173: 0.301361}),
+        (r92.rate, {1174: 0.3, 1193: 0.3}),
+        (through(r92.MOMENTUM), {0: 0.85, 120: 0.89, 240: 0.93, 1144: 0.93, 1145: 0.9284, 1193: 0.8516}),
+        (through(r92.SHARES[1]), {160: 0.5, 319: 0.5, 500: 0.25069, 680: 0.00139}),
+        (through(r92.SHARES[2]), {160: 0.125, 319: 0.00078}),
+        (jumps(r92.PREFIX_SHARE), {0: 0.25, 319: 0.25, 320: 0.2, 411: 0.15, 501: 0.1, 591: 0.05, 680: 0.05, 681: 0}),
+        (r92.of_pairs(lambda pairs: 0.95**pairs), {0: 0.95, 167: 0.95, 168: 0.9025, 381: 0.9025}),
+        (r92.of_tables, {0: 0.56, 168: 0.56 * 1.383721}),
+    ],
+)
+def test_schedules(schedule, points):
+    """As tabulated for the reference recipe (appendix A)."""
+    for step, value in points.items():
+        assert float(schedule(step)) == pytest.approx(value, abs=6e-6)
+
+
+def test_scales_of_attention():
+    for start, windows, ends in (
+        (r92.NARROW_SCALE, r92.SHORT_WINDOWS, (0.13, 0.15856, 0.15856, 0.17476, 0.17476, 0.17476, 0.18114)),
+        (r92.WIDE_SCALE, r92.LONG_WINDOWS, (0.085, 0.09940, 0.09940, 0.10839, 0.10839, 0.10839, 0.11201)),
+    ):
+        for stage, end in enumerate(ends):
+            chain = [128 * n for n in windows[: stage + 1]]
+            assert yarn(frequencies(32), start, chain)[1] == pytest.approx(end, abs=6e-6)
+
+
+def test_hashes_of_the_record():
+    tokens = jnp.array([[50256, 464, 2159, 318, 257, 1643]])
+    half = r92.NGRAMS // 2
+    expected = [42301439, 30057605, 31937192, 21659224, 890507, 23037573]
+    np.testing.assert_array_equal(bigram_rows(tokens, half)[0], expected)
+    expected = [84602879, 84602879, 77435831, 71736975, 78693949, 67888422]
+    np.testing.assert_array_equal(half + trigram_rows(tokens, half)[0], expected)
+    np.testing.assert_array_equal(sign_rows(tokens, r92.BIGRAM_SIGNS)[0], [0, 3392, 241, 5431, 5317, 6654])
+    np.testing.assert_array_equal(sign_rows(tokens, r92.TRIGRAM_SIGNS)[0], [0, 0, 7077, 1047, 6158, 3556])
+
+
+def test_averages_of_the_record():
+    """First and last step, how many, and how old on average what they hold is (docs of the record, section 5)."""
+    facts = [(896, 1193, 150, 128.7), (945, 1193, 63, 48.6), (947, 1191, 62, None), (897, 1193, 76, 122.9)]
+    for average, (first, last, count, age) in zip(r92.averages(), facts, strict=True):
+        ticks = np.flatnonzero(average.rates)
+        assert (ticks[0], ticks[-1], len(ticks)) == (first, last, count) and average.rates[first] == 1
+        if age:
+            left = average.rates[ticks] * np.append(np.cumprod(1 - average.rates[ticks][:0:-1])[::-1], 1)
+            assert np.sum(left) == pytest.approx(1)
+            assert np.sum(left * (1193 - ticks)) == pytest.approx(age, abs=0.05)
+
+
+def test_gates_and_mixtures_at_the_start():
+    assert [sum(gates.values()) for gates in r92.GATES] == [23, 13]
+    assert {layer for gates in r92.GATES for kind, layer in gates if kind == "own value"} == {1, 3}
+    x = jnp.ones((1, 1, 8))
+    params = {"mudd_up": jnp.ones((2, 8, 4)), "mudd_down": jnp.zeros((2, 4, 14)), "mudd_bias": r92.MIX_STARTS / 0.1}
+    params["mudd_groups"] = jnp.zeros((4, 10, 12))
+    starts = [0] * 6 + [2, 2, 1.1**0.5, 1, 0, 0.05, 1.1**0.5, 1]
+    np.testing.assert_allclose(coefficients(x, params, "mudd", 0, 0.1)[0, 0], starts, rtol=1e-6)
+    grouped = np.asarray(grouped_coefficients(x, params, "mudd", 1, 0.1)[0, 0])
+    np.testing.assert_allclose(grouped, np.tile(np.array([0, -0.5] + [0] * 8)[:, None], 12), rtol=1e-6)
+    assert set(named(jnp.zeros((1, 1, 13)), r92.GATES[1])) == set(r92.GATES[1])
+
+
+def test_a_mixture_of_groups_is_one_for_each_group_of_channels():
+    rng = np.random.default_rng(0)
+    c, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 3, 4), (2, 3, 12), (2, 3, 12)))
+    np.testing.assert_allclose(blend((1, x), (jnp.asarray(c), y)), x + np.repeat(c, 3, axis=-1) * y, rtol=1e-6)
+
+
+def test_candidates_are_all_targets_and_the_next_of_a_permutation():
+    rng = np.random.default_rng(0)
+    vocabulary, count, start = 272, 96, 1234
+    targets = rng.integers(0, vocabulary, 40)
+    ids, place = (np.asarray(a) for a in candidates(jnp.asarray(targets), vocabulary, count, start))
+    order = 20_011 * ((start + np.arange(vocabulary)) % vocabulary) % vocabulary
+    own = set(targets.tolist())
+    others = [x for x in order if x not in own][: count - len(own)]
+    np.testing.assert_array_equal(ids, sorted([*own, *others]))
+    np.testing.assert_array_equal(ids[place[targets]], targets)
+    assert candidates(jnp.arange(100), vocabulary, count, 0)[0][0] == -1
+
+
+def test_segments_cut_documents_for_attention_alone():
+    tokens = jnp.array([[5, 1, 1, 1, 1, 1, 1, 5, 1, 1, 5, 1]])
+    found = find_documents(tokens, 5, 8, 7, 3)
+    np.testing.assert_array_equal(found.ids[0], [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 4, 4])
+    np.testing.assert_array_equal(found.offsets[0], [0, 3, 6, 7, 10, 12, 12, 12, 12])
+    assert found.longest == 3
+
+
+@pytest.mark.parametrize("backend", ["xla", "splash"])
+def test_narrow_queries_and_keys(backend, monkeypatch):
+    """Against a plain softmax in float64; kernels get zeros at their end, and outputs as wide as values."""
+    monkeypatch.setattr(
+        "jspeed.model.kernels.attention_backends.splash",
+        lambda q, k, v, *, scale, ids_BT, window: attention(q, k, v, scale=scale, documents=documents, window=window),
+    )
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 9, 2, width)).astype(np.float32) for width in (4, 4, 8))
+    documents = find_documents(jnp.array([[5, 1, 1, 1, 5, 1, 1, 1, 1]]), 5)
+    found = attention(*map(jnp.asarray, (q, k, v)), scale=0.3, documents=documents, window=3, backend=backend)
+    ids, t = np.asarray(documents.ids[0]), np.arange(9)
+    seen = (t[:, None] >= t) & (t[:, None] - t < 3) & (ids[:, None] == ids)
+    scores = np.where(seen, 0.3 * np.einsum("thk,shk->hts", q[0], k[0], dtype=np.float64), -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("hts,shk->thk", p / p.sum(-1, keepdims=True), v[0])
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)
+
+
+def test_cadences_that_do_not_fit_are_refused():
+    import dataclasses
+
+    stages = [dataclasses.replace(r92.STAGES[1], steps=15), *r92.STAGES[2:]]
+    recipe = dataclasses.replace(r92.RECIPE, stages=(r92.STAGES[0], *stages))
+    with pytest.raises(r.BadInput, match="let that stage start with a multiple of both"):
+        recipe.validate()
