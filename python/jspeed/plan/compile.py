@@ -91,7 +91,9 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
     stages, period = programs(recipe), recipe.period
     groups: dict[tuple, list[int]] = {}
     for number, stage in enumerate(stages):
-        groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, stage.every, number % period), []).append(number)
+        groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, stage.every, number % period), []).append(
+            number
+        )
     copies: dict[int, int] = {}
     # Lowering is single-threaded; XLA compiles in the pool meanwhile.
     with pretend(hardware.cluster.target), ThreadPoolExecutor(cores()) as pool:

@@ -1,0 +1,122 @@
+"""A small r92 against stored losses and gradients of record 92's formulas, executed by PyTorch in fp32.
+
+The formulas are the Python of the record's log with kernels as plain operations, without FP8 and bf16: eleven layers,
+a lane of 112 tokens whose documents attention cuts at 40, candidates, several targets, prefixes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed import recipe as r
+from jspeed.run.find_recipe import find
+
+from .r62_r89_golden import filled
+
+pytestmark = pytest.mark.slow  # two gradients of eleven layers to compile
+
+VOCAB, BOS, LENGTH, LIMIT = 512, 500, 112, 2e-5
+FIELDS = {"VOCAB": VOCAB, "BOS": BOS, "WIDTH": 96, "MLP_WIDTH": 64, "NGRAMS": 64, "BLOCK": 8, "MUDD_WIDTH": 16}
+FIELDS |= {
+    "COMPUTE": "float32",
+    "FP8": "off",
+    "OWN_KERNELS": "off",
+    "SEGMENT": 40,
+    "EVAL_LEN": 256,
+    "EVAL_TOKENS": 2048,
+}
+FIELDS |= {"LANE_LENS": (LENGTH,) * 7, "MAX_DOC_LENS": (96,) * 7, "MAX_DOCS": (64,) * 7}
+FIELDS |= {"COLUMNS": (192, 192, 192, 224, 256, 512, 512)}
+# Stage and step: the mean loss of next tokens, what is descended on, the norm of each parameter's gradient.
+GOLDEN = {
+    (0, 100): {
+        "mean": 7.716969,
+        "total": 1481.395,
+        "gradients": {
+            "attention_scales": 13.9369,
+            "gates_bias": 8.09512,
+            "gates_down": 11.0992,
+            "gates_scale": 389.573,
+            "gates_up": 4.77585,
+            "head": 126.881,
+            "layer_scales": 86.9773,
+            "mlp": 271.085,
+            "mudd_bias": 1.68383,
+            "mudd_down": 15.7274,
+            "mudd_groups": 15.8804,
+            "mudd_up": 17.4515,
+            "ngrams": 16.2464,
+            "post_scales": 52.6028,
+            "queries_keys": 14.0334,
+            "skip_scale": 1.1378,
+            "smear_gate": 1.4663,
+            "smear_scale": 20.0868,
+            "value_gates": 1.17746,
+            "values": 4.26366,
+            "values_outs": 60.6452,
+        },
+    },
+    (4, 1000): {
+        "mean": 7.705159,
+        "total": 862.9778,
+        "gradients": {
+            "attention_scales": 8.24287,
+            "gates_bias": 4.27666,
+            "gates_down": 7.03236,
+            "gates_scale": 246.938,
+            "gates_up": 3.63153,
+            "head": 100.866,
+            "layer_scales": 50.4322,
+            "mlp": 221.223,
+            "mudd_bias": 0.658669,
+            "mudd_down": 6.69198,
+            "mudd_groups": 11.5531,
+            "mudd_up": 12.7008,
+            "ngrams": 14.0764,
+            "post_scales": 27.088,
+            "queries_keys": 13.7849,
+            "skip_scale": 0.475942,
+            "smear_gate": 1.84299,
+            "smear_scale": 3.66774,
+            "value_gates": 0.670063,
+            "values": 2.85937,
+            "values_outs": 39.6613,
+        },
+    },
+}
+
+
+def lane(seed: int) -> np.ndarray:
+    """Tokens ``[1, T + 1]`` that start with a document, as does every sixteenth or so."""
+    rng = np.random.RandomState(seed)
+    row = np.where(rng.random_sample(LENGTH + 1) < 1 / 16, BOS, rng.randint(0, BOS, LENGTH + 1))
+    row[0] = BOS
+    return row[None].astype(np.int32)
+
+
+@pytest.mark.parametrize(("stage", "step"), GOLDEN)
+def test_losses_and_gradients_are_those_of_the_record(stage, step, monkeypatch):
+    prefixes = np.maximum(np.random.RandomState(1).randint(-200, BOS, VOCAB), -1).astype(np.int32)
+    with monkeypatch.context() as patch:
+        patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: prefixes)
+        recipe = find("r92", [f"{name}={value}" for name, value in FIELDS.items()], trace=False).recipe
+    params = filled(recipe) | {"embed": filled(recipe, 1)["embed"]}
+    params["mudd_groups"] = params["mudd_groups"] / 6
+    tokens, ctx = lane(stage), r.Context(recipe.stages[stage], training=True, step=jnp.int32(step))
+    weights = jnp.full((1, LENGTH), 1 / LENGTH)
+
+    @jax.jit
+    def run(params, tokens):
+        def total(params):
+            return recipe.loss(params, tokens[:, :-1], tokens[:, 1:], weights, ctx)
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    (total, losses), grads = run(params, tokens)
+    expected = GOLDEN[stage, step]
+    assert float(total) == pytest.approx(expected["total"], rel=LIMIT)
+    assert float(jnp.mean(losses)) == pytest.approx(expected["mean"], rel=LIMIT)
+    found = {name: float(jnp.linalg.norm(grad)) for name, grad in grads.items() if name in expected["gradients"]}
+    assert found == pytest.approx(expected["gradients"], rel=LIMIT)
+    assert not np.any(grads["embed"])  # one table with the head until the last stage
