@@ -1,7 +1,7 @@
 """Adam for tables of which few rows have a gradient: one second moment a row, and no momentum."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def row_adam(
     ) -> tuple[jax.Array, RowState]:
         beta, rate = (jnp.asarray(schedule(state.step), jnp.float32) for schedule in (beta2, learning_rate))
         correction = jnp.sqrt(1 - beta ** (state.step + 1))
-        named = {"unique_indices": True, "indices_are_sorted": True}
+        named: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
         fresh_R = (1 - beta) * jnp.mean(jnp.square(grads_RD), axis=1)
         square_V = (beta * state.square_V).at[rows_R].add(fresh_R, mode="drop", **named)
         square_R = square_V.at[rows_R].get(mode="fill", fill_value=0, **named)

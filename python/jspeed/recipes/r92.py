@@ -273,7 +273,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     rows = bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, NGRAMS - half)
     found = jnp.split(ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1)).astype(e_BTD.dtype), 2, axis=1)
     signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
-    ngram_BTD = sum(x * sign for x, sign in zip(found, signed, strict=True)).astype(e_BTD.dtype)
+    bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
+    ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
     x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
     outputs: list[jax.Array] = []
@@ -287,7 +288,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
             x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
         else:
-            terms = [(before[0], x_BTD)]
+            terms: list[tuple[Any, jax.Array]] = [(before[0], x_BTD)]
             if layer in ATTENDING:
                 terms += [(1, attend(rms_norm(from_BTD), layer, value_gate(from_BTD, layer), scale_out=after[0]))]
             if layer in START_LAYERS:
@@ -340,7 +341,8 @@ def loss(
     if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
         arguments = head, params["head"], x_BTD, targets_NBT, weights_NBT
         return cross_entropy(*arguments, cap=CAP, chunk=ctx.head_chunk)
-    totals, losses = [], []
+    totals: list[jax.Array] = []
+    losses: list[jax.Array] = []
     for lane in range(len(tokens_BT)):
         start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
         ids_C, place_V = candidates(targets_BT[lane], VOCAB, columns, start)
@@ -350,7 +352,7 @@ def loss(
         arguments = head, lookup(params["head"], ids_C), x_BTD[lane, None], places_N1T, weights_N1T
         total, loss_1T = cross_entropy(*arguments, cap=CAP, chunk=ctx.head_chunk)
         totals, losses = [*totals, total], [*losses, loss_1T]
-    return sum(totals), jnp.concatenate(losses)
+    return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
 
 
 def optimizer() -> optax.GradientTransformation:

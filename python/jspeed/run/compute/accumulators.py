@@ -51,12 +51,13 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
 def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
     slow = _slow(recipe, layout, mesh)
+    lists: Any = Pending  # of arrays, here of their PartitionSpecs
     return slow and {
         "whole": {
             path: cut if owned(spec, cut) else PartitionSpec() for path, (spec, cut) in slow.items() if not spec.lookups
         },
         "sums": {
-            path: Pending(*2 * [PartitionSpec("data")]) if spec.lookups else PartitionSpec("data")
+            path: lists(PartitionSpec("data"), PartitionSpec("data")) if spec.lookups else PartitionSpec("data")
             for path, (spec, _) in slow.items()
         },
     }

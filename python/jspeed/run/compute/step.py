@@ -115,10 +115,11 @@ def with_lazy(recipe: Recipe, tree: Any, tables: dict[str, jax.Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(parts.values()))
 
 
-def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, RowState]:
+def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
     """Return how the state of each table's own optimizer is sharded: as its rows are."""
     placed = accumulators.by_path(recipe, cuts)
-    return {path: RowState(PartitionSpec(), PartitionSpec(*placed[path][:1])) for path in recipe.lazy}
+    specs: Any = RowState  # of arrays, here of their PartitionSpecs
+    return {path: specs(PartitionSpec(), PartitionSpec(*placed[path][:1])) for path in recipe.lazy}
 
 
 def lazy_updates(
