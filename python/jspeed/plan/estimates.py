@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.layout import check_layout, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
-from jspeed.recipe import ParamSpec, Recipe, Stage, leaves
+from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, lanes_of_device, micro_batches
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.find_recipe import find
@@ -113,15 +113,15 @@ def abstract_mesh(axes: Mapping[str, int], devices: int | None = None) -> Mesh:
 def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: int | None = None) -> Memory:
     """Bytes of one device of ``mesh`` in a step of ``stage`` with micro-batches of ``micro_batch`` tokens.
 
-    The state under ``layout`` is exact. Gathered: every parameter that is cast or sharded over ``data``, gathered over
-    it in its compute dtype. Gradients: as gathered in that dtype, then the device's shard in the stored dtype; with
+    The state under ``layout`` is exact, lists of rows for lazily updated tables included, which are then left out.
+    Gathered: every parameter that is cast or sharded over ``data``, gathered over it in its compute dtype. Gradients: as gathered in that dtype, then the device's shard in the stored dtype; with
     several micro-batches also an fp32 sum as gathered. Activations: :func:`activation_bytes`, not divided over
     ``model``. Raises :class:`BadInput` for a layout that is unknown, or lanes that do not divide over the devices.
     """
     check_layout(layout, mesh, recipe)
     parts, at_once = micro_batching(recipe, stage, mesh, micro_batch)
     state, _ = state_shardings(recipe, layout, mesh)
-    specs = [(spec, partition(spec, layout, mesh)) for _, spec in leaves(recipe.parameters)]
+    specs = [(spec, partition(spec, layout, mesh)) for _, spec in leaves(recipe.parameters) if not spec.lookups]
     own = _local_bytes(state["params"])
     gathered = [(spec, cut, math.prod(spec.shape) // _not_gathered(cut, mesh)) for spec, cut in specs]
     return Memory(
@@ -130,7 +130,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
         batch=recipe.lanes // row_shards(mesh) * (stage.lane_len + 1) * recipe.data.dtype.itemsize,
         gathered=sum(size * _itemsize(spec) for spec, cut, size in gathered if _copied(spec, cut)),
         gradients=sum(size * _itemsize(spec) for spec, _, size in gathered)
-        + own
+        + _local_bytes(without_lazy(recipe, state["params"]))
         + (4 * sum(size for *_, size in gathered) if parts > 1 else 0),
         activations=activation_bytes(recipe, at_once),
     )

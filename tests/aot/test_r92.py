@@ -1,0 +1,21 @@
+"""Record 92 at full size, as XLA compiles its longest step for eight H100s: a table of 16 GB a device in place."""
+
+import pytest
+
+from jspeed.recipes import r92
+
+from .runs import step_of_a_run
+
+pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m slow'
+
+
+def test_the_table_is_updated_in_place(mesh):
+    """The step of a long stage that updates everything."""
+    step = step_of_a_run(mesh(8), "r92", 3, 3)
+    table = f"bf16[{r92.NGRAMS // 8},{r92.WIDTH}]"
+    lines = [line for line in step.program.as_text().splitlines() if table in line]
+    assert lines and not [line for line in lines if " copy(" in line or "copy-start(" in line]
+    arguments = 2 * r92.NGRAMS // 8 * r92.WIDTH
+    memory = step.program.memory_analysis()
+    assert memory.alias_size_in_bytes > arguments > memory.temp_size_in_bytes
+    assert step.need < 40e9
