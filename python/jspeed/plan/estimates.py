@@ -114,9 +114,10 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
     """Bytes of one device of ``mesh`` in a step of ``stage`` with micro-batches of ``micro_batch`` tokens.
 
     The state under ``layout`` is exact, lists of rows for lazily updated tables included, which are then left out.
-    Gathered: every parameter that is cast or sharded over ``data``, gathered over it in its compute dtype. Gradients: as gathered in that dtype, then the device's shard in the stored dtype; with
-    several micro-batches also an fp32 sum as gathered. Activations: :func:`activation_bytes`, not divided over
-    ``model``. Raises :class:`BadInput` for a layout that is unknown, or lanes that do not divide over the devices.
+    Gathered: every parameter that is cast or sharded over ``data``, gathered over it in its compute dtype. Gradients:
+    as gathered in that dtype, then the device's shard in the stored dtype; with several micro-batches also an fp32 sum
+    as gathered. Activations: :func:`activation_bytes`, not divided over ``model``. Raises :class:`BadInput` for a
+    layout that is unknown, or lanes that do not divide over the devices.
     """
     check_layout(layout, mesh, recipe)
     parts, at_once = micro_batching(recipe, stage, mesh, micro_batch)
