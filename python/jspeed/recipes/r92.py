@@ -211,9 +211,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
     documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len, segment)
     values = [lookup(table, tokens_BT) for table in params["values"]]
-    turns = frequencies(HEAD_WIDTH // 4)
     narrow, wide = (
-        yarn(turns, scale, [BLOCK * n for n in windows[: stage + 1]])
+        yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
     )
     largest = params["largest"] if ctx.use_fp8(FP8) else None
@@ -223,8 +222,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
         up, down = matrices[number]
         watched = None if largest is None else largest[number, :3]
-        down = scaled(down, scale)
-        return mlp(a_BTD, up, down, largest=watched, share=share, x_largest=WIDTH**0.5, own_kernels=kernels)
+        fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "own_kernels": kernels}
+        return mlp(a_BTD, up, scaled(down, scale), **fp8_of)
 
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
@@ -341,8 +340,7 @@ def loss(
     if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
         arguments = head, params["head"], x_BTD, targets_NBT, weights_NBT
         return cross_entropy(*arguments, cap=CAP, chunk=ctx.head_chunk)
-    totals: list[jax.Array] = []
-    losses: list[jax.Array] = []
+    parts = []
     for lane in range(len(tokens_BT)):
         start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
         ids_C, place_V = candidates(targets_BT[lane], VOCAB, columns, start)
@@ -350,8 +348,8 @@ def loss(
         places_N1T = place_V[targets_N1T].clip(0)
         weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
         arguments = head, lookup(params["head"], ids_C), x_BTD[lane, None], places_N1T, weights_N1T
-        total, loss_1T = cross_entropy(*arguments, cap=CAP, chunk=ctx.head_chunk)
-        totals, losses = [*totals, total], [*losses, loss_1T]
+        parts.append(cross_entropy(*arguments, cap=CAP, chunk=ctx.head_chunk))
+    totals, losses = zip(*parts, strict=True)
     return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
 
 
