@@ -34,8 +34,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SCRIPTS = {path.name: "run" if path.stem == "speedrun" else path.stem for path in ROOT.glob("scripts/*.py")}
 # Files that the reader has, or that the page tells how to get.
 READERS = {"/data/fineweb", "shakespeare.txt", "my_texts", "gpt2", "webtext_val.jsonl.xz", "folder/of/the/text"}
-READERS |= {"~/nanoGPT", "~/torch/bin/python", "nanoGPT/data/openwebtext", "edu_fineweb10B"}
-WRITTEN = {"out", "run_dir", "json_", "svg", "html"}  # parameters that are files to be written
+READERS |= {"~/nanoGPT", "~/torch/bin/python", "nanoGPT/data/openwebtext", "edu_fineweb10B", "cloud.py"}
+WRITTEN = {"out", "run_dir", "json_", "svg", "html", "results"}  # parameters that are files to be written
 # What stands for something else, and one thing that it may stand for.
 PLACEHOLDERS = {r"(?:RECIPE|PARENT)": "stdlib", "X": "plan", r"\$\w+": "1", "N": "1"}
 SPAN = re.compile(rf"(make|jspeed|python3?|pip|maturin|\S*\.sh|(scripts/)?({'|'.join(map(re.escape, SCRIPTS))})) \S")
@@ -112,8 +112,10 @@ class Reader:
             self.extras(rest)
         elif program == ".":
             assert rest == [".venv/bin/activate"]
+        elif program.endswith(".py"):
+            self.exists(program)
         else:
-            assert program == "cloud.py" or os.access(ROOT / program, os.X_OK), f"{program}: an unknown program"
+            assert os.access(ROOT / program, os.X_OK), f"{program}: an unknown program"
 
     def jspeed(self, words: list[str], whole: bool) -> None:
         """A command line of ``jspeed``; of one in a sentence, which may lack arguments, at least the command exists."""

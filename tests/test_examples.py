@@ -61,6 +61,24 @@ def test_placement_by_path_and_size(tmp_path):
     assert f"{64 * 256 / 2 * 4 / 1e3:.2f} kB" in up
 
 
+def test_two_processes_are_one_of_eight_devices(tmp_path):
+    """And the page that shows the program shows its output too."""
+    program, page = EXAMPLES / "two_processes.py", (EXAMPLES.parent / "docs" / "launch.md").read_text()
+    assert f"```python\n{program.read_text()}```" in page
+    launch = ["-m", "jspeed", "launch", "--standalone", "--nproc-per-node", 2, "--results", "results.json", program]
+    two = run(tmp_path, *launch, seconds=60)
+    assert two.returncode == 0 and not two.stderr, two.stderr
+    *steps, zero, one = two.stdout.splitlines()
+    assert len(steps) == 4 and "\n".join(f"    {line}" for line in steps) in page
+    assert zero.startswith("process 0: {'rows': 32, 'devices': 1, 'loss': 0.0005") and one == f"process 1{zero[9:]}"
+    first, second = json.loads((tmp_path / "results.json").read_text())
+    assert (first.pop("rank"), second.pop("rank")) == (0, 1) and first == second and first["exit_code"] == 0
+    alone = run(tmp_path, program, JAX_NUM_CPU_DEVICES="8")
+    assert alone.returncode == 0 and alone.stdout.splitlines()[:4] == steps, alone.stderr
+    assert alone.stdout.splitlines()[4].startswith("process 0: {'rows': 64, 'devices': 8, 'loss': 0.0005")
+    np.testing.assert_allclose(first["weights"], np.arange(8), atol=0.02)
+
+
 def test_loader(tmp_path):
     """Lanes 7:3, documents where the tables say, masked targets, and the same tokens after resuming."""
     done = run(tmp_path, EXAMPLES / "loader.py", tmp_path)

@@ -44,15 +44,21 @@ _streams: dict[str, Stream] = {}
 LOGS = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} \d\d:\d\d:[\d.]+ +\d+ \S+:\d+\]")
 
 
+def open_closed_streams() -> None:
+    """Let what is printed go nowhere on ``sys.stdout`` and ``sys.stderr`` that the parent process has closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, _nowhere())
+
+
 def harden_streams() -> None:
     """Escape unencodable characters and survive closed pipes on ``sys.stdout`` and ``sys.stderr``. Call once."""
     # While Python itself ends it gives SIGINT back to the system, and a second Ctrl-C then would decide the exit code.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    open_closed_streams()
     for name in ("stdout", "stderr"):
-        old: io.TextIOWrapper | None = getattr(sys, name)
-        if old is None:  # closed by the parent process
-            setattr(sys, name, _nowhere())
-        elif old is getattr(sys, f"__{name}__"):
+        old: io.TextIOWrapper = getattr(sys, name)
+        if old is getattr(sys, f"__{name}__"):
             old.flush()
             _streams[name] = stream = Stream(old.fileno(), "w", closefd=False)
             setattr(sys, name, _text(stream, old.encoding, old.line_buffering, old.write_through))

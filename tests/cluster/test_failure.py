@@ -80,13 +80,18 @@ def test_processes_stop_after_the_furthest_step_that_one_has_begun(monkeypatch):
     [
         (BadInput("no such file"), "no such file", 2),
         (KeyboardInterrupt(), "interrupted", 130),
-        (Terminated(143), "terminated before training started", 143),
+        (Terminated(143), "terminated", 143),
+        (SystemExit(3), "sys.exit(3)", 3),
+        (SystemExit(256), "sys.exit(256)", 1),
+        (SystemExit("no such layer"), "no such layer", 1),
         (
             jax.errors.JaxRuntimeError("Gloo: reset\nby peer"),
             "lost the connection to another process (Gloo: reset)",
             75,
         ),
         (jax.errors.JaxRuntimeError("INTERNAL: odd"), "JaxRuntimeError: INTERNAL: odd", FAULT),
+        (ValueError("UNKNOWN: Gloo reset"), "lost the connection to another process (UNKNOWN: Gloo reset)", 75),
+        (ValueError("no connection"), "ValueError: no connection", FAULT),
         (ValueError(), "ValueError: ValueError", FAULT),
     ],
 )

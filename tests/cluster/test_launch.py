@@ -218,3 +218,13 @@ def test_results_that_cannot_be_read_or_written_change_no_exit_code_but_0(launch
     program = """open(os.environ["JSPEED_RESULT"], "w").write("{half")"""
     assert launch("--results all.json", program).returncode == 0
     assert json.loads((tmp_path / "all.json").read_text()) == [{"rank": 0, "exit_code": 0}]
+
+
+def test_the_record_of_ones_own_program_cannot_say_who_wrote_it(launch, tmp_path):
+    program = """
+    import json
+    json.dump({"rank": 7, "exit_code": 0, "run_dir": 5, "loss": 1.5}, open(os.environ["JSPEED_RESULT"], "w"))
+    sys.exit(3)
+    """
+    assert launch("--results all.json", program).returncode == 3
+    assert json.loads((tmp_path / "all.json").read_text()) == [{"rank": 0, "exit_code": 3, "run_dir": 5, "loss": 1.5}]

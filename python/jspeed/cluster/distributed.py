@@ -18,7 +18,7 @@ from jspeed.cluster.coordinator_proxy import start_proxy
 from jspeed.cluster.rank import Rank, find_rank, local_devices
 from jspeed.cluster.rendezvous import rendezvous, reserved_port
 from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
-from jspeed.errors import BadInput, say
+from jspeed.errors import BadInput, first_line, say
 
 LIMIT = 3600  # seconds to wait for a value; process 0 may first have to prepare data, and its death is noticed sooner
 # JAX aborts with a stack trace, or raises an error of its own, when one of its time limits expires: ours come first.
@@ -89,6 +89,11 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
                 f"process {rank.index} of {rank.count} registered, but JAX did not connect at {host}:{port} within "
                 f"{wait:g} s; open all ports between the nodes"
             ) from None
+        except jax.errors.JaxRuntimeError:
+            raise
+        except RuntimeError as error:
+            asked = "join before the program uses JAX's devices or jax.distributed"
+            raise BadInput(f"{asked}; JAX says: {first_line(error)}") from None
     _joined = True
 
 
@@ -134,7 +139,7 @@ def broadcast(name: str, value: str) -> str:
 
 
 def gather(name: str, value: Any) -> list[Any]:
-    """Return the ``value``, any JSON, of every process, in no set order. Use each ``name`` once.
+    """Return the ``value``, any JSON, of every process, by index. Use each ``name`` once.
 
     Raises :class:`BadInput` as :func:`barrier` does.
     """
@@ -143,7 +148,8 @@ def gather(name: str, value: Any) -> list[Any]:
         return [value]
     store.key_value_set(f"jspeed/{name}/{process_index()}", json.dumps(value))
     barrier(name)
-    return [json.loads(text) for _, text in store.key_value_dir_get(f"jspeed/{name}/")]
+    found = {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(f"jspeed/{name}/")}
+    return [json.loads(found[index]) for index in range(process_count())]
 
 
 def barrier(name: str) -> None:

@@ -8,6 +8,7 @@ sends heartbeats and reads messages. JAX has a heartbeat too, which aborts with 
 import itertools
 import json
 import os
+import re
 import select
 import sys
 import threading
@@ -30,13 +31,14 @@ from jspeed.cluster.distributed import (
 )
 from jspeed.cluster.rendezvous import is_open
 from jspeed.cluster.timeout import heartbeat_limit, with_timeout
-from jspeed.errors import FAULT, BadInput, first_line, say
+from jspeed.errors import FAULT, BadInput, Terminated, first_line, say
 
 PEER_LOST = 75  # sysexits.h's EX_TEMPFAIL: a failure that may pass
 TICK = 0.3  # seconds between two heartbeats
 _MESSAGES, _ALIVE = "jspeed/told/", "jspeed/alive/"
 _FAILURE, _REPORTED = "failure", "jspeed/failure-said"
 CONNECTION_ERRORS = ("gloo", "Gloo", "onnection", "heartbeat", "UNAVAILABLE", "another task died", "NCCL", "barrier")
+AROUND = (__name__, "jspeed.cluster.join", "jspeed")  # modules of the frames around a program, which tell it nothing
 
 _calls: dict[str, Callable[[str], None]] = {}
 _threads: list[threading.Thread] = []
@@ -62,7 +64,11 @@ def fail_together() -> Iterator[None]:
     except BaseException as error:
         if single_process():
             raise
-        _report_and_exit(*_message_and_code(error))
+        text, code = _message_and_code(error)
+        # Bad input of process 0 is likely to be everyone's.
+        if client() is not None and (process_index() or not isinstance(error, BadInput)):
+            text = f"process {process_index()}: {text}"
+        _report_and_exit(text, code)
 
 
 def watch() -> None:
@@ -163,20 +169,27 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", 130
+    if isinstance(error, Terminated):
+        return "terminated", 143
     if isinstance(error, SystemExit):
-        return "terminated before training started", error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, int):
+            return f"sys.exit({error.code})", error.code % 256 or 1
+        return str(error.code), 1
     first = first_line(error)
-    if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in CONNECTION_ERRORS):
+    of_jax = isinstance(error, jax.errors.JaxRuntimeError) or re.match("[A-Z_]+: ", first)  # some are a ValueError
+    if of_jax and any(word in str(error) for word in CONNECTION_ERRORS):
         _over.wait(2)  # one of the threads may know which process it was
         return f"lost the connection to another process ({first})", PEER_LOST
-    traceback.print_exception(error)
+    trace = error.__traceback__
+    while trace and trace.tb_next and trace.tb_frame.f_globals.get("__name__") in AROUND:
+        trace = trace.tb_next
+    traceback.print_exception(error.with_traceback(trace))
     return f"{type(error).__name__}: {first}", FAULT
 
 
 def _report_and_exit(text: str, code: int) -> NoReturn:
     """Send the failure to all processes, let process 0 report it, and exit without waiting for anyone to finish."""
-    index = process_index()
-    message = json.dumps({"text": f"process {index}: {text}" if index else text, "code": code})
+    message = json.dumps({"text": text, "code": code})
     if client() is not None:  # else there are no others yet
         with suppress(TimeoutError, jax.errors.JaxRuntimeError):
             with_timeout(5, lambda: publish(_FAILURE, message))

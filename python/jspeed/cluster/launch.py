@@ -120,6 +120,12 @@ def variables(launch: Launch, node: int, local: int, attempt: int = 0) -> dict[s
     return {name: str(value) for name, value in values.items()}
 
 
+def write_result(text: str) -> None:
+    """Leave this process's result, a JSON object, for the launcher's --results; without --results do nothing."""
+    if path := os.environ.get(RESULT):
+        write_whole(Path(path), text)
+
+
 def dry_run_lines(launch: Launch) -> list[str]:
     """Every process of every node as a command to paste into a shell."""
     launch, lines = _addressed(launch), []
@@ -286,9 +292,9 @@ class Node:
         for local, process in enumerate(self._processes):
             record: dict[str, Any] = {"rank": self._first + local, "exit_code": process.returncode}
             with suppress(OSError, ValueError, TypeError):  # a process that was killed may have written half of it
-                record |= json.loads(Path(self._results_dir.name, str(local)).read_text())
+                record |= json.loads(Path(self._results_dir.name, str(local)).read_text()) | record
             if record["rank"] == 0:
-                with suppress(OSError, KeyError):
+                with suppress(OSError, ValueError, KeyError, TypeError):  # a program's own record may have any run_dir
                     record["samples"] = Path(record["run_dir"], "samples.txt").read_text()
             records.append(record)
         self._results_dir.cleanup()

@@ -1,7 +1,6 @@
 """Finish a run: final evaluation, validity probes, evidence, run.json, exported model, loss plot, summary."""
 
 import json
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import accumulate
@@ -11,11 +10,11 @@ from typing import cast
 from rich.console import Console
 
 from jspeed.cluster.distributed import process_index
-from jspeed.cluster.launch import RESULT
+from jspeed.cluster.launch import write_result
 from jspeed.corpus.tokenizers import unit_of
 from jspeed.errors import BadInput
 from jspeed.fields import as_json
-from jspeed.files import as_text, write_whole
+from jspeed.files import as_text
 from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
 from jspeed.record.run_json import write_run
@@ -164,12 +163,10 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
 
 def write_launcher_result(setup: Setup, progress: Progress, val_loss: float | None, reached: bool) -> None:
     """Write this process's result where ``launch.py --results`` gathers it; every process calls this."""
-    if not (path := os.environ.get(RESULT)):
-        return
     result = {"recipe": setup.recipe.name, "seed": setup.options.seed, "run_dir": str(setup.run_dir.absolute())}
     result |= {"status": progress.status, "reached": reached, "steps": progress.steps, "val_loss": val_loss}
     with suppress(BadInput):  # the launcher's folder is gone or full: the run's own record comes first
-        write_whole(Path(path), json.dumps(result | {"train_loss": progress.train[-1][1] if progress.train else None}))
+        write_result(json.dumps(result | {"train_loss": progress.train[-1][1] if progress.train else None}))
 
 
 def draw(setup: Setup, progress: Progress, unit: str, run: Unsealed) -> None:

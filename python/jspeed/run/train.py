@@ -12,8 +12,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jspeed.cluster import distributed, failure
+from jspeed.cluster import distributed
 from jspeed.cluster.graceful_stop import GracefulStop
+from jspeed.cluster.join import joined
 from jspeed.data.batches import to_global
 from jspeed.errors import BadInput, Terminated
 from jspeed.parallel.mesh import batch_rows
@@ -32,7 +33,6 @@ from jspeed.run.output.metrics_log import Progress
 from jspeed.run.output.profile import Profile
 from jspeed.run.output.sinks import sinks
 from jspeed.run.setup import Setup, set_up
-from jspeed.standard_streams import stdout_of_process_0_only
 
 
 def train(options: Options, afterwards: Callable[[Path], None] | None = None) -> int:
@@ -40,11 +40,7 @@ def train(options: Options, afterwards: Callable[[Path], None] | None = None) ->
     143 SIGTERM. With several processes each calls this; process 0 prints and writes, an error on any ends all.
 
     When the run has kept its parameters, process 0 calls ``afterwards`` with its directory."""
-    with failure.fail_together(), sigterm_is(_terminate):
-        distributed.initialise(options.coordinator, options.processes, options.process_id)
-        if distributed.process_count() > 1:
-            stdout_of_process_0_only(distributed.process_index() == 0)
-        failure.watch()
+    with sigterm_is(_terminate), joined(options.coordinator, options.processes, options.process_id):
         code, run_dir = run(options)
     if afterwards and distributed.process_index() == 0 and code in (0, 1) and (run_dir / FILE).exists():
         afterwards(run_dir)
