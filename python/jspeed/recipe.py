@@ -217,6 +217,12 @@ class Recipe:
         return tuple(path for path, spec in leaves(self.parameters) if spec.lookups)
 
     @property
+    def vocab_size(self) -> int:
+        """How many ids there are room for: what the data say, but not more than a ``vocab`` axis is long."""
+        sizes = [dict(zip(spec.axes, spec.shape, strict=True)) for _, spec in leaves(self.parameters)]
+        return min([self.data.vocab_size, *(axes["vocab"] for axes in sizes if "vocab" in axes)])
+
+    @property
     def period(self) -> int:
         """Steps after which all parameters have been updated as often as their ``every`` says."""
         return math.lcm(*(spec.every for _, spec in leaves(self.parameters)))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import tokenise, tokenizers
+from jspeed.corpus.tokenizer_file import gpt2_facts, is_gpt2
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
@@ -55,14 +56,19 @@ def pieces_with_bytes(path):
     return saved(path, made, "<s>")
 
 
-@needs_gpt2
-def test_gpt2_from_its_files_is_tiktokens(tmp_path, monkeypatch):
-    """OpenAI's encoder.json and vocab.bpe, which tiktoken's cache holds, read by the other library."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+def openai_s():
+    """GPT-2's tokenizer from OpenAI's encoder.json and vocab.bpe, which tiktoken's cache holds, and the former."""
     contents = sorted((path.read_text() for path in VOCABULARY.iterdir()), key=len)
     merges = [tuple(line.split()) for line in contents[0].splitlines()[1:]]
     made = hf.Tokenizer(models.BPE(json.loads(contents[1]), merges))
     made.pre_tokenizer, made.decoder = pre.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made, json.loads(contents[1])
+
+
+@needs_gpt2
+def test_gpt2_from_its_files_is_tiktokens(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(VOCABULARY))
+    made, _ = openai_s()
     ours = tokenizers.named_tokenizer(str(saved(tmp_path / "tokenizer.json", made, "<|endoftext|>")))
     theirs = tokenizers.named_tokenizer("gpt2")
     assert (ours.vocab_size, ours.bos_id, ours.dtype) == (theirs.vocab_size, theirs.bos_id, np.uint16)
@@ -70,6 +76,69 @@ def test_gpt2_from_its_files_is_tiktokens(tmp_path, monkeypatch):
         np.testing.assert_array_equal(ours.encode(text.encode()), theirs.encode(text.encode()))
     some = range(0, 50_257, 7)
     assert [ours.decode([token]) for token in some] == [theirs.decode([token]) for token in some]
+
+
+@needs_gpt2
+def test_gpt2_s_own_files_are_known(tmp_path):
+    """Whatever special tokens were added; not where text is cut or merged otherwise."""
+    made, vocabulary = openai_s()
+    path, listed = tmp_path / "tokenizer.json", tmp_path / "vocab.json"
+    listed.write_text(json.dumps(vocabulary, ensure_ascii=False, indent=1))
+    assert is_gpt2(listed) and is_gpt2(saved(path, made, "<|endoftext|>")) and is_gpt2(saved(path, made, "[PAD]"))
+    described = json.loads(path.read_text())
+    with_space = described["pre_tokenizer"] | {"add_prefix_space": True}
+    named = {"id": 50_258, "content": "<name>", "special": False}
+    for change in (
+        {"pre_tokenizer": with_space},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"normalizer": {"type": "Lowercase"}},
+        {"added_tokens": [*described["added_tokens"], named]},
+        {"model": {"vocab": vocabulary | {"!": 1, '"': 0}}},
+        {"model": None},
+    ):
+        path.write_text(json.dumps(described | change))
+        assert not is_gpt2(path)
+    assert not is_gpt2(tmp_path / "none.json")
+
+
+GPT2, BOS = tokenizers.GPT2, tokenizers.GPT2_BOS
+
+
+@pytest.mark.parametrize(
+    ("config", "facts"),
+    [
+        ({"vocab_size": 50_257}, GPT2),
+        ({"vocab_size": 50_304, "bos_token_id": BOS, "eos_token_id": BOS}, GPT2),
+        ({"vocab_size": 50_257, "bos_token_id": None, "eos_token_id": 50_257}, GPT2),  # which its table lacks
+        (
+            {"vocab_size": 50_304, "bos_token_id": 50_257, "eos_token_id": [50_258, 198]},
+            GPT2 | {"bos_id": 50_257, "vocab_size": 50_259, "end_ids": [50_258, 198]},
+        ),
+        ({"vocab_size": 99, "tokenizer": {"tokenizer": "bytes"}, "bos_token_id": 1}, {"tokenizer": "bytes"}),
+    ],
+)
+def test_a_gpt2_without_a_tokenizer_s_file_reads_gpt2_s_ids(tmp_path, config, facts):
+    assert gpt2_facts(tmp_path, config) == facts
+
+
+def test_a_gpt2_reads_the_ids_of_the_file_beside_it(tmp_path):
+    made = tokenizers.named_tokenizer(str(byte_level(tmp_path / "tokenizer.json", "<s>", "<|endoftext|>")))
+    facts, ids = made.described(), made.vocab_size
+    left_over = {"bos_token_id": BOS, "eos_token_id": BOS}  # as transformers writes when nobody says another
+    for config in ({"vocab_size": ids}, {"vocab_size": 50_304} | left_over):
+        assert gpt2_facts(tmp_path, config) == facts
+    named = {"vocab_size": ids, "bos_token_id": made.bos_id, "eos_token_id": made.bos_id - 1}
+    assert gpt2_facts(tmp_path, named) == facts | {"end_ids": [made.bos_id - 1]}
+
+
+@pytest.mark.parametrize(("ids", "file"), [(1_000, None), (21_128, None), (50_265, None), (50_257, "vocab.txt")])
+def test_a_gpt2_of_ids_that_nothing_explains_is_refused(tmp_path, ids, file):
+    """Text became GPT-2's ids, which a smaller table does not have, or has for other texts."""
+    if file:
+        (tmp_path / file).touch()
+    what = f"its {file} is not GPT-2's" if file else f"it has {ids:,} ids, not GPT-2's"
+    with pytest.raises(BadInput, match=f"has no tokenizer.json that says how text becomes ids, and {what}"):
+        gpt2_facts(tmp_path, {"vocab_size": ids})
 
 
 @pytest.mark.parametrize("make", [lambda path: byte_level(path, "<|endoftext|>"), pieces_with_bytes])

@@ -275,6 +275,15 @@ def test_a_row_ends_at_the_bos_token():
         assert np.all(steps[end:, row] == STOPPED) and np.all(steps[:end, row] < 3)
 
 
+def test_a_row_ends_at_the_ids_that_the_tokenizer_names_instead():
+    found = find("stdlib", TOYS["stdlib"])
+    params = noisy(found.recipe)
+    params["head"] = jnp.zeros_like(params["head"])
+    model = Model(found, params, one_device(), BYTES | {"vocab_size": 5, "bos_id": 4, "end_ids": [1, 3]})
+    steps = np.array(list(Generator(model, 8, Sampling(1.0))([[]] * 8, 200)))
+    assert {*steps.flat} == {0, 2, 4, STOPPED}
+
+
 def test_joined():
     assert joined(["ann\n", "bo"]) == "ann\nbo"
     assert joined(["a\nb", "c"]) == f"a\nb\n{'-' * 15}\nc"

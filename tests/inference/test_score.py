@@ -12,6 +12,7 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed.corpus import tokenizers
+from jspeed.data.errors import TokenRangeError
 from jspeed.data.manifest import manifest_of
 from jspeed.errors import BadInput
 from jspeed.inference import score
@@ -197,3 +198,32 @@ def test_validation_of_a_uniform_model_is_eight_bits_and_a_bit(tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BadInput, match="holds tokens of gpt2 but the model reads bytes"):
         score.validate(model(), tmp_path)
+
+
+@pytest.mark.parametrize(("sets", "most"), [((), 257), (("VOCAB=200", "BOS=5"), 200)])
+def test_ids_that_the_model_or_its_tokenizer_does_not_have_are_refused(tmp_path, sets, most):
+    """The table gave NaN for them, or another id's row; where the padded table has them, the tokenizer has no text."""
+    found = find("gpt2", [*TOYS["gpt2"], *sets])
+    own = replace(model(), found=found, params=r.init_parameters(found.recipe.parameters, jax.random.key(0)))
+    tokens = np.arange(199)
+    for odd, fits in ((most - 1, True), (most, False)):
+        (tmp_path / "t_val_000000.bin").write_bytes(shard_bytes([*tokens[:100], odd, *tokens[100:]]))
+        if fits:
+            assert math.isfinite(score.validate(own, tmp_path, 160).loss)
+        else:
+            with pytest.raises(TokenRangeError, match=f"holds token id {most} at token position 100, .* below {most}"):
+                score.validate(own, tmp_path, 160)
+
+
+def test_tokens_that_stand_for_no_text_are_no_figure(tmp_path):
+    """There were nan bits a byte, with exit code 0."""
+    (tmp_path / "t_val_000000.bin").write_bytes(shard_bytes([256] * 200))
+    with pytest.raises(BadInput, match="the first 160 validation tokens are of no text"):
+        score.validate(model(), tmp_path, 160)
+
+
+def test_scores_that_are_not_numbers_are_refused(monkeypatch):
+    """The least of four of them was an answer."""
+    monkeypatch.setattr(score, "token_losses", lambda _: lambda rows: np.full(rows[:, 1:].shape, np.nan))
+    with pytest.raises(BadInput, match="model stdlib gives losses that are not numbers"):
+        chosen(model(), score.Item("z", ("a", "b", "c", "d"), 0))

@@ -18,8 +18,10 @@ from jspeed.errors import BadInput
 from jspeed.fields import recipe_hash
 from jspeed.inference import score, trained
 from jspeed.inference.generate import Sampling, sample
-from jspeed.inference.trained import load_model, read_config
-from jspeed.run.export import load
+from jspeed.inference.trained import load_model
+from jspeed.recipe import init_parameters
+from jspeed.run.export import gathered, load, own_config, own_metadata, save
+from jspeed.run.find_recipe import find, read_config
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -209,6 +211,37 @@ def test_exported_gpt2_loads_again(tmp_path):
     back = load_model(tmp_path / "out")
     jax.tree.map(np.testing.assert_array_equal, back.tensors(), model.tensors())
     assert "h.1.attn.c_attn.weight" in load(tmp_path / "out")[0]
+
+
+def test_only_what_computes_a_gpt2_is_exported_as_one(tmp_path):
+    """With GPT-2's parameters alone another activation became GPT-2's in transformers."""
+    source = find("gpt2").source.replace("jax.nn.gelu(", "jax.nn.silu(").replace(", approximate=True)", ")")
+    (tmp_path / "mine.py").write_text(source.replace('name="gpt2"', 'name="mine"'))
+    for name, recipe, more in (("gpt2", "gpt2", {}), ("mine", str(tmp_path / "mine.py"), {"own": True})):
+        found = find(recipe, TOYS["gpt2"])
+        run = tmp_path / name
+        run.mkdir()
+        write_export(run, found)
+        export(run, tmp_path / f"{name}-out", **more)
+        assert (tmp_path / f"{name}-out" / "recipe.py").exists() == bool(more)
+    with pytest.raises(BadInput, match="recipe mine has GPT-2's parameters but computes something else .* give --own"):
+        export(tmp_path / "mine", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def write_export(folder, found):
+    """What ``export --own`` writes of first parameters."""
+    tensors = gathered(init_parameters(found.recipe.parameters, jax.random.key(0)))
+    save(folder / "model.safetensors", tensors, own_metadata(found))
+    (folder / "config.json").write_text(json.dumps(own_config(found, OWN["tokenizer"])))
+    (folder / "recipe.py").write_text(found.source)
+
+
+def test_a_model_without_room_for_the_ids_of_its_text_is_refused(tmp_path):
+    """It was evaluated as nan, or wrote the text of other ids."""
+    write_export(tmp_path, find("gpt2", [*TOYS["gpt2"], "VOCAB=200"]))
+    with pytest.raises(BadInput, match="bytes makes 257 ids of text, but the model has room for 200"):
+        load_model(tmp_path)
 
 
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8, "vocab_size": 9, "n_positions": 4}

@@ -1,8 +1,10 @@
 """Import and export of safetensors: GPT-2 against a NumPy forward pass on Hugging Face's names; hashes; refusals."""
 
 import json
+import math
 import os
 import resource
+import shlex
 import struct
 from dataclasses import replace
 
@@ -22,9 +24,10 @@ from jspeed.run.find_recipe import find
 from ..toys import TOYS
 
 LAYERS, HEADS, WIDTH, VOCAB, BLOCK = 2, 2, 32, 272, 16
-TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "LANE_LEN=16", "COMPUTE=float32"]
+TINY = ["SIZES={'124M': (2, 2, 32)}", "VOCAB=272", "BOS=5", "LANE_LEN=16", "COMPUTE=float32"]
 CONFIG = {"model_type": "gpt2", "n_layer": LAYERS, "n_head": HEADS, "n_embd": WIDTH, "vocab_size": VOCAB}
 CONFIG |= {"n_positions": BLOCK, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+CONFIG |= {"tokenizer": {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}}
 
 
 def random_gpt2(seed=0):
@@ -49,12 +52,12 @@ def random_gpt2(seed=0):
     return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def gpt2_forward(w, tokens):
-    """Logits of GPT-2 in float64, from Radford et al. 2019 and the names above."""
+def gpt2_forward(w, tokens, heads=HEADS, epsilon=1e-5, act=None, scale=None):
+    """Logits of GPT-2 in float64, from Radford et al. 2019 and the names above; or of one of another config."""
     w = {name: array.astype(np.float64) for name, array in w.items()}
 
     def norm(x, name):
-        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + epsilon)
         return x * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     def conv(x, name):
@@ -63,15 +66,15 @@ def gpt2_forward(w, tokens):
     x = w["wte.weight"][tokens] + w["wpe.weight"][: len(tokens)]
     for n in range(LAYERS):
         q, k, v = np.split(conv(norm(x, f"h.{n}.ln_1"), f"h.{n}.attn.c_attn"), 3, axis=-1)
-        heads = []
-        for part in np.split(np.arange(WIDTH), HEADS):
-            scores = q[:, part] @ k[:, part].T / np.sqrt(len(part))
+        mixed = []
+        for part in np.split(np.arange(WIDTH), heads):
+            scores = q[:, part] @ k[:, part].T * (scale(n) if scale else len(part) ** -0.5)
             scores[np.triu_indices(len(tokens), 1)] = -np.inf
             p = np.exp(scores - scores.max(-1, keepdims=True))
-            heads.append(p / p.sum(-1, keepdims=True) @ v[:, part])
-        x = x + conv(np.concatenate(heads, -1), f"h.{n}.attn.c_proj")
+            mixed.append(p / p.sum(-1, keepdims=True) @ v[:, part])
+        x = x + conv(np.concatenate(mixed, -1), f"h.{n}.attn.c_proj")
         h = conv(norm(x, f"h.{n}.ln_2"), f"h.{n}.mlp.c_fc")
-        h = 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
+        h = act(h) if act else 0.5 * h * (1 + np.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3)))
         x = x + conv(h, f"h.{n}.mlp.c_proj")
     return norm(x, "ln_f") @ w["wte.weight"].T
 
@@ -152,7 +155,7 @@ def test_round_trip_is_equal_to_the_bit(tmp_path):
     export.save(tmp_path / "back.safetensors", export.to_gpt2(ours), {"format": "pt"})
     assert (tmp_path / "back.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     assert load_model(path).tensors().keys() == ours.keys()
-    config = export.gpt2_config(recipe_of())
+    config = export.gpt2_config(recipe_of(), CONFIG["tokenizer"])
     assert {name: config[name] for name in CONFIG} == CONFIG
 
 
@@ -179,21 +182,104 @@ def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
 
 
 def test_older_files_and_several_of_them(tmp_path):
-    """A prefix, causal masks among the parameters, the head a second time, two files and their index."""
+    """Prefixes, causal masks among the parameters, the head a second time or instead, two files and their index."""
     tensors = random_gpt2()
     expected = export.read_parameters(folder_of(tmp_path / "a", tensors), recipe_of())
-    old = {f"transformer.{name}": array for name, array in tensors.items()} | {"lm_head.weight": tensors["wte.weight"]}
-    old |= {f"transformer.h.{n}.attn.bias": np.tril(np.ones((1, 1, 4, 4), np.float32)) for n in range(LAYERS)}
-    found = export.read_parameters(folder_of(tmp_path / "b", old), recipe_of())
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    (tmp_path / "c").mkdir()
+
+    def loads(path):
+        jax.tree.map(np.testing.assert_array_equal, export.read_parameters(path, recipe_of()), expected)
+
+    for number, prefix in enumerate(("transformer.", "_orig_mod.transformer.", "module._orig_mod.transformer.")):
+        old = {f"{prefix}{name}": array for name, array in tensors.items()}
+        old |= {f"{prefix.removesuffix('transformer.')}lm_head.weight": tensors["wte.weight"]}
+        old |= {f"{prefix}h.{n}.attn.bias": np.ones((1, 1, 4, 4), "?" if n else "f4") for n in range(LAYERS)}
+        loads(folder_of(tmp_path / str(number), old))
     halves = [dict(list(old.items())[::2]), dict(list(old.items())[1::2])]
+    several = folder_of(tmp_path / "several", tensors)
+    (several / "model.safetensors").unlink()
     for number, half in enumerate(halves):
-        safetensors.numpy.save_file(half, tmp_path / "c" / f"{number}.safetensors")
+        safetensors.numpy.save_file(half, several / f"{number}.safetensors")
     weight_map = {name: f"{number}.safetensors" for number, half in enumerate(halves) for name in half}
-    (tmp_path / "c" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    found = export.read_parameters(tmp_path / "c", recipe_of())
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    (several / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    loads(several)
+    # safetensors.torch.save_model keeps the first name of an array that has two, and says so.
+    once = folder_of(tmp_path / "once", tensors)
+    kept = without(tensors, "wte.weight") | {"lm_head.weight": tensors["wte.weight"]}
+    named = {"format": "pt", "transformer.wte.weight": "lm_head.weight"}
+    safetensors.numpy.save_file(kept, once / "model.safetensors", named)
+    loads(once)
+
+
+def erf_gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
+
+
+@pytest.mark.parametrize(
+    ("fields", "forward"),
+    [
+        ({"activation_function": "gelu"}, {"act": erf_gelu}),
+        ({"activation_function": "relu"}, {"act": lambda x: np.maximum(x, 0)}),
+        ({"activation_function": "silu"}, {"act": lambda x: x / (1 + np.exp(-x))}),
+        ({"layer_norm_epsilon": 1e-2}, {"epsilon": 1e-2}),
+        ({"scale_attn_weights": False}, {"scale": lambda layer: 1}),
+        ({"scale_attn_by_inverse_layer_idx": True}, {"scale": lambda layer: (WIDTH / HEADS) ** -0.5 / (layer + 1)}),
+        ({"n_head": 5}, None),
+        ({"n_inner": 64}, None),
+        ({"tie_word_embeddings": False}, None),
+        ({"add_cross_attention": True}, None),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, None),
+        ({"pruned_heads": {"0": [1]}}, None),
+        ({"per_layer_config": {"1": {"n_head": 4}}}, None),
+    ],
+)
+def test_what_changes_a_gpt2_is_refused_by_name(tmp_path, fields, forward):
+    """In a run as in other commands. By NumPy the logits are others than recipe gpt2's with the fields left out."""
+    tensors, (name,) = random_gpt2(), fields
+    path = folder_of(tmp_path / "gpt2", tensors, CONFIG | fields)
+    for load_it in (lambda: export.read_parameters(path, recipe_of()), lambda: load_model(path)):
+        with pytest.raises(BadInput, match=name) as caught:
+            load_it()
+        assert "\n" not in str(caught.value)
+    if forward:
+        assert np.abs(gpt2_forward(tensors, TOKENS, **forward) - gpt2_forward(tensors, TOKENS)).max() > 2e-4
+
+
+def test_what_does_not_change_a_gpt2_is_passed_over(tmp_path):
+    fields = {"activation_function": "gelu_pytorch_tanh", "reorder_and_upcast_attn": True, "resid_pdrop": 0.3}
+    fields |= {"summary_type": "mean", "n_inner": 4 * WIDTH, "tie_word_embeddings": False, "of_my_own": 3}
+    tensors = random_gpt2()
+    path = folder_of(tmp_path / "gpt2", tensors | {"lm_head.weight": tensors["wte.weight"]}, CONFIG | fields)
+    found = logits_of(recipe_of(), export.read_parameters(path, recipe_of()), TOKENS)
+    np.testing.assert_allclose(found, gpt2_forward(tensors, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sets"),
+    [
+        ({"n_head": 4}, ['SIZES={"given": (2, 4, 32)}', "SIZE=given"]),
+        ({"n_layer": 24, "n_head": 16, "n_embd": 1024}, ["SIZE=350M"]),
+        ({"vocab_size": 300}, ["VOCAB=300", "BOS=299"]),
+        ({"n_positions": 8}, ["LANE_LEN=8"]),
+    ],
+)
+def test_a_run_has_the_sizes_that_the_config_says(tmp_path, sizes, sets):
+    """Of heads the tensors say nothing: four were trained as two, with exit code 0. What is advised fits."""
+    path = folder_of(tmp_path / "gpt2", random_gpt2(), CONFIG | sizes)
+    with pytest.raises(BadInput, match=f"is a GPT-2 with {next(iter(sizes))} .* but recipe gpt2 has") as caught:
+        export.read_parameters(path, recipe_of())
+    advised = shlex.split(str(caught.value).partition("--set ")[2])
+    assert advised == sets
+    recipe = find("gpt2", [*TINY[1:], *advised], trace=False).recipe
+    config = export.gpt2_config(recipe, CONFIG["tokenizer"])
+    assert {name: config[name] for name in sizes} == sizes
+
+
+def test_the_heads_of_a_config_are_those_that_load(tmp_path):
+    tensors = random_gpt2()
+    model = load_model(folder_of(tmp_path / "gpt2", tensors, CONFIG | {"n_head": 4}))
+    np.testing.assert_allclose(
+        logits_of(model.recipe, model.params, TOKENS), gpt2_forward(tensors, TOKENS, heads=4), atol=1e-4
+    )
 
 
 def test_half_precision_becomes_single(tmp_path):
@@ -224,10 +310,33 @@ def without(tensors, name):
     ("change", "sets", "words"),
     [
         (lambda t: without(t, "h.1.ln_2.bias"), (), r"lacks h\.1\.ln_2\.bias"),
-        (lambda t: t | {"h.1.extra": t["ln_f.bias"]}, (), r"holds h\.1\.extra, which GPT-2 does not have"),
+        (
+            lambda t: t | {"h.1.extra": t["ln_f.bias"]},
+            (),
+            r"holds h\.1\.extra, which a GPT-2 of 2 layers does not have",
+        ),
+        (lambda t: t | {"h.2.ln_1.bias": t["ln_f.bias"]}, (), r"holds h\.2\.ln_1\.bias, which a GPT-2 of 2 layers"),
         (lambda t: t | {"lm_head.weight": t["wte.weight"] + 1}, (), "lm_head.weight differs from wte.weight"),
-        (lambda t: t, ("SIZES={'124M': (2, 2, 64)}",), r"has shape .* but recipe gpt2 has .*SIZE to 124M"),
-        (lambda t: t, ("LANE_LEN=32",), r"positions has shape \(16, 32\) but recipe gpt2 has \(32, 32\)"),
+        (
+            lambda t: t | {"h.1.mlp.c_fc.weight": np.ones((32, 64), "f4")},
+            (),
+            r"h\.1\.mlp.* \(32, 64\) but .* \(32, 128\)",
+        ),
+        (
+            lambda t: t | {"ln_f.bias": t["ln_f.bias"].astype("i1")},
+            (),
+            r"holds ln_f\.bias in I8, quantised; give .* BF16",
+        ),
+        (
+            lambda t: t | {n: t[n].T.copy() for n in t if n[:2] == "h."},
+            (),
+            r"c_attn.* \(96, 32\), \[out, in\].*transpose",
+        ),
+        (
+            lambda t: t | {"wpe.weight": t["wpe.weight"][:9]},
+            (),
+            r"wpe\.weight has shape \(9, 32\) but config\.json says",
+        ),
         (lambda t: {"a": t["ln_f.bias"]}, (), r"lacks wte\.weight"),
     ],
 )
@@ -261,8 +370,13 @@ def test_refuses_what_is_no_model(tmp_path):
     with pytest.raises(BadInput, match="neither a run of jspeed nor a GPT-2"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"activation_function": "relu"}))
-    with pytest.raises(BadInput, match="another activation"):
+    with pytest.raises(BadInput, match="activation_function is 'relu'"):
         load_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(BadInput, match=r"holds no model\.safetensors but pytorch_model\.bin; convert it"):
+        export.load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["stdlib", "r21", "microgpt-names", "llmc", "gpt2"])
@@ -277,6 +391,35 @@ def test_own_recipes_come_back(tmp_path, name):
     other = find("track3", TOYS["track3"]).recipe
     with pytest.raises(BadInput, match="(lacks|holds) .* recipe track3"):
         export.read_parameters(tmp_path, other)
+
+
+def test_a_run_says_where_it_departs_from_the_parameters_it_starts_from(tmp_path):
+    """A run on other heads, or other ids, began as well as one on these, without a word."""
+    trained = find("stdlib", TOYS["stdlib"])
+    facts = {"tokenizer": "bytes", "vocab_size": 257, "bos_id": 256}
+    (tmp_path / "config.json").write_text(json.dumps(export.own_config(trained, facts)))
+    (tmp_path / "recipe.py").write_text(trained.source)
+
+    def told(*sets, facts=facts, name="stdlib"):
+        return [*export.departures(tmp_path, find(name, [*TOYS[name], *sets]), facts)]
+
+    assert not told("STEPS=3", "MUON_LR=0.5", "LANES=16")
+    assert not told(facts={}) and not told(name="stdlib-adamw")
+    (line,) = told("HEADS=1", "STEPS=3")
+    assert "to compute something else (HEADS 2, here 1, STEPS 12, here 3)" in line
+    (line,) = told(facts={"tokenizer": "gpt2"})
+    assert "are for other ids of text, those of bytes" in line
+    (tmp_path / "recipe.py").unlink()
+    assert "is not known: " in told()[0] and "no recipe.py" in told()[0]
+
+
+def test_a_run_on_another_recipe_or_ids_than_gpt2_s_says_so(tmp_path):
+    path, found = folder_of(tmp_path / "gpt2", random_gpt2()), find("gpt2", TINY)
+    assert not [*export.departures(path, found, CONFIG["tokenizer"])]
+    mine = tmp_path / "mine.py"
+    mine.write_text(found.source.replace("jax.nn.gelu(", "jax.nn.silu(").replace(", approximate=True)", ")"))
+    (line,) = export.departures(path / "model.safetensors", find(str(mine), TINY), CONFIG["tokenizer"])
+    assert "to compute something else (by recipe gpt2)" in line
 
 
 def test_scalars_come_back_as_scalars(tmp_path):

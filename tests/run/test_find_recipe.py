@@ -9,8 +9,10 @@ import pytest
 
 from jspeed.errors import BadInput, Terminated
 from jspeed.record.remarks import taken_name
-from jspeed.run.find_recipe import find
+from jspeed.run.find_recipe import find, same_function
 from jspeed.run.recipe_names import FOLDER
+
+from ..toys import TOYS
 
 
 def test_a_copied_and_edited_file_runs_from_anywhere(tmp_path: Path):
@@ -144,3 +146,15 @@ def test_refuses_files(tmp_path: Path, text, words):
     path.write_text(text)
     with pytest.raises(BadInput, match=words):
         find(str(path))
+
+
+def test_recipes_that_compute_the_same_are_told_from_others(tmp_path: Path):
+    """Whatever is about training alone is no difference; heads, of which parameters say nothing, are one."""
+    toy = find("stdlib", TOYS["stdlib"]).recipe
+    for sets, same in (
+        (["MUON_LR=0.5", "LANES=16", "STEPS=3", "LANE_LEN=64"], True),
+        (["HEADS=1"], False),
+        (["SOFTCAP=20.0"], False),
+    ):
+        assert same_function(find("stdlib", [*TOYS["stdlib"], *sets]).recipe, toy) == same, sets
+    assert same_function(find("stdlib-adamw", TOYS["stdlib-adamw"]).recipe, toy)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from jspeed.commands.flags import Command
+from jspeed.errors import BadInput
 from jspeed.fields import Folder, Wants
 from jspeed.standard_streams import importing
 
@@ -12,14 +13,14 @@ from jspeed.standard_streams import importing
 def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder, own: bool = False) -> None:
     """Write a trained model as a folder of safetensors.
 
-    A GPT-2 (recipes gpt2 and llmc) becomes what transformers' GPT2LMHeadModel.from_pretrained reads. Every other
+    A GPT-2 (recipe gpt2) becomes what transformers' GPT2LMHeadModel.from_pretrained reads. Every other
     recipe becomes model.safetensors with the recipe's own names, config.json (recipe, its hash and fields, tokenizer)
     and recipe.py, which sample, evaluate and run --init-from read.
 
     Args:
         model: A run directory, one of its checkpoints (RUN/checkpoints/STEP), or an exported folder.
         out: Folder to make.
-        own: Write a GPT-2 too in the recipe's own way.
+        own: Write a GPT-2 too in the recipe's own way, which one that computes something else needs.
     """
     with importing():
         from jspeed.corpus.tokenizers import copy_tokenizer
@@ -27,21 +28,26 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         from jspeed.inference.trained import load_model
         from jspeed.output_folder import atomic_folder, require_empty
         from jspeed.run.export import FILE, gpt2_config, is_gpt2, own_config, own_metadata, save, to_gpt2
+        from jspeed.run.find_recipe import find, gpt2_sets, same_function
 
     require_empty(out)
     loaded = load_model(model)
     tensors, recipe = loaded.tensors(), loaded.recipe
+    as_gpt2 = is_gpt2(recipe) and not own
+    config = gpt2_config(recipe, loaded.facts) if as_gpt2 else own_config(loaded.found, loaded.facts)
+    if as_gpt2 and not same_function(find("gpt2", gpt2_sets(config), trace=False).recipe, recipe):
+        raise BadInput(
+            f"recipe {recipe.name} has GPT-2's parameters but computes something else of them than transformers would; "
+            "give --own"
+        )
     with atomic_folder(out) as folder:
         copy_tokenizer(loaded.folder or model, folder, loaded.facts)
-        if is_gpt2(recipe) and not own:
+        if as_gpt2:
             save(folder / FILE, to_gpt2(tensors), {"format": "pt"})
-            config = gpt2_config(recipe)
-            if loaded.facts["tokenizer"] != "gpt2":  # which whoever reads a GPT-2 takes for granted
-                config |= {"tokenizer": loaded.facts}
         else:
             save(folder / FILE, tensors, own_metadata(loaded.found))
             write_whole(folder / "recipe.py", loaded.found.source)
-            config = {"model_type": "jspeed"} | own_config(loaded.found, loaded.facts)
+            config = {"model_type": "jspeed"} | config
         write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
     others = sorted(path.name for path in out.iterdir() if path.name != FILE)
     print(f"{out}: {FILE} ({sum(array.nbytes for array in tensors.values()) / 1e6:,.1f} MB), {', '.join(others)}")

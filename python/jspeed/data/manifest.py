@@ -36,12 +36,16 @@ Count = Annotated[int, _from(1)]
 
 
 class TokenizerFacts(TypedDict):
-    """What a tokenizer is made from again; ``bos_id`` separates documents, None: nothing does."""
+    """What a tokenizer is made from again; ``bos_id`` separates documents, None: nothing does.
+
+    ``end_ids`` end a text that a model writes, where it is not ``bos_id`` that does.
+    """
 
     tokenizer: Annotated[str, _text(".+", "a name")]
     vocab_size: Count
     bos_id: CountOrZero | None
     symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
+    end_ids: NotRequired[list[CountOrZero]]
 
 
 class Description(TokenizerFacts):

@@ -87,6 +87,7 @@ class Generator:
         recipe = model.recipe
         self.rows, self.limit = rows, context_length(recipe)
         self.bos_id = model.facts["bos_id"]
+        self.ends = model.facts.get("end_ids", [] if self.bos_id is None else [self.bos_id])
         slots = -(-self.limit // PREFILL_CHUNK) * PREFILL_CHUNK
         context = eval_context(recipe, device_of(model.mesh, "xla"))
         self._params = model.compute_params
@@ -113,8 +114,8 @@ class Generator:
     def __call__(self, prompts: Sequence[Sequence[int]], tokens: int) -> Iterator[np.ndarray]:
         """Yield the next token of each row, int32 ``[rows]``, ``tokens`` times or until every row has ended.
 
-        A row ends at the BOS token, and yields ``STOPPED`` from there on. When a text outgrows the model's context, its
-        later half is prefilled again.
+        A row ends at the BOS token, or those that the tokenizer's facts name instead, and yields ``STOPPED`` from there
+        on. When a text outgrows the model's context, its later half is prefilled again.
         """
         texts = [self._with_bos(prompt) for prompt in prompts]
         running = np.ones(self.rows, bool)
@@ -131,7 +132,7 @@ class Generator:
                 raise BadInput(
                     f"model {self._name} gives logits that are not numbers after {number} tokens; give another"
                 )
-            running &= (new != self.bos_id) if self.bos_id is not None else True
+            running &= ~np.isin(new, self.ends)
             for text, token, runs in zip(texts, new.tolist(), running, strict=True):
                 text += [token] if runs else []
             lengths = np.where(running, lengths + 1, lengths).astype(np.int32)

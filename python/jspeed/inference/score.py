@@ -55,7 +55,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     """Evaluate on the first ``tokens`` (default: the recipe's) validation tokens of ``folder``, as a run does.
 
     ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's tokens are not the
-    model's.
+    model's, by its manifest or by the ids themselves.
     """
     manifest: Mapping[str, Any] = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
@@ -65,7 +65,9 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
             f"{folder} holds tokens of {theirs['tokenizer']} but the model reads {ours['tokenizer']}, or a "
             "different symbol list; prepare the text with the model's tokenizer"
         )
-    recipe = replace(model.recipe, eval_tokens=tokens or model.recipe.eval_tokens)
+    tokenizer = model.tokenizer()
+    known = replace(model.recipe.data, vocab_size=min(model.recipe.vocab_size, tokenizer.vocab_size))
+    recipe = replace(model.recipe, data=known, eval_tokens=tokens or model.recipe.eval_tokens)
     if recipe.eval_tokens < recipe.eval_len:
         raise BadInput(f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least as many")
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
@@ -78,7 +80,11 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     loss = evaluate.validation_loss(run, model.params, validation)
     if not math.isfinite(loss):
         raise BadInput(f"the loss of {model.recipe.name} on {folder} is {loss}: no figure of a model; give another")
-    found = in_bytes(recipe, model.tokenizer(), rows, loss)
+    found = in_bytes(recipe, tokenizer, rows, loss)
+    if not found.bytes:
+        raise BadInput(
+            f"{folder}: the first {found.tokens:,} validation tokens are of no text; prepare a folder with text"
+        )
     return replace(found, accuracy=accuracy(model, rows)) if accurate else found
 
 
@@ -227,6 +233,8 @@ def scorer(model: Model, greedy: bool = False) -> Callable[[Sequence[Pair]], lis
                 ids, count = sequences[n]
                 part = slice(len(ids) - 1 - count, len(ids) - 1)
                 nats = per_token[row, part].astype(np.float64)
+                if not np.all(np.isfinite(nats)):
+                    raise BadInput(f"model {model.recipe.name} gives losses that are not numbers; give another")
                 equal = None if best is None else bool(np.all(best[row, part] == rows[row, 1:][part]))
                 found[n] = Score(float(nats.sum()), float(nats.mean()), equal)
         return [found[n] for n in range(len(pairs))]

@@ -146,7 +146,7 @@ RECIPE = Recipe(
     name="gpt2",
     parent="llmc",
     track="shakespeare/any",
-    data=Data("shakespeare", vocab_size=50_257, bos_id=BOS),
+    data=Data("shakespeare", vocab_size=VOCAB, bos_id=BOS),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,
     forward=forward,

@@ -42,7 +42,7 @@ def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
         lanes=1,
         lane_len=recipe.eval_len,
         bos_id=recipe.data.bos_id,
-        vocab_size=recipe.data.vocab_size,
+        vocab_size=recipe.vocab_size,
         prefetch=0,
     )
     with loader:

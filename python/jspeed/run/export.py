@@ -3,7 +3,8 @@
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,10 +15,12 @@ import safetensors
 import safetensors.numpy
 from jax.experimental import multihost_utils
 
+from jspeed.corpus.tokenizer_file import gpt2_facts
+from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
 from jspeed.files import atomic_path, open_regular, read_json, sha256_of
 from jspeed.recipe import Recipe, leaves
-from jspeed.run.find_recipe import LoadedRecipe
+from jspeed.run.find_recipe import LoadedRecipe, find, find_trained, gpt2_sets, read_config, same_function
 
 FILE = "model.safetensors"
 BF16 = np.dtype(jnp.bfloat16)
@@ -26,7 +29,7 @@ HASH_ENTRY, HASH_PLACEHOLDER = b'"sha256":"%s"', b"0" * 64
 OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}  # metadata of our files; Hugging Face's say "pt"
 Tensors = dict[str, np.ndarray]
 
-# Parameters of a recipe that is a GPT-2 (gpt2, llmc) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
+# Parameters of a recipe that is a GPT-2 (gpt2) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
 GPT2_NAMES = {
     "embed": "wte.weight",
     "positions": "wpe.weight",
@@ -45,8 +48,11 @@ GPT2_NAMES = {
     "final_gain": "ln_f.weight",
     "final_bias": "ln_f.bias",
 }
+WRAPPERS = re.compile(r"((_orig_mod|module|transformer)\.)*")  # of torch.compile, DistributedDataParallel, a head
 # Causal masks that older files hold as if they were parameters.
-BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+BUFFERS = re.compile(WRAPPERS.pattern + r"h\.\d+\.attn\.(bias|masked_bias)")
+DTYPES = ("F64", "F32", "F16", "BF16")
+OTHER_FILES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")  # of models, not safetensors
 
 
 def is_gpt2(recipe: Recipe) -> bool:
@@ -123,7 +129,8 @@ def _check_hash(path: Path, expected: str) -> None:
 def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file, or of a folder that holds one or several.
 
-    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, or changed since it was written.
+    bf16 becomes fp32. Raises BadInput for a file that is missing, not safetensors, of other numbers than floats of 16
+    bits or more (masks are left out), or changed since it was written.
     """
     tensors: Tensors = {}
     metadata: dict[str, str] = {}
@@ -136,8 +143,13 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
                     _check_hash(file, about[HASH_KEY])
                 metadata |= about
                 for name in opened.keys():
-                    array = opened.get_tensor(name)
-                    tensors[name] = array.astype(np.float32) if array.dtype == BF16 else array
+                    kind = opened.get_slice(name).get_dtype()
+                    if kind in DTYPES:
+                        array = opened.get_tensor(name)
+                        tensors[name] = array.astype(np.float32) if array.dtype == BF16 else array
+                    elif not BUFFERS.fullmatch(name):
+                        wanted = ", ".join(DTYPES)
+                        raise BadInput(f"{file} holds {name} in {kind}, quantised; give a file in one of {wanted}")
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise BadInput(f"{file} cannot be read as safetensors ({error}); copy or download it again") from None
     return tensors, metadata
@@ -161,6 +173,11 @@ def _files(path: Path) -> list[Path]:
             raise BadInput(f"{index} cannot be read ({type(error).__name__}: {error}); download it again") from None
     found = "is not a folder" if path.exists() else "does not exist"
     found = f"holds no {FILE}" if path.is_dir() else found
+    if path.is_dir() and (others := sorted(each.name for each in path.iterdir() if each.suffix in OTHER_FILES)):
+        raise BadInput(
+            f"{path} {found} but {others[0]}; convert it where its library is: with transformers, "
+            f"AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER) writes {FILE}"
+        )
     raise BadInput(f"{path} {found}; give a run directory, an exported folder or a folder with GPT-2's {FILE}")
 
 
@@ -168,13 +185,18 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
     """Return the parameters of ``recipe`` from our file or GPT-2's, in its dtypes, as a tree of NumPy arrays.
 
     A table of positions that is longer than the recipe's is cut (nanoGPT's block crop). Raises BadInput for missing,
-    extra or differently shaped tensors.
+    extra or differently shaped tensors, and for a GPT-2 whose config.json does not describe ``recipe``.
     """
     tensors, metadata = load(path)
     if metadata.get("format") != OWN["format"]:
         if not is_gpt2(recipe):
             raise BadInput(f"{path} is not a jspeed file and recipe {recipe.name} is not a GPT-2; use recipe gpt2")
-        tensors = from_gpt2(tensors, path)
+        config = read_config(path if path.is_dir() else path.parent)
+        if config.get("model_type") != "gpt2":
+            raise BadInput(f"{path}: config.json describes a run of jspeed but {FILE} is not its; copy both again")
+        _check_sizes(path, config, recipe)
+        tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}  # one array, two names
+        tensors = from_gpt2(tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False)
     specs = dict(leaves(recipe.parameters))
     _same_names(path, tensors, specs, recipe)
     arrays = {}
@@ -187,10 +209,52 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
         if array.shape != spec.shape:
             raise BadInput(
                 f"{path}: {name} has shape {array.shape} but recipe {recipe.name} has {spec.shape}; --set its fields "
-                "to the size of the file (of recipe gpt2: SIZE to 124M, 350M, 774M or 1.5B)"
+                "to those it was trained with"
             )
         arrays[name] = array.astype(spec.dtype)
     return nested(arrays)
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise BadInput where a GPT-2's ``config`` has other sizes than ``recipe``, or fewer positions."""
+    vocabulary, width = recipe.parameters["embed"].shape
+    ours = {"n_layer": recipe.layers, "n_head": recipe.heads, "n_embd": width, "vocab_size": vocabulary}
+    positions, lane_len = config.get("n_positions") or config["n_ctx"], recipe.parameters["positions"].shape[0]
+    theirs = {name: config[name] for name in ours} | {"n_positions": min(positions, lane_len)}
+    ours["n_positions"] = lane_len
+    if theirs == ours:
+        return
+    differing = [name for name in ours if theirs[name] != ours[name]]
+    named = {shape: size for size, shape in find("gpt2", trace=False).fields["SIZES"].items()}
+    sizes, given, vocab, bos, lane = gpt2_sets(config)
+    size = named.get(tuple(config[name] for name in ("n_layer", "n_head", "n_embd")))
+    sets = ([f"SIZE={size}"] if size else [sizes.replace("'", '"'), given]) if {*differing} & {*list(ours)[:3]} else []
+    sets += [vocab, bos] if "vocab_size" in differing else []
+    sets += [lane] if "n_positions" in differing else []
+    raise BadInput(
+        f"{path} is a GPT-2 with {', '.join(f'{name} {theirs[name]}' for name in differing)} but recipe {recipe.name} "
+        f"has {', '.join(f'{name} {ours[name]}' for name in differing)}; of recipe gpt2, --set {shlex.join(sets)}"
+    )
+
+
+def departures(path: Path, found: LoadedRecipe, tokenizer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how a run of ``found`` on ids of ``tokenizer`` departs from what the parameters at ``path`` are for."""
+    folder = path if path.is_dir() else path.parent
+    try:
+        config = read_config(folder)
+        trained = find_trained(folder, config)
+        if not same_function(trained.recipe, found.recipe):
+            names = [
+                name for name in trained.fields if name.isupper() and trained.fields[name] != found.fields.get(name)
+            ]
+            fields = ", ".join(f"{name} {trained.fields[name]!r}, here {found.fields.get(name)!r}" for name in names)
+            how = fields if trained.source == found.source else f"by recipe {trained.recipe.name}"
+            yield f"the parameters of {path} were trained to compute something else ({how})"
+        facts = gpt2_facts(folder, config) if config.get("model_type") == "gpt2" else config.get("tokenizer")
+        if facts and tokenizer and any(facts.get(name) != tokenizer.get(name) for name in ("tokenizer", "symbols")):
+            yield f"the parameters of {path} are for other ids of text, those of {facts['tokenizer']}"
+    except BadInput as error:
+        yield f"how the parameters of {path} were trained is not known: {error}"
 
 
 def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe: Recipe) -> None:
@@ -206,28 +270,48 @@ def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe:
         )
 
 
-def from_gpt2(tensors: Mapping[str, np.ndarray], path: Path) -> Tensors:
-    """Return Hugging Face's GPT-2 tensors under our names, layers stacked.
+def from_gpt2(tensors: Mapping[str, np.ndarray], path: Path, recipe: Recipe, tied: bool = True) -> Tensors:
+    """Return Hugging Face's GPT-2 tensors under our names, layers stacked; ``tied``: it may lack the head.
 
-    Raises BadInput when one is missing, or there is one more, or the head is not the embedding.
+    Raises BadInput when one is missing or of another shape, there is one more, or the head is not the embedding.
     """
-    left = {name.removeprefix("transformer."): array for name, array in tensors.items()}
-    left = {name: array for name, array in left.items() if not BUFFERS.fullmatch(name)}
+    left = {WRAPPERS.sub("", name, count=1): each for name, each in tensors.items() if not BUFFERS.fullmatch(name)}
     head = left.pop("lm_head.weight", None)
-    if head is not None and not np.array_equal(head, left.get("wte.weight", head[:0])):
-        raise BadInput(f"{path}: lm_head.weight differs from wte.weight, but GPT-2's head is its embedding")
-    layers = 1 + max((int(name.split(".")[1]) for name in left if re.match(r"h\.\d+\.", name)), default=-1)
+    if head is None and not tied:
+        raise BadInput(f"{path} lacks lm_head.weight, a head of its own by tie_word_embeddings; download it again")
+    if head is not None and not np.array_equal(head, left.get("wte.weight", head)):
+        raise BadInput(
+            f"{path}: lm_head.weight differs from wte.weight, but the head of recipe gpt2 is its embedding; use "
+            "transformers for it"
+        )
     ours = {}
     for name, theirs in GPT2_NAMES.items():
-        names = [theirs.format(layer) for layer in range(layers)] if "{}" in theirs else [theirs]
-        for wanted in names or [theirs.format(0)]:
-            if wanted not in left:
-                raise BadInput(f"{path} lacks {wanted}{nearest(wanted, left)}; expected GPT-2 as Hugging Face has it")
-        parts = [left.pop(wanted) for wanted in names]
-        ours[name] = np.stack(parts) if "{}" in theirs else parts[0]
+        spec = recipe.parameters[name]
+        stacked = "{}" in theirs
+        names = [theirs.format(layer) for layer in range(recipe.layers)] if stacked else [theirs]
+        parts = [_taken(left, wanted, spec.shape[1:] if stacked else spec.shape, path) for wanted in names]
+        ours[name] = np.stack(parts) if stacked else parts[0]
     if left:
-        raise BadInput(f"{path} holds {min(left)}, which GPT-2 does not have; expected GPT-2 as Hugging Face has it")
+        raise BadInput(
+            f"{path} holds {min(left)}, which a GPT-2 of {recipe.layers} layers does not have; download it again"
+        )
     return ours
+
+
+def _taken(left: Tensors, name: str, shape: tuple[int, ...], path: Path) -> np.ndarray:
+    """Remove and return a tensor of ``shape``; that of positions may be longer."""
+    if name not in left:
+        raise BadInput(f"{path} lacks {name}; expected GPT-2 as Hugging Face has it")
+    array = left.pop(name)
+    if array.shape == shape[::-1] != shape and name.startswith("h."):
+        raise BadInput(
+            f"{path}: {name} has shape {array.shape}, [out, in] as nanoGPT's Linear; transpose c_attn, c_proj and c_fc "
+            "to [in, out], as Hugging Face's GPT-2 has them"
+        )
+    longer = name == "wpe.weight" and array.shape[1:] == shape[1:] and len(array) > shape[0]
+    if array.shape != shape and not longer:
+        raise BadInput(f"{path}: {name} has shape {array.shape} but config.json says {shape}; download both again")
+    return array
 
 
 def to_gpt2(params: Mapping[str, np.ndarray]) -> Tensors:
@@ -242,9 +326,10 @@ def to_gpt2(params: Mapping[str, np.ndarray]) -> Tensors:
     return theirs
 
 
-def gpt2_config(recipe: Recipe) -> dict[str, Any]:
+def gpt2_config(recipe: Recipe, facts: TokenizerFacts) -> dict[str, Any]:
     """Return the config.json with which transformers' GPT2LMHeadModel loads the tensors of ``recipe``."""
     vocabulary, width = recipe.parameters["embed"].shape
+    ends = facts.get("end_ids", [facts["bos_id"]])
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -255,6 +340,7 @@ def gpt2_config(recipe: Recipe) -> dict[str, Any]:
         "n_head": recipe.heads,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
-        "bos_token_id": recipe.data.bos_id,
-        "eos_token_id": recipe.data.bos_id,
+        "bos_token_id": facts["bos_id"],
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+        "tokenizer": facts,  # for us: transformers reads that of a folder from its files
     }

@@ -42,7 +42,7 @@ class Options:
         max_minutes: Stop after this many timed minutes.
         set_: Replace upper-case fields of the recipe file, for example MUON_LR=0.03 LANES=8.
         init_from: Start from these parameters: a run directory or exported folder of the same recipe, or for recipe
-            gpt2 a folder with GPT-2's model.safetensors.
+            gpt2 a folder with GPT-2's config.json and model.safetensors.
         checkpoint_every: Write a checkpoint every N steps and at the end, off the clock; 0 writes one on SIGTERM only.
         keep_checkpoints: How many of the newest checkpoints stay.
         keep_best: Also keep the parameters with the lowest validation loss, in best/ of the run directory, which other

@@ -104,12 +104,13 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
         manifest = read_manifest(folder)
         needs, aligned = recipe.data, recipe.data.align is not None
-        fits = (recipe.name, needs.vocab_size, needs.bos_id, aligned, TOKENIZERS.get(needs.name))
+        fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, TOKENIZERS.get(needs.name))
         check_fits(folder, manifest, (shards, val_shards), *fits)
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
         recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
         loader = open_loader(recipe, shards, options.seed)
+    departures = list(export.departures(options.init_from, found, manifest or {})) if options.init_from else []
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
@@ -135,7 +136,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
         output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
         taken = taken_name(recipe.name, recipe.track, found.source_sha256)
-        for note in (device.note, platform_problem(device.platform), taken):
+        for note in (*departures, device.note, platform_problem(device.platform), taken):
             if note:
                 console.print(f"note: {note}", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
@@ -325,7 +326,7 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
         schedule=recipe.stages,
         align=recipe.data.align,
         bos_id=recipe.data.bos_id,
-        vocab_size=recipe.data.vocab_size,
+        vocab_size=recipe.vocab_size,
         shuffle=shuffle,
         epochs=None,
         process_index=jax.process_index(),

@@ -116,7 +116,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     before, leak, moved = measured(tokens), 0.0, np.inf
     for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
         changed = tokens.copy()
-        changed[0, cut:] = (changed[0, cut:] + 1) % recipe.data.vocab_size
+        changed[0, cut:] = (changed[0, cut:] + 1) % recipe.vocab_size
         difference = np.abs(measured(changed) - before)
         leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
     calls = callbacks(probe.trace(params, put(tokens, replicated(setup.mesh))).jaxpr)
