@@ -23,7 +23,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import tiles
+from jspeed.parallel.describe import tiles
 from jspeed.parallel.replicas import drift
 from jspeed.plan import cost, findings, hlo
 from jspeed.plan.findings import Finding, axes_of

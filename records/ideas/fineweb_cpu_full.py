@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.nn import initializers
 
-from jspeed.model.attention import attention, find_documents
+from jspeed.model.attention import Documents, attention, find_documents
 from jspeed.model.fp8 import matmul
 from jspeed.model.layers import relu_squared, rms_norm, rotary
 from jspeed.model.losses import cross_entropy, sigmoid_cap, softcap
@@ -70,21 +70,27 @@ PARAMETERS = {
 }
 
 
+Rows = tuple[jax.Array, Documents]
+"""Activations ``[B, T, D]`` and the documents of their rows, which go from layer to layer with them."""
+
+
+def block(p: dict[str, jax.Array], x: Rows) -> Rows:
+    """One layer, its parameters in ``p``."""
+    x_BTD, documents = x
+    heads = (*x_BTD.shape[:2], HEADS, WIDTH // HEADS)
+    a_BTD = rms_norm(x_BTD)
+    q_BTHK = rotary(rms_norm((a_BTD @ p["query"]).reshape(heads)))
+    k_BTHK = rotary(rms_norm((a_BTD @ p["key"]).reshape(heads)))
+    v_BTHK = (a_BTD @ p["value"]).reshape(heads)
+    y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE, documents=documents)
+    x_BTD += y_BTHK.reshape(x_BTD.shape) @ p["out"]
+    return x_BTD + relu_squared(rms_norm(x_BTD) @ p["up"]) @ p["down"], documents
+
+
 def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
     """Return what the head reads: fp32 ``[B, T, D]``."""
-    heads = (*tokens_BT.shape, HEADS, WIDTH // HEADS)
-    documents = find_documents(tokens_BT, BOS)
-    x_BTD = rms_norm(params["embed"][tokens_BT])
-    for layer in range(LAYERS):
-        a_BTD = rms_norm(x_BTD)
-        q_BTHK = rotary(rms_norm((a_BTD @ params["query"][layer]).reshape(heads)))
-        k_BTHK = rotary(rms_norm((a_BTD @ params["key"][layer]).reshape(heads)))
-        v_BTHK = (a_BTD @ params["value"][layer]).reshape(heads)
-        y_BTHK = attention(q_BTHK, k_BTHK, v_BTHK, scale=ATTENTION_SCALE, documents=documents)
-        x_BTD += y_BTHK.reshape(x_BTD.shape) @ params["out"][layer]
-        h_BTF = relu_squared(rms_norm(x_BTD) @ params["up"][layer])
-        x_BTD += h_BTF @ params["down"][layer]
-    return rms_norm(x_BTD)
+    rows = rms_norm(params["embed"][tokens_BT]), find_documents(tokens_BT, BOS)
+    return rms_norm(ctx.blocks(block, PARAMETERS, LAYERS, params, rows)[0])
 
 
 def head(head_VD: jax.Array, x_BTD: jax.Array) -> jax.Array:
@@ -155,4 +161,5 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    alike=True,
 )

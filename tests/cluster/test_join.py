@@ -48,7 +48,7 @@ def test_half_of_a_launchers_variables_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit) as end, jspeed.join():
         pass
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: RANK, WORLD_SIZE are set but MASTER_")
+    assert end.value.code == 2 and capsys.readouterr().err.startswith("error: RANK, WORLD_SIZE set without MASTER_")
 
 
 @pytest.fixture

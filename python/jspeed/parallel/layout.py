@@ -1,13 +1,13 @@
 """Layouts: over which mesh axis each logical axis of a parameter is sharded, and when parameters are gathered."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.errors import BadInput, first_line, nearest
 from jspeed.parallel.mesh import ROW_AXES
@@ -165,10 +165,10 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
 
 def partition(spec: ParamSpec, layout: str, mesh: Mesh) -> PartitionSpec:
     """Return how ``layout`` shards one parameter over ``mesh``."""
-    return PartitionSpec(*_shard(spec, layout, mesh)[0])
+    return PartitionSpec(*shard(spec, layout, mesh)[0])
 
 
-def _shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], str]:
+def shard(spec: ParamSpec, layout: str, mesh: Mesh) -> tuple[list[str | None], str]:
     """Return (the mesh axis of every dimension up to the last sharded one, why it is not sharded further).
 
     An array that stays whole always has a reason; one that is sharded has it where another mesh axis could not.
@@ -338,37 +338,3 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], bank: jax.Arra
     for hop in reversed(hops):
         bank = jax.lax.with_sharding_constraint(bank, hop)
     return bank
-
-
-def describe_layout(recipe: Recipe, layout: str, mesh: Mesh) -> Iterator[tuple[str, str, str, str, int, str]]:
-    """Yield (name, shape, sharding, local shape, bytes on a device, why not sharded further) of every parameter."""
-    for path, spec in leaves(recipe.parameters):
-        dims, why = _shard(spec, layout, mesh)
-        local = NamedSharding(mesh, PartitionSpec(*dims)).shard_shape(spec.shape)
-        cut = " ".join(f"{axis}/{over}" for axis, over in zip(spec.axes, dims, strict=False) if over) or "whole"
-        size = math.prod(local) * jax.numpy.dtype(spec.dtype).itemsize
-        yield path, "x".join(map(str, spec.shape)), cut, "x".join(map(str, local)), size, why
-
-
-def tiles(shape: tuple[int, ...], sharding: NamedSharding) -> list[list[str]]:
-    """Return which devices hold each tile of an array: rows and columns of ids, ``0,4`` where two hold the same.
-
-    Rows are the first sharded dimension and columns the last one, or there is one row. Raises :class:`BadInput`
-    where more than two are sharded.
-    """
-    where: dict[tuple[int, ...], list[int]] = {}
-    devices: Mapping[Any, Any] = sharding.devices_indices_map(shape)
-    for device, index in devices.items():
-        where.setdefault(tuple(part.start or 0 for part in index), []).append(device.id)
-    starts = [sorted({start[dim] for start in where}) for dim in range(len(shape))]
-    dims = [dim for dim, found in enumerate(starts) if len(found) > 1]
-    if len(dims) > 2:
-        raise BadInput(f"an array of shape {shape} is sharded along {len(dims)} dimensions; at most 2 can be drawn")
-    first, last = ([None, None] + dims)[-2:]
-
-    def cell(row: int, column: int) -> str:
-        start = tuple(row if dim == first else column if dim == last else 0 for dim in range(len(shape)))
-        return ",".join(map(str, sorted(where[start])))
-
-    columns = starts[last] if last is not None else [0]
-    return [[cell(row, column) for column in columns] for row in (starts[first] if first is not None else [0])]

@@ -4,9 +4,9 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 
 import jax
-import jaxlib
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -63,7 +63,7 @@ def check_xla_flags() -> None:
     """Raise BadInput for XLA_FLAGS at which XLA would end the process, as it does without an exception."""
     if (flags := os.environ.get("XLA_FLAGS")) and (fault := xla_flags_fault(flags)):
         raise BadInput(
-            f"the XLA of jaxlib {jaxlib.__version__} does not take these XLA_FLAGS ({fault}); correct them, or leave "
+            f"the XLA of jaxlib {version('jaxlib')} does not take these XLA_FLAGS ({fault}); correct them, or leave "
             "that flag out: they come and go with XLA's releases"
         )
 

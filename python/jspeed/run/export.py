@@ -286,10 +286,11 @@ def from_gpt2(tensors: Mapping[str, np.ndarray], path: Path, recipe: Recipe, tie
         )
     ours = {}
     for name, theirs in GPT2_NAMES.items():
-        spec = recipe.parameters[name]
         stacked = "{}" in theirs
+        shape = recipe.parameters[name].shape[stacked:]
+        shape = (*shape[:1], math.prod(shape[1:])) if len(shape) > 1 else shape  # queries, keys, values side by side
         names = [theirs.format(layer) for layer in range(recipe.layers)] if stacked else [theirs]
-        parts = [_taken(left, wanted, spec.shape[1:] if stacked else spec.shape, path) for wanted in names]
+        parts = [_taken(left, wanted, shape, path) for wanted in names]
         ours[name] = np.stack(parts) if stacked else parts[0]
     if left:
         raise BadInput(

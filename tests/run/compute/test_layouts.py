@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 
 from jspeed.errors import BadInput
+from jspeed.parallel import describe
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.layout import rows_only
 from jspeed.parallel.mesh import batch_rows
@@ -293,14 +294,14 @@ def test_a_block_that_changes_what_it_was_given_cannot_be_a_loop(layout):
 
 def test_the_plan_says_what_is_not_cut_and_why(monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)
-    rows = {row[0]: row for row in layouts.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))}
+    rows = {row[0]: row for row in describe.describe_layout(toy("track3"), "fsdp+tp", mesh_of(data=4, model=2))}
     assert rows["attention"] == ("attention", "16x32x32", "model/data heads/model", "16x8x16", 8192, "")
     assert rows["down_bias"][2:] == ("whole", "4x32", 512, "no axis that fsdp+tp shards")
     assert rows["embed"][2:5] == ("model/data", "272x8", 8704)
-    odd = {row[0]: row for row in layouts.describe_layout(toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2))}
+    odd = {row[0]: row for row in describe.describe_layout(toy("stdlib", "VOCAB=259"), "tp", mesh_of(data=4, model=2))}
     assert odd["head"][2:] == ("whole", "259x32", 33_152, "vocab 259 does not divide by 2")
     monkeypatch.setattr(layouts, "SMALL", 10**6)
-    small = {row[0]: row for row in layouts.describe_layout(toy("track3"), "zero1", mesh_of(8))}
+    small = {row[0]: row for row in describe.describe_layout(toy("track3"), "zero1", mesh_of(8))}
     assert small["head"][2:] == ("whole", "272x32", 34_816, "small")
 
 
@@ -317,14 +318,14 @@ def test_the_plan_says_what_is_not_cut_and_why(monkeypatch):
 )
 def test_what_stays_whole_has_a_reason(name, layout, axes, why):
     """And an array that is sharded over all that the layout shards over has none."""
-    rows = list(layouts.describe_layout(toy(name), layout, mesh_of(**axes)))
+    rows = list(describe.describe_layout(toy(name), layout, mesh_of(**axes)))
     assert all(reason for *_, sharding, _, _, reason in rows if sharding == "whole")
     assert any(why in row[-1] for row in rows)
     assert not any(row[-1] for row in rows if row[2] != "whole")
 
 
 def test_gpt2_shards_queries_keys_and_values_by_heads():
-    rows = {row[0]: row for row in layouts.describe_layout(toy("gpt2"), "tp", mesh_of(data=2, model=2))}
+    rows = {row[0]: row for row in describe.describe_layout(toy("gpt2"), "tp", mesh_of(data=2, model=2))}
     assert rows["qkv"][2:] == ("heads/model", "4x32x3x16", 24_576, "")
 
 
@@ -339,7 +340,7 @@ def test_the_table_cuts_nothing_on_a_narrow_terminal():
 def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch):
     monkeypatch.setattr(layouts, "SMALL", 300)
     recipe, mesh = toy("llmc"), mesh_of(**axes)
-    total = sum(row[4] for row in layouts.describe_layout(recipe, layout, mesh))
+    total = sum(row[4] for row in describe.describe_layout(recipe, layout, mesh))
     state = start(recipe, mesh, layout)
     for device in mesh.devices.flat:
         parts = [
@@ -354,11 +355,11 @@ def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch)
 def test_tiles_name_the_devices_that_hold_them():
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     both, columns = (NamedSharding(mesh, cut) for cut in (PartitionSpec("x", "y"), PartitionSpec("y")))
-    assert layouts.tiles((4, 8), both) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
-    assert layouts.tiles((8,), columns) == [["0,4", "1,5", "2,6", "3,7"]]
-    assert layouts.tiles((8, 4, 2), columns) == [["0,4", "1,5", "2,6", "3,7"]]
-    assert layouts.tiles((4, 8), NamedSharding(mesh, PartitionSpec())) == [["0,1,2,3,4,5,6,7"]]
-    assert layouts.tiles((4, 3, 8), NamedSharding(mesh, PartitionSpec("y", None, "x")))[3] == ["3", "7"]
+    assert describe.tiles((4, 8), both) == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    assert describe.tiles((8,), columns) == [["0,4", "1,5", "2,6", "3,7"]]
+    assert describe.tiles((8, 4, 2), columns) == [["0,4", "1,5", "2,6", "3,7"]]
+    assert describe.tiles((4, 8), NamedSharding(mesh, PartitionSpec())) == [["0,1,2,3,4,5,6,7"]]
+    assert describe.tiles((4, 3, 8), NamedSharding(mesh, PartitionSpec("y", None, "x")))[3] == ["3", "7"]
     console, mesh = Console(file=io.StringIO(), width=200), mesh_of(data=4, model=2)
     tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlp")
     said = console.file.getvalue()

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.layout import describe_layout, partition, tiles
+from jspeed.parallel.describe import describe_layout, tiles
+from jspeed.parallel.layout import partition
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.consistent import PROBES
 from jspeed.record.remarks import remarks
