@@ -1,17 +1,15 @@
 """jspeed: train a small GPT to a target loss as fast as JAX can, and keep an honest record of it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # for type checkers it is true; typing would come from the folder that `python -m` is called in
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from jspeed.cluster.join import Processes
 
 __version__ = "0.1.0"
 
 
-@contextmanager
-def join() -> Iterator["Processes"]:
+def join() -> "AbstractContextManager[Processes]":
     """Make one program of the processes that a launcher has started; a single process has nothing to join.
 
         with jspeed.join() as processes:
@@ -30,5 +28,4 @@ def join() -> Iterator["Processes"]:
     """
     from jspeed.cluster import join
 
-    with join.join() as processes:
-        yield processes
+    return join.join()
