@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jspeed.accelerators import find
-from jspeed.commands.main import SETTINGS, leave_out_settings, unfold_xla_flags
+from jspeed.commands.main import HONOURED, leave_out_settings, unfold_xla_flags
 from jspeed.model.layers import key_of, row_keys
 from jspeed.model.ngrams import signs
 from jspeed.parallel.mesh import find_devices
@@ -55,18 +55,31 @@ def test_constants_of_a_model_depend_on_no_setting(other_settings):
 
 def test_what_is_left_out_is_said(capsys):
     given = {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x", "JAX_RANDOM_SEED_OFFSET": "5"}
+    given |= {"CHECK_VMA": "1", "JAX_OF_A_RELEASE_TO_COME": "on", "MY_JAX_RUN": "1"}
     leave_out_settings(given)
-    assert given == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x"}
+    assert given == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--x", "MY_JAX_RUN": "1"}
     assert capsys.readouterr().err.splitlines() == [
+        "note: CHECK_VMA=1 is left out: jspeed's numbers depend on no setting of JAX",
         "note: JAX_ENABLE_X64=1 is left out: jspeed's numbers depend on no setting of JAX",
+        "note: JAX_OF_A_RELEASE_TO_COME=on is left out: jspeed's numbers depend on no setting of JAX",
         "note: JAX_RANDOM_SEED_OFFSET=5 is left out: jspeed's numbers depend on no setting of JAX",
     ]
 
 
-def test_settings_are_jax_s_own():
-    """A name that JAX does not know protects from nothing; two are of some releases only."""
-    known = {name.upper() for name in jax.config.values} | {"JAX_DEFAULT_DTYPE_BITS", "JAX_EXPLICIT_X64_DTYPES"}
-    assert known >= SETTINGS, SETTINGS - known
+def test_what_is_honoured_is_jax_s_own():
+    """A misspelt name would leave out the right one. Some about processes are read by ``rank.py`` alone."""
+    processes = {"COORDINATOR_ADDRESS", "COORDINATOR_BIND_ADDRESS", "COORDINATOR_PORT", "LOCAL_DEVICE_IDS"}
+    processes |= {"NUM_PROCESSES", "PARTITION_INDEX", "PROCESS_ID", "SLICE_INDEX"}
+    known = {name.upper() for name in jax.config.values} | {f"JAX_{name}" for name in processes}
+    assert known >= HONOURED, HONOURED - known
+
+
+def test_a_variable_that_jax_cannot_read_is_one_sentence():
+    settings = environment() | {"JAX_LOG_COMPILES": "maybe"}
+    words = [sys.executable, "-m", "jspeed", "run", "stdlib", "--show-layout"]
+    done = subprocess.run(words, env=settings, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: JAX cannot read a variable (") and "LOG_COMPILES" in done.stderr
 
 
 def test_a_run_with_other_settings_is_the_same(tmp_path):

@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 import sys
+import traceback
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import make_dataclass
@@ -13,7 +15,7 @@ from typing import Annotated, Any, Union
 from jspeed import __version__
 from jspeed.accelerators import cuda_root
 from jspeed.cluster.rank import visible_gpus
-from jspeed.errors import BadInput, run_script, say
+from jspeed.errors import BadInput, first_line, run_script, say
 from jspeed.files import read_regular
 from jspeed.standard_streams import exit_on_ctrl_c, importing
 
@@ -37,13 +39,19 @@ EXAMPLES = (
     "prepare text my_texts/ --out shards  # your own data",
     "--tyro-print-completion bash  # completion for your shell; also zsh and fish",
 )
-SETTINGS = {
-    "JAX_DEFAULT_DTYPE_BITS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_DEFAULT_PRNG_IMPL", "JAX_ENABLE_CUSTOM_PRNG",
-    "JAX_ENABLE_X64", "JAX_EXPLICIT_X64_DTYPES", "JAX_LEGACY_PRNG_KEY", "JAX_NUMPY_DTYPE_PROMOTION",
-    "JAX_NUMPY_RANK_PROMOTION", "JAX_RANDOM_SEED_OFFSET", "JAX_SOFTMAX_CUSTOM_JVP", "JAX_THREEFRY_GPU_KERNEL_LOWERING",
-    "JAX_THREEFRY_PARTITIONABLE", "JAX_TRANSFER_GUARD", "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE",
-    "JAX_TRANSFER_GUARD_DEVICE_TO_HOST", "JAX_TRANSFER_GUARD_HOST_TO_DEVICE",
+# What JAX may be told by variables: where to run and with whom, what to keep, what to log. Each of its other settings,
+# those of releases to come too, may change numbers, or is made by a run itself.
+HONOURED = {
+    "JAX_CPU_COLLECTIVES_IMPLEMENTATION", "JAX_CUDA_VISIBLE_DEVICES", "JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS",
+    "JAX_PJRT_CLIENT_CREATE_OPTIONS", "JAX_ROCM_VISIBLE_DEVICES",
+    "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_BIND_ADDRESS", "JAX_COORDINATOR_PORT", "JAX_LOCAL_DEVICE_IDS",
+    "JAX_NUM_PROCESSES", "JAX_PARTITION_INDEX", "JAX_PROCESS_ID", "JAX_SLICE_INDEX",
+    "JAX_COMPILATION_CACHE_DIR", "JAX_COMPILATION_CACHE_MAX_SIZE", "JAX_ENABLE_COMPILATION_CACHE",
+    "JAX_DISABLE_JIT", "JAX_OPTIMIZATION_LEVEL",
+    "JAX_DEBUG_LOG_MODULES", "JAX_DUMP_IR_MODES", "JAX_DUMP_IR_TO", "JAX_EXPLAIN_CACHE_MISSES", "JAX_LOG_COMPILES",
+    "JAX_LOGGING_LEVEL", "JAX_TRACEBACK_FILTERING",
 }  # fmt: skip
+OTHERS = re.compile("JAX_.*|CHECK_VMA|EAGER_CONSTANT_FOLDING")  # the last two are JAX's too
 COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
@@ -61,11 +69,11 @@ def main(name: str = "") -> None:
 
 
 def leave_out_settings(environment: MutableMapping[str, str]) -> None:
-    """Remove settings of JAX's that change numbers, or that a run makes itself, and say so: a seed means one training.
+    """Remove settings of JAX's but for those that are HONOURED, and say so: a seed means one training.
 
     XLA_FLAGS, which can change rounding, stays: a run records it.
     """
-    for name in sorted(SETTINGS & environment.keys()):
+    for name in sorted(filter(OTHERS.fullmatch, environment.keys() - HONOURED)):
         say(f"note: {name}={environment.pop(name)} is left out: jspeed's numbers depend on no setting of JAX")
 
 
@@ -106,7 +114,13 @@ def call(words: Sequence[str], name: str = "") -> int | None:
         prog, command = f"{prog} {name}", command.load(name)
     with importing():  # Python wraps a Ctrl-C in the middle of making a class into another exception
         do = parse(command, words, prog)
-    return do()
+    try:
+        return do()
+    except ValueError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if "jax" in sys.modules or not any(frame.filename.endswith("jax/_src/config.py") for frame in frames):
+            raise
+        raise BadInput(f"JAX cannot read a variable ({first_line(error)}); correct it, or unset it") from error
 
 
 def load(name: str) -> Any:
