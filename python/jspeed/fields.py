@@ -101,7 +101,7 @@ def check_json(value: Any, hint: Any) -> None:
     for where, wanted, item in _misfits(value, check_of(hint), ""):
         for in_python, in_json in (("True or False", "true or false"), ("None", "null")):
             wanted = wanted.replace(in_python, in_json)
-        place = f"field '{where}': " if where else ""
+        place = f"field {where!r}: " if where else ""  # a key may have a line break
         fields = "" if where else f" with the fields of a {hint.__name__.lower()}"
         raise BadInput(f"{place}expected {wanted}{fields}, found {found(item)}")
 
