@@ -21,8 +21,8 @@ from jspeed.run.recipe_names import known_recipes
 from .toys import ALIKE, TOYS
 
 
-# Those alike to r89 are it to the letter, evaluation included.
-@pytest.fixture(params=[name for name in known_recipes() if ALIKE.get(name) != "r89"])
+# Those alike to r89 or nanogpt are it to the letter, evaluation included.
+@pytest.fixture(params=[name for name in known_recipes() if ALIKE.get(name) not in ("r89", "nanogpt")])
 def recipe(request):
     return find(request.param, TOYS[request.param]).recipe
 
@@ -103,6 +103,7 @@ def test_recipes_said_to_be_alike_are(name, other):
     begin, end, their_end = {
         "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
         "jspeed1": ("STARTS = ", "RECIPE = ", "RECIPE = "),
+        "nanogpt-cpu": ("MLP_WIDTH = ", "RECIPE = ", "RECIPE = "),
     }.get(name, ("def hidden(", "def falling(", "def falling("))
     assert ours[ours.index(begin) : ours.index(end)] == theirs[theirs.index(begin) : theirs.index(their_end)]
 

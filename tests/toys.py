@@ -75,9 +75,11 @@ TOYS["r92"] += ["RATES=(1.0,1.5)", "COLUMNS=(96,272)", "TARGETS=(3,2)", "LAST_TI
 TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0.85,6:0.93}"]
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
+TOYS["nanogpt-cpu"] = TOYS["nanogpt"]
 TOYS["jspeed1"] = TOYS["r89"]
 TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]
 
 # Recipes that compute what another one does, at another size or but for the training loss: tests of the step and of
 # generation leave them out.
 ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu", "jspeed1": "r89", "jspeed2": "r89"}
+ALIKE["nanogpt-cpu"] = "nanogpt"

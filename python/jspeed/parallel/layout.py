@@ -129,6 +129,13 @@ def check_layout(layout: str, mesh: Mesh, recipe: Recipe) -> None:
             f"--layout {layout} {works}, so the mesh axis '{idle[0]}' of size {mesh.shape[idle[0]]} would repeat the "
             f"same work; give --mesh data={mesh.size}, or another --layout"
         )
+    for path, spec in leaves(recipe.parameters):
+        placed = partition(spec, layout, mesh)
+        if spec.lookups and tuple(placed) and not owned(spec, placed):
+            raise BadInput(
+                f"--layout {layout} does not shard table {path} of recipe {recipe.name} by the rows in which it is "
+                "updated; choose --layout zero1 or dp"
+            )
     by_layer = "pipe" in needed or found.scan or (found.remat and not loops_over_layers(recipe))
     if not recipe.alike and by_layer:
         raise BadInput(

@@ -6,9 +6,7 @@ What        The settings of nanoGPT's train_shakespeare_char.py: 6 layers of 384
 Departures  Attention's probabilities are not dropped, since no fused attention of JAX drops them: dropout is on
             embeddings and on what attention and MLP add. The loss is that of the last step, nanoGPT's the best.
 Source      nanoGPT, which reaches 1.4697 in 3 minutes on an A100; nanoJAXGPT for SwiGLU.
-Hardware    one GPU: not run here. nanoGPT's setting for a CPU, which ends at 1.88: --set LAYERS=4 HEADS=4 WIDTH=128
-            LANES=12 LANE_LEN=64 EVAL_LEN=64 STEPS=2000 COOLDOWN=2000 DROPOUT=0.0 COMPUTE=float32 TARGET_LOSS=1.88.
-            One run of that, on two CPU cores and stopped at step 1,731, had 1.879 at step 1,500.
+Hardware    one GPU: not run here. nanoGPT's setting for a CPU is the recipe nanogpt-cpu.
 Parent      gpt2
 """
 

@@ -319,13 +319,6 @@ def gather_parameters(recipe: Recipe, gather: Callable[..., jax.Array], params: 
 def fetcher(recipe: Recipe, mesh: Mesh, cuts: Any) -> dict[str, Any]:
     """Return ``fetch`` and ``owners`` of a context: from the rows' owners if tables are sharded, which must be all of
     them or none."""
-    placed = accumulators.by_path(recipe, cuts)
-    for path, spec in leaves(recipe.parameters):
-        if spec.lookups and tuple(placed[path]) and not owned(spec, placed[path]):
-            raise BadInput(
-                f"recipe {recipe.name}: table {path} is updated row by row, and this layout shards it otherwise; "
-                "choose --layout zero1 or dp"
-            )
     tables = [spec for _, spec in leaves(recipe.parameters) if "row" in spec.axes]
     sharded = sum(jax.tree.leaves(map_specs(owned, recipe.parameters, cuts)))
     if sharded not in (0, len(tables)):
