@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -182,9 +183,36 @@ def test_bad_tokenizer_files(tmp_path, monkeypatch):
     refused(tmp_path / "none.json", "cannot be read")
     (tmp_path / "no.json").write_text('{"model": 3}')
     refused(tmp_path / "no.json", "is no tokenizer.json that tokenizers .* reads")
-    refused(byte_level(tmp_path / "unmarked.json"), "no token that separates documents; give --end-of-text none")
+    refused(byte_level(tmp_path / "unmarked.json"), "it has no special ones.*, or give --end-of-text none")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     refused(tmp_path / "no.json", r"needs the package tokenizers to be read; pip install '\.\[tokenizers\]'")
+
+
+def test_any_special_token_can_separate_documents(tmp_path):
+    """A tokenizer whose separator has a name of its own, such as nanochat's, could not be used."""
+    source = jsonl(tmp_path / "a.jsonl", TEXTS)
+    path = str(byte_level(tmp_path / "mine.json", "<|bos|>", "<|user|>"))
+    prepare = partial(tokenise.prepare_text, [source], tokenizer=path, val_fraction=0.5)
+    with pytest.raises(BadInput, match=r"--separator-token \(it has <\|bos\|>, <\|user\|>\), or"):
+        prepare(out=tmp_path / "out")
+    with pytest.raises(
+        BadInput, match=r"--separator-token <\|bo\|> is no special .*mean '<\|bos\|>'.*has <\|bos\|>, <\|user"
+    ):
+        prepare(out=tmp_path / "out", separator_token="<|bo|>")
+    with pytest.raises(BadInput, match="leave out --separator-token"):
+        prepare(out=tmp_path / "out", separator_token="<|bos|>", separator="none")
+    with pytest.raises(BadInput, match="of tokenizer bytes; it has no special ones"):
+        tokenise.prepare_text([source], tmp_path / "out", "bytes", separator_token="a")
+    assert not (tmp_path / "out").exists()
+    found = {}
+    for token in ("<|bos|>", "<|user|>"):
+        for processes in (1, 2):
+            out = prepare(out=tmp_path / f"{token[2:5]}{processes}", separator_token=token, processes=processes)
+            found[token] = json.loads((out / "manifest.json").read_text())["bos_id"]
+            for split in ("train", "val"):
+                ids = map_tokens(find_split(out, split).paths[0])
+                assert ids[0] == found[token] and np.count_nonzero(ids == found[token]) == 2
+    assert len(set(found.values())) == 2
 
 
 def test_a_wide_encoding_of_tiktoken(tmp_path, monkeypatch):

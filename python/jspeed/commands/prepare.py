@@ -2,10 +2,10 @@
 
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -57,23 +57,7 @@ def _prepare(
         data = f" --data {folder}"
         with suppress(BadInput):  # no cache folder
             data = "" if folder in map(_default, TOKENIZERS) else data
-        print(f"train on it: jspeed run {recipe}{data}{_sets(manifest, recipe)}")
-
-
-def _sets(manifest: Mapping[str, Any], recipe: str) -> str:
-    """Return the ``--set`` of the fields of ``recipe`` that differ from the ids of a text's symbols."""
-    if "symbols" not in manifest:
-        return ""
-    from jspeed.run.find_recipe import find  # imports jax, which takes a second
-
-    fields = find(recipe).fields
-    ids = {"VOCAB": "vocab_size", "BOS": "bos_id", "PAD": "pad_id"}
-    sets = [
-        f"{field}={manifest[name]}"
-        for field, name in ids.items()
-        if field in fields and manifest.get(name) not in (None, fields[field])
-    ]
-    return f" --set {' '.join(sets)}" if sets else ""
+        print(f"train on it: jspeed run {recipe}{data}")
 
 
 def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
@@ -120,6 +104,7 @@ def text(
     seed: int = 0,
     val_input: Files = (),
     end_of_text: Separator = "before",
+    separator_token: Annotated[str | None, Wants("TOKEN")] = None,
     processes: int | None = None,
 ) -> None:
     """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field "text"); but for .parquet
@@ -136,7 +121,9 @@ def text(
             tenth. Of a single document it is the last part, by default a tenth.
         seed: Another one chooses other documents for validation.
         val_input: Files and folders whose documents are for validation, instead of a part of the others.
-        end_of_text: Where the tokenizer's <|endoftext|> goes: before each document, after it, or nowhere.
+        end_of_text: Where the token that separates documents goes: before each document, after it, or nowhere.
+        separator_token: That token, one of the tokenizer's special ones, such as '<|bos|>'; default: <|endoftext|>, or
+            the first there is of <|begin_of_text|>, <bos>, <s>, [CLS], <|end_of_text|>, <eos>, </s>.
         processes: Processes that tokenise; default: one for each usable core, or one for little text. The result does
             not depend on it.
     """
@@ -151,6 +138,7 @@ def text(
             seed,
             val_inputs=val_input,
             separator=end_of_text,
+            separator_token=separator_token,
             processes=processes,
             progress=progress,
         ),

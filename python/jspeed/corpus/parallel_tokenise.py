@@ -53,13 +53,13 @@ class Done(NamedTuple):
         return json.dumps(self._asdict())
 
 
-def encode(tokenizer: str, separator: Separator, piece: Piece) -> Encoded:
-    """Tokenise one piece, with the tokenizer's ``bos_id`` before or after each document.
+def encode(tokenizer: str, separator: Separator, bos_id: int | None, piece: Piece) -> Encoded:
+    """Tokenise one piece, with ``bos_id`` before or after each document.
 
     Raises BadInput for a document that cannot be read or encoded.
     """
     chosen = tokenizer_of_process(tokenizer)
-    bos = np.array([chosen.bos_id] if separator != "none" else [], chosen.dtype)
+    bos = np.array([bos_id] if separator != "none" else [], chosen.dtype)
     parts: list[NDArray[np.unsignedinteger]] = []
     records = []
     for segment in piece:
@@ -70,7 +70,14 @@ def encode(tokenizer: str, separator: Separator, piece: Piece) -> Encoded:
     return Encoded(np.concatenate(parts) if parts else bos[:0], np.array(records, RECORD))
 
 
-def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, separator: Separator, processes: int) -> int:
+def tokenise(
+    folder: Path,
+    pieces: Iterable[Piece],
+    tokenizer: str,
+    separator: Separator,
+    bos_id: int | None,
+    processes: int,
+) -> int:
     """Tokenise ``pieces`` into ``folder`` after those already done; returns how many pieces those were.
 
     Raises BadInput for the first piece that cannot be read, and NoRoom on a full disk, which loses nothing.
@@ -82,9 +89,8 @@ def tokenise(folder: Path, pieces: Iterable[Piece], tokenizer: str, separator: S
         tokens.file.truncate(itemsize * total.tokens)
         records.file.truncate(RECORD.itemsize * total.documents)
         lines.file.truncate(sum(len(f"{line}\n") for line in done))
-        with closing(
-            in_order(partial(encode, tokenizer, separator), islice(pieces, len(done), None), processes)
-        ) as work:
+        encode_one = partial(encode, tokenizer, separator, bos_id)
+        with closing(in_order(encode_one, islice(pieces, len(done), None), processes)) as work:
             for encoded in work:
                 try:
                     tokens.append(encoded.tokens.tobytes(), sync=True)

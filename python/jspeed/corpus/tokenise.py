@@ -66,6 +66,7 @@ def prepare_text(
     seed: int = 0,
     val_inputs: Sequence[Path] = (),
     separator: Separator = "before",
+    separator_token: str | None = None,
     processes: int | None = None,
     rows: bool = False,
     progress: Progress = no_progress,
@@ -84,6 +85,7 @@ def prepare_text(
         val_inputs: Files and folders whose documents form the validation split; without them it is chosen by
             :func:`jspeed.corpus.split.by_content_hash`.
         separator: Where the token that separates documents stands.
+        separator_token: That token, a special one of the tokenizer; None: the tokenizer's choice.
         processes: Default: one for each usable core, or one for little text. The result does not depend on it.
         rows: Choose by :func:`jspeed.corpus.split.by_rows` instead.
         progress: Is told the bytes of input.
@@ -94,6 +96,8 @@ def prepare_text(
         BadInput: For bad input or output; its files are removed.
     """
     split.check_choice(val_fraction, seed)
+    if separator == "none" and separator_token is not None:
+        raise BadInput("--end-of-text none leaves no token between documents; leave out --separator-token")
     if val_inputs and (val_fraction is not None or seed):
         raise BadInput("--val-input names the documents to validate on; leave out --val-fraction and --seed")
     if processes is not None and not 1 <= processes <= MAX_WORKERS:
@@ -101,8 +105,13 @@ def prepare_text(
     files = [sources.text_files(inputs), sources.text_files(val_inputs) if val_inputs else []]
     parallel_tokenise.tokenizer_of_process.cache_clear()  # a tokenizer.json may have changed
     chosen = named_tokenizer(tokenizer)
+    if separator_token is not None:
+        chosen = chosen.separated_by(separator_token)
     if separator != "none" and chosen.bos_id is None:
-        raise BadInput(f"tokenizer {tokenizer} has no token that separates documents; give --end-of-text none")
+        raise BadInput(
+            f"tokenizer {tokenizer} has none of the tokens that usually separate documents; name one with "
+            f"--separator-token (it has {chosen.special_names()}), or give --end-of-text none"
+        )
     stamps = [sources.text_stamps(its) for its in files]
     fingerprints = [sources.text_fingerprint(its) for its in files]
     source = {"kind": "text", "val_fraction": val_fraction, "seed": seed} | fingerprints[0]
@@ -111,7 +120,7 @@ def prepare_text(
     if matches(out, description):
         return out
     require_empty(out)
-    identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, chosen.name, separator, fingerprints])
+    identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, chosen.name, separator, chosen.bos_id, fingerprints])
     total = sum(fingerprint["bytes"] for fingerprint in fingerprints)
     processes = processes or (cores() if total >= WORTH_PROCESSES else 1)
     with parallel_tokenise.work_folder(out, hashlib.sha256(identity.encode()).hexdigest()[:12]) as folder:
@@ -119,7 +128,7 @@ def prepare_text(
         for name, its in zip(("main", "val"), files, strict=True):
             (part := folder / name).mkdir(exist_ok=True)
             cut = pieces([path for _, path in its], lambda count: progress(count, total))
-            parallel_tokenise.tokenise(part, cut, tokenizer, separator, processes)
+            parallel_tokenise.tokenise(part, cut, tokenizer, separator, chosen.bos_id, processes)
             parts.append(part)
         if [sources.text_stamps(its) for its in files] != stamps:
             raise BadInput(f"an input of {out} changed while it was read; try again when it is complete")

@@ -17,7 +17,7 @@ from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.files import read_json, read_regular
 
-# Special tokens that separate documents; the first one present is used, as llm.c does for Llama 3.
+# Special tokens that separate documents where none is named; the first present is used, as llm.c does for Llama 3.
 SEPARATORS = ("<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>", "[CLS]", "<|end_of_text|>", "<eos>", "</s>")
 
 GPT2_TEXTS = "534ddd4fbe9e583a0d441b92c4e42756d21971510b2a3f263cf96cc31abd2f43"  # SHA-256 of a line "ID TEXT" of each
@@ -28,8 +28,8 @@ OLDER_FILES = ("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "tokeniz
 def file_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a ``tokenizer.json``; its name contains the file's hash, and ``content`` is the file.
 
-    Special tokens are never produced from text; one of ``SEPARATORS`` separates documents. Raises BadInput for a file
-    that is no tokenizer, and where the library is missing.
+    Special tokens are never produced from text; one of ``SEPARATORS``, if there is any, separates documents. Raises
+    BadInput for a file that is no tokenizer, and where the library is missing.
     """
     try:
         import tokenizers
@@ -50,12 +50,13 @@ def file_tokenizer(path: Path) -> Tokenizer:
     made.no_padding()
     made.encode_special_tokens = True  # as text, whatever a document holds
     added = {token["content"]: token for token in described.get("added_tokens") or ()}
-    special = {token["id"]: text for text, token in added.items() if token.get("special")}
-    bos_id = next((added[text]["id"] for text in SEPARATORS if text in special.values()), None)
+    special = {text: token["id"] for text, token in added.items() if token.get("special")}
+    hidden = frozenset(special.values())
+    bos_id = next((special[text] for text in SEPARATORS if text in special), None)
     vocab_size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     name = f"{TOKENIZER_FILE}@{hashlib.sha256(content).hexdigest()[:16]}"
     check_size(str(path), vocab_size)
-    dtype, piece = id_dtype(vocab_size), _pieces(made, described.get("decoder"), frozenset(added) - {*special.values()})
+    dtype, piece = id_dtype(vocab_size), _pieces(made, described.get("decoder"), frozenset(added) - {*special})
 
     def encode(text: bytes) -> NDArray[np.unsignedinteger]:
         try:
@@ -66,9 +67,9 @@ def file_tokenizer(path: Path) -> Tokenizer:
             ) from None
 
     def decode(ids: Iterable[int]) -> bytes:
-        return b"".join(piece(token) for token in ids if token not in special)
+        return b"".join(piece(token) for token in ids if token not in hidden)
 
-    return Tokenizer(name, vocab_size, bos_id, encode, decode, content=content)
+    return Tokenizer(name, vocab_size, bos_id, encode, decode, content=content, special=special)
 
 
 def _pieces(made: Any, decoder: Any, added: frozenset[str]) -> Callable[[int], bytes]:

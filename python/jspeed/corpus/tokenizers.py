@@ -1,7 +1,7 @@
 """Text to token ids and back: tiktoken's encodings, a tokenizer.json, bytes, or a list of symbols."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ TOKENIZERS = {  # of each named data set of ``jspeed prepare``
     "stdlib": "bytes",
 }
 
+SHOWN = 20  # special tokens that a message lists
 GPT2_BOS = 50_256  # <|endoftext|>
 GPT2: TokenizerFacts = {"tokenizer": "gpt2", "vocab_size": GPT2_BOS + 1, "bos_id": GPT2_BOS}
 
@@ -37,7 +38,8 @@ class Tokenizer:
     """``encode`` maps UTF-8 to ids (``dtype``); ``decode`` maps ids to UTF-8 and drops special tokens and padding.
 
     ``bos_id`` is the id that separates documents, or None. ``symbols`` are the texts of the ids from 0 on, for a
-    tokenizer that is a list of symbols, else empty; ``content`` is that of a tokenizer.json, else empty.
+    tokenizer that is a list of symbols, else empty; ``content`` is that of a tokenizer.json, else empty; ``special``
+    holds the id of each special token that has a name.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Tokenizer:
     decode: Callable[[Iterable[int]], bytes]
     symbols: tuple[str, ...] = ()
     content: bytes = b""
+    special: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -59,6 +62,21 @@ class Tokenizer:
         if self.symbols:
             facts["symbols"] = list(self.symbols)
         return facts
+
+    def separated_by(self, token: str) -> "Tokenizer":
+        """Return this tokenizer with another separator of documents. Raises BadInput for what is no special token."""
+        if token not in self.special:
+            raise BadInput(
+                f"--separator-token {token} is no special token of tokenizer {self.name}{nearest(token, self.special)};"
+                f" it has {self.special_names()}"
+            )
+        return replace(self, bos_id=self.special[token])
+
+    def special_names(self) -> str:
+        """Return the names of its special tokens, of many the first, for a message."""
+        names = sorted(self.special, key=self.special.__getitem__)
+        more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
+        return ", ".join(names[:SHOWN] + more) or "no special ones"
 
     def byte_lengths(self) -> NDArray[np.int64]:
         """Return the bytes of text that each id stands for: int64 ``[vocab_size]``."""
@@ -140,7 +158,8 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
             f"tiktoken cannot fetch {whose} vocabulary ({type(error).__name__}); connect to the network,"
             " set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
         ) from None
-    special = {encoding.encode_single_token(text) for text in encoding.special_tokens_set}
+    special = {text: encoding.encode_single_token(text) for text in encoding.special_tokens_set}
+    hidden = frozenset(special.values())
     dtype = id_dtype(encoding.n_vocab)
 
     @cache
@@ -149,7 +168,7 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
             encoding.decode_single_token_bytes(token)
         except KeyError:
             return False
-        return token not in special
+        return token not in hidden
 
     def encode(text: bytes) -> NDArray[np.unsignedinteger]:
         return encoding.encode_to_numpy(text.decode(), disallowed_special=()).astype(dtype)
@@ -157,7 +176,7 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
     def decode(ids: Iterable[int]) -> bytes:
         return encoding.decode_bytes([token for token in ids if known_to(token)])
 
-    return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encode, decode)
+    return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encode, decode, special=special)
 
 
 def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id: int | None) -> Tokenizer:

@@ -48,7 +48,7 @@ def check_fits(
         if count > vocab_size:
             raise BadInput(
                 f"{what} with {count:,} ids but recipe {recipe} has room for {vocab_size:,}; give another --data, or a "
-                f"recipe with room for them (--set VOCAB={count}, where it has that field)"
+                "recipe with a field VOCAB, which is made to fit"
             )
         if starts_at_documents and separator is None:
             raise BadInput(
@@ -61,7 +61,7 @@ def check_fits(
                 f"--data, or set it in the recipe (--set BOS={separator}, where it has that field)"
             )
     limit, limit_source = (vocab_size, f"recipe {recipe} has room for")
-    if manifest is not None and manifest["vocab_size"] < limit:
+    if manifest is not None and manifest["vocab_size"] <= limit:
         limit, limit_source = (manifest["vocab_size"], "its manifest.json says")
     for shards in splits:
         path = shards.paths[0]

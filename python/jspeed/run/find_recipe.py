@@ -1,4 +1,4 @@
-"""Find a recipe by name, by path or beside a model, read its file with fields replaced by ``--set``, and hash both."""
+"""Find a recipe by name, by path or beside a model, read it with fields replaced by ``--set``, fit it to the data."""
 
 import ast
 import hashlib
@@ -13,13 +13,17 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import jax
 import jax.numpy as jnp
 
-from jspeed.corpus.tokenizers import GPT2_BOS
+from jspeed.corpus.tokenizers import GPT2_BOS, TOKENIZERS
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, Terminated, first_line, nearest
 from jspeed.fields import Count, check_json, expected, integer, recipe_hash, shown
 from jspeed.files import as_text, read_json
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
 from jspeed.run.recipe_names import FOLDER, locate
+
+OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
+IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its tokens
+GPT2_TABLE = "jspeed.model.prefixes"  # knows GPT-2's tokens only
 
 
 class OwnConfig(TypedDict):
@@ -63,13 +67,14 @@ AS_GPT2: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, the file and source it was read from, its resolved fields and the ones ``--set`` changed."""
+    """A recipe, its file and source, its resolved fields and those changed by ``--set`` or for other tokens (``note``)."""
 
     recipe: Recipe
     path: Path
     source: str
     fields: dict[str, Any]
     overrides: dict[str, Any]
+    note: str | None = None
 
     @property
     def hash(self) -> str:
@@ -82,12 +87,15 @@ class LoadedRecipe:
         return hashlib.sha256(self.source.encode()).hexdigest()
 
 
-def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> LoadedRecipe:
+def find(
+    name_or_path: str, sets: Sequence[str] = (), *, tokens: Mapping[str, Any] | None = None, trace: bool = True
+) -> LoadedRecipe:
     """Read the recipe called ``name_or_path`` (a name, or a path that ends in ``.py``).
 
     A *field* is a module-level ``NAME = literal`` with an upper-case name, of a value that JSON can hold. ``sets`` are
     ``FIELD=VALUE`` texts; the file is read as if those lines held the new values, so everything derived from them
-    follows. Without ``trace`` its functions are not tried, which takes seconds for a hundred layers.
+    follows. Without ``trace`` its functions are not tried, which takes seconds for a hundred layers. ``tokens``: what
+    :func:`fit` found, for which the fields must fit.
     Raises :class:`BadInput` for an unknown name, a file that fails, ends the program or has no RECIPE, an unknown field
     or a value of another type.
     """
@@ -112,6 +120,9 @@ def find(name_or_path: str, sets: Sequence[str] = (), *, trace: bool = True) -> 
         if not isinstance(recipe, Recipe):
             example = FOLDER / "stdlib.py"
             raise BadInput(f"recipe file {path} defines no RECIPE; end it with RECIPE = Recipe(...), as {example} does")
+        if tokens is not None:
+            recipe = on_tokens(recipe, fields | overrides, tokens)
+            overrides["tokens"] = dict(tokens)
         recipe.validate()
         if trace:
             check_functions(recipe)
@@ -183,8 +194,9 @@ def find_trained(folder: Path, config: Mapping[str, Any]) -> LoadedRecipe:
     if not source.is_file():
         raise BadInput(f"{folder} has no recipe.py, the recipe it was trained with; it is of an older jspeed")
     overrides = config.get("overrides", {})
-    found = find(str(source), [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()])
-    added = {name: value for name, value in overrides.items() if not name.isupper()}  # init_from
+    sets = [f"{name}={value!r}" for name, value in overrides.items() if name.isupper()]
+    found = find(str(source), sets, tokens=config.get("tokenizer") if "tokens" in overrides else None)
+    added = {name: value for name, value in overrides.items() if not name.isupper()}  # init_from, tokens
     return replace(found, fields=found.fields | added, overrides=found.overrides | added)
 
 
@@ -200,6 +212,49 @@ def same_function(one: Recipe, other: Recipe) -> bool:
         lowered = jax.jit(lambda p, t, recipe=recipe, ctx=ctx: recipe.forward(p, t, ctx)).lower(params, tokens)
         programs.append(lowered.as_text())
     return programs[0] == programs[1]
+
+
+def fit(found: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
+    """Return the recipe ``found`` with ``sets``, for data whose tokens have these ``facts`` (of a manifest).
+
+    If they are not the recipe's, its fields VOCAB (padded as before), BOS and PAD become theirs where ``sets`` says
+    nothing else, and it leaves its track. One without VOCAB stays as it is. Raises :class:`BadInput` for a VOCAB of
+    ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
+    """
+    data, fields, count, bos = found.recipe.data, found.fields, facts["vocab_size"], facts["bos_id"]
+    known, vocab = TOKENIZERS.get(data.name), fields.get("VOCAB")
+    what = f"the data hold {count:,} ids of {facts['tokenizer']}"
+    if GPT2_TABLE in found.source and facts["tokenizer"] != "gpt2":
+        raise BadInput(
+            f"{what}, but recipe {found.recipe.name} uses a table of GPT-2's ({GPT2_TABLE}); prepare them with "
+            "--tokenizer gpt2, or give another recipe"
+        )
+    free = fields.keys() - found.overrides.keys()
+    reads_bos = "BOS" in free or data.align is not None and "BOS" not in fields
+    same = known in (None, facts["tokenizer"]) and (bos in (None, data.bos_id) or not reads_bos)
+    same = same and (count == data.vocab_size if known else count <= data.vocab_size)
+    if same or not isinstance(vocab, int):
+        return found
+    if "BOS" in fields and bos is None:
+        bos = count  # which no text has
+    size = max(count, (found.overrides.get("BOS", bos) or 0) + 1)
+    if found.overrides.get("VOCAB", size) < size:
+        raise BadInput(f"{what}, for which VOCAB={vocab} is too small; give VOCAB={size}, or leave it out")
+    step = min(vocab & -vocab, 128) if vocab != data.vocab_size else 1
+    wanted = {"VOCAB": -(-size // step) * step, "BOS": bos, "PAD": facts.get("pad_id")}
+    more = [f"{name}={value}" for name, value in wanted.items() if name in free and value is not None]
+    fitted = find(str(found.path), [*sets, *more], tokens={name: facts[name] for name in IDENTITY})
+    what += f", and so {' '.join(more)}" if more else ""
+    return replace(fitted, note=f"{what}: other tokens than recipe {found.recipe.name}'s, so on no track")
+
+
+def on_tokens(recipe: Recipe, fields: Mapping[str, Any], tokens: Mapping[str, Any]) -> Recipe:
+    """Return a recipe whose ``fields`` fit ``tokens`` with these for its data, off its track."""
+    bos = fields.get("BOS", tokens["bos_id"])
+    if bos is None:
+        bos = min(recipe.data.bos_id, tokens["vocab_size"] - 1)
+    data = replace(recipe.data, vocab_size=max(tokens["vocab_size"], bos + 1), bos_id=bos)
+    return replace(recipe, data=data, track=OFF_TRACK)
 
 
 def check_functions(recipe: Recipe) -> None:

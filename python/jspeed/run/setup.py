@@ -44,7 +44,7 @@ from jspeed.run.compute.program import Program, eval_context, state_shardings, w
 from jspeed.run.compute.step import State
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
-from jspeed.run.find_recipe import LoadedRecipe, find
+from jspeed.run.find_recipe import LoadedRecipe, find, fit
 from jspeed.run.options import Options, check_options
 from jspeed.run.output import console as output
 from jspeed.run.run_directory import RunDirectory, open_run_directory
@@ -104,7 +104,8 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
         manifest = read_manifest(folder)
         needs, aligned = recipe.data, recipe.data.align is not None
-        fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, TOKENIZERS.get(needs.name))
+        tokenizer = found.fields["tokens"]["tokenizer"] if "tokens" in found.fields else TOKENIZERS.get(needs.name)
+        fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
         check_fits(folder, manifest, (shards, val_shards), *fits)
         rows = evaluate.read_rows(val_shards, recipe)
         evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
@@ -136,7 +137,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
         output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
         taken = taken_name(recipe.name, recipe.track, found.source_sha256)
-        for note in (*departures, device.note, platform_problem(device.platform), taken):
+        for note in (found.note, *departures, device.note, platform_problem(device.platform), taken):
             if note:
                 console.print(f"note: {note}", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
@@ -214,13 +215,21 @@ def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) 
     return not any(gather("out of memory in warm-up", failure))
 
 
+def load_recipe(options: Options) -> LoadedRecipe:
+    """Return the recipe, fitted to the tokens of its data folder where that has a manifest. Raises BadInput."""
+    found = find(options.recipe_or_default, options.set_)
+    folder = options.data or cache_folder() / "data" / found.recipe.data.name
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    return fit(found, options.set_, manifest) if manifest else found
+
+
 def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
     """Return the recipe and its mesh, with no device used yet.
 
     Raises :class:`BadInput` for invalid options, and where the layout does not fit.
     """
     check_options(options)
-    found = find(options.recipe_or_default, options.set_)
+    found = load_recipe(options)
     mesh = mesh_for(options.mesh) or make_mesh()
     check_layout(options.layout, mesh, found.recipe)
     return found, mesh

@@ -26,8 +26,8 @@ from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
 from jspeed.run.checkpoint import newest
 from jspeed.run.clock import utc_now
-from jspeed.run.find_recipe import find
 from jspeed.run.options import Options, check_options
+from jspeed.run.setup import load_recipe
 
 RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
 OWN = ("recipe", "seed", "steps", "run_dir")  # what make_runs says of each run itself
@@ -49,7 +49,7 @@ def run_series(options: Options, text: str) -> int:
         raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
     recipe = options.recipe_or_default
-    found = find(recipe, options.set_)
+    found = load_recipe(options)
     runs = [(recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
     folder = options.run_dir or default_folder(found.recipe.name)
     made = make_runs(folder, "seeds", options.steps, runs, arguments(options))
@@ -78,7 +78,7 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
         raise BadInput(f"--rounds {rounds}: expected 1 to {preregistration.MOST_RUNS // ROUND} rounds of four runs")
     if steps is not None and steps < 1:
         raise BadInput(f"--steps {steps}: must be at least 1")
-    found = {each: find(each) for each in (a, b)}
+    found = {each: load_recipe(Options(each, data=_data(flags))) for each in (a, b)}
     if found[a].hash == found[b].hash:
         raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
     seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
@@ -97,6 +97,12 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
         print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {complete}")
     return 0 if whole else 1
+
+
+def _data(flags: Sequence[str]) -> Path | None:
+    """Return the folder that ``flags`` of ``jspeed run`` name with --data."""
+    words = [part for word in flags for part in (word.split("=", 1) if word.startswith("--data=") else [word])]
+    return Path(words[words.index("--data") + 1]) if "--data" in words[:-1] else None
 
 
 def make_runs(

@@ -50,7 +50,7 @@ def reproduce(
     with worktree(repository, entry["git"]["commit"]) as tree:
         recipe = tree.parent / f"{entry['recipe'].replace('-', '_')}.py"  # outside, so that the tree stays clean
         write_whole(recipe, source)
-        sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items())]
+        sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items()) if name.isupper()]
         flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
         wanted = [(str(recipe), *run) for run in runs]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
