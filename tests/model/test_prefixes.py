@@ -1,12 +1,14 @@
-"""Longest token prefixes of GPT-2's tokens: the stored table is regenerated from the vocabulary."""
+"""Longest prefixes and classes of GPT-2's tokens: the stored tables are regenerated from the vocabulary."""
 
+import re
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jspeed.model.prefixes import gpt2_prefixes
+from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
 
 
 def longest_prefixes(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
@@ -62,3 +64,51 @@ def test_prefixes_of_gpt2(gpt2_vocabulary):
         for end in range(len(prefix) + 1, len(token)):
             with pytest.raises(KeyError):
                 encoding.encode_single_token(token[:end])
+
+
+def text_of(token: bytes) -> str | None:
+    """What tokens of one class have in common; None for one that is alone."""
+    try:
+        text = unicodedata.normalize("NFKD", token.decode())
+    except UnicodeDecodeError:
+        return None
+    letters = "".join(letter for letter in text if not unicodedata.combining(letter))
+    text = re.sub(r"[ \t\n\r]+", " ", unicodedata.normalize("NFC", letters).lower())
+    return text if text == " " else text.strip() or None
+
+
+def like_texts(vocabulary: Sequence[bytes]) -> NDArray[np.int32]:
+    firsts: dict[str, int] = {}
+    texts = map(text_of, vocabulary)
+    return np.array([id if text is None else firsts.setdefault(text, id) for id, text in enumerate(texts)], np.int32)
+
+
+def test_like_texts_by_hand():
+    vocabulary = [
+        b"a",
+        b" A",
+        b"\xc3\xa4",
+        b"b",
+        b"\n",
+        b"  ",
+        b"\xc3",
+        b"\xcc\x88",
+        b"\xef\xbc\xa2",
+        b"a b",
+        b"A\t b ",
+    ]
+    assert like_texts(vocabulary).tolist() == [0, 0, 0, 3, 4, 4, 6, 7, 3, 9, 9]
+
+
+def test_classes_of_gpt2(gpt2_vocabulary):
+    """The file is what its vocabulary gives; as many classes as PR 375 of modded-nanogpt counts."""
+    import tiktoken
+
+    encoding = tiktoken.get_encoding("gpt2")
+    made = like_texts([encoding.decode_single_token_bytes(id) for id in range(50_256)])
+    # np.savez_compressed(CLASSES, classes=made.astype(np.uint16))
+    found = gpt2_classes(50_256, 50_304)
+    np.testing.assert_array_equal(found[:50_256], made)
+    assert found[50_256:].tolist() == list(range(50_256, 50_304)) and found.dtype == np.int32
+    assert len(set(found[:50_257])) == 32_980 and np.sum(found != np.arange(50_304)) == 17_277
+    np.testing.assert_array_equal(gpt2_classes(300, 384)[:300], made[:300])

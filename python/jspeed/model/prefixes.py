@@ -1,4 +1,4 @@
-"""For every GPT-2 token, the longest proper prefix that is itself a token (a stored table)."""
+"""Tables of GPT-2's tokens: the longest proper prefix that is itself a token, and the class of those of like text."""
 
 from functools import cache
 from pathlib import Path
@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TABLE = Path(__file__).with_name("gpt2_prefixes.npz")  # uint16 [50,256]
+CLASSES = TABLE.with_name("gpt2_classes.npz")  # uint16 [50,256]
 NONE = 65_535
 
 
@@ -23,3 +24,16 @@ def gpt2_prefixes(ordinary: int, size: int) -> NDArray[np.int32]:
     while (beyond := found >= ordinary).any():
         found = np.where(beyond, table[found], found)  # the next shorter prefix is the longest one of the longest
     return np.pad(found, (0, size - ordinary), constant_values=-1)
+
+
+@cache
+def gpt2_classes(ordinary: int, size: int) -> NDArray[np.int32]:
+    """Return for GPT-2's first ``ordinary`` tokens the first one of like text: int32 ``[size]``; others are themselves.
+
+    Texts are alike that are equal after NFKC and in lower case, without accents and blanks at either end, with one
+    blank for several (PR 375 of modded-nanogpt). Tokens that are not whole characters, or nothing but accents, stay
+    themselves. The table is stored beside this file; a test regenerates it.
+    """
+    with np.load(CLASSES) as file:
+        table = file["classes"].astype(np.int32)
+    return np.concatenate([table[:ordinary], np.arange(ordinary, size, dtype=np.int32)])

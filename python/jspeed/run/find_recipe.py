@@ -67,7 +67,7 @@ AS_GPT2: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, its file and source, its resolved fields and those changed by ``--set`` or for other tokens (``note``)."""
+    """A recipe, its file, source and resolved fields, and those that ``--set`` or other tokens (``note``) changed."""
 
     recipe: Recipe
     path: Path

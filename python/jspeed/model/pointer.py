@@ -1,0 +1,126 @@
+"""A pointer: the next token may be copied from earlier in its document, by attention (Vinyals et al. 2015).
+
+One head attends to tokens before the present one; a share of its softmax belongs to a key of its own, which stands for
+no token. :func:`jspeed.model.losses.mixed_loss` mixes what it finds with what the model writes itself.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jspeed.model.attention import Documents, cached_mask
+from jspeed.model.kv_cache import active_cache
+from jspeed.model.losses import Copies
+
+Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def copies(
+    q_BTK: jax.Array,
+    k_BTK: jax.Array,
+    none_K: jax.Array,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    documents: Documents,
+    window: int,
+) -> Copies:
+    """Return how much of each token's attention is on its target, and on none: fp32 ``[B, T]`` both.
+
+    A query sees the ``window`` tokens before its own that are of its document, and ``none_K``. Scores and softmax are
+    fp32; blocks of ``window`` queries are done one after the other and again for the gradient, so that memory is that
+    of one.
+    """
+
+    def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(token_BJ[:, None] == target_BI[..., None], p_BIJ, 0.0), axis=-1)
+
+    return Copies(*_attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read))
+
+
+def log_probabilities(
+    logits_BTV: jax.Array,
+    copy_id: int,
+    q_BTK: jax.Array,
+    k_BTK: jax.Array,
+    none_K: jax.Array,
+    tokens_BT: jax.Array,
+    documents: Documents,
+    window: int,
+) -> jax.Array:
+    """Return the logarithm of every id's probability, written or copied: fp32 ``[B, T, V]``, at least -87.
+
+    ``copy_id`` has that one. As :func:`jspeed.model.losses.mixed_loss` of :func:`copies`, for all targets at once.
+    """
+    vocabulary = logits_BTV.shape[-1]
+
+    def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
+        add = jax.vmap(lambda p_IJ, token_J: jnp.zeros((len(p_IJ), vocabulary)).at[:, token_J].add(p_IJ))
+        return add(p_BIJ, token_BJ)
+
+    copied_BTV, none_BT = _attend(q_BTK, k_BTK, none_K, tokens_BT, tokens_BT, documents, window, read)
+    p_BTV = jax.nn.softmax(logits_BTV.astype(jnp.float32), axis=-1)
+    share_BT = p_BTV[..., copy_id]
+    p_BTV = p_BTV.at[..., copy_id].set(0)
+    written_BT = (1 - share_BT * (1 - none_BT)) / jnp.sum(p_BTV, axis=-1)
+    p_BTV = p_BTV * written_BT[..., None] + share_BT[..., None] * copied_BTV
+    return jnp.log(jnp.maximum(p_BTV, jnp.finfo(jnp.float32).tiny))
+
+
+def _attend(
+    q_BTK: jax.Array,
+    k_BTK: jax.Array,
+    none_K: jax.Array,
+    tokens_BT: jax.Array,
+    targets_BT: jax.Array,
+    documents: Documents,
+    window: int,
+    read: Read,
+) -> tuple[jax.Array, jax.Array]:
+    """Return ``read(probabilities, tokens of the keys, targets of the queries)``, and the share of none."""
+    if cache := active_cache():
+        k_BSK = cache.append(k_BTK)
+        length, size = q_BTK.shape[1], k_BSK.shape[1]
+        earlier = jnp.arange(size)[None, None] < cache.positions_BT(length)[..., None]
+        seen_BTS = earlier & cached_mask(cache, length, size, documents, window + 1)
+        return _of_block(read, none_K, q_BTK, targets_BT, k_BSK, cache.cache.tokens_BS, seen_BTS)
+    rows, length = tokens_BT.shape
+    size = min(window, length)
+    blocks = -(-length // size)
+
+    def cut(x_BT: jax.Array, fill: int = 0) -> jax.Array:
+        """Blocks first: ``[N, B, size, ...]``."""
+        padding = [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x_BT.ndim - 2)
+        x_BNI = jnp.pad(x_BT, padding, constant_values=fill).reshape(rows, blocks, size, *x_BT.shape[2:])
+        return jnp.moveaxis(x_BNI, 1, 0)
+
+    def with_previous(x_NBI: jax.Array, fill: int = 0) -> jax.Array:
+        if blocks == 1:
+            return x_NBI
+        before = jnp.full_like(x_NBI[:1], fill)
+        return jnp.concatenate([jnp.concatenate([before, x_NBI[:-1]]), x_NBI], axis=2)
+
+    ids_NBI = cut(documents.ids, fill=-2)
+    ids_NBJ = with_previous(ids_NBI, fill=-1)
+    keys_J, queries_I = jnp.arange(ids_NBJ.shape[2]), jnp.arange(size) + ids_NBJ.shape[2] - size
+    back_1IJ = (queries_I[:, None] - keys_J[None])[None]
+
+    @jax.checkpoint
+    def of_block(block):
+        q_BIK, targets_BI, ids_BI, k_BJK, tokens_BJ, ids_BJ = block
+        seen_BIJ = (back_1IJ > 0) & (back_1IJ <= window) & (ids_BI[..., None] == ids_BJ[:, None])
+        return _of_block(read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ)
+
+    keys = with_previous(cut(k_BTK)), with_previous(cut(tokens_BT)), ids_NBJ
+    found = jax.lax.map(of_block, (cut(q_BTK), cut(targets_BT), ids_NBI, *keys))
+    join = partial(jnp.moveaxis, source=0, destination=1)
+    return jax.tree.map(lambda x: join(x).reshape(rows, blocks * size, *x.shape[3:])[:, :length], found)
+
+
+def _of_block(read: Read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ) -> tuple[jax.Array, jax.Array]:
+    dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores_BIJ = jnp.where(seen_BIJ, dot("bik,bjk->bij", q_BIK, k_BJK), -jnp.inf)
+    none_BI1 = dot("bik,k->bi", q_BIK, none_K)[..., None]
+    p_BIJ = jax.nn.softmax(jnp.concatenate([scores_BIJ, none_BI1], axis=-1), axis=-1)
+    return read(p_BIJ[..., :-1], tokens_BJ, targets_BI), p_BIJ[..., -1]
