@@ -51,8 +51,14 @@ SETS = {
 SETS["jspeed1"] = SETS["r89"]
 # As large a part of the vocabulary as at full size.
 SETS["jspeed2"] = [*SETS["r89"], "EXACT_TOKENS=448"]
+SETS["r92"] = [*LANES, "LANE_LENS=(192,384,384,576,576,480,256)", "MAX_DOC_LENS=(192,256,256,256,256,256,256)"]
+SETS["r92"] += ["MAX_DOCS=(16,32,32,48,48,40,24)", f"NGRAMS={2**17}", "MUDD_WIDTH=32", "MIX_GROUPS=8"]
+SETS["r92"] += [f"COLUMNS=(832,832,832,1168,2000,{VOCAB},{VOCAB})"]
+# Its id for copying is none of the tokens'.
+COPIES = [f"VOCAB={VOCAB + 8}", f"COPY={VOCAB}", f"COLUMNS=(832,832,832,1168,2000,{VOCAB + 8},{VOCAB + 8})"]
+SETS["jspeed3"] = [*SETS["r92"], *COPIES, "POINTER_WIDTH=64"]
 BEGINNING = 256  # only the first 256 tokens of each document are used, for training and validation
-IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE")
+IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARES", "PREFIX_SHARE", "LAST_STEPS")
 
 
 def quality(
@@ -145,8 +151,11 @@ def settings(label: str, shorter: float) -> list[str]:
     counts = [field for field in IN_STEPS if not isinstance(fields.get(field, 0.0), float)]
     scaled = {field: fewer(fields[field], shorter) for field in counts}
     steps = scaled["STEPS"]
-    if "LAST_TIED" in fields:  # updates come in pairs
-        scaled["LAST_TIED"] = sum(steps[:2]) | 1
+    if "RAILS" in fields:
+        scaled["RAILS"] = fewer(fields["RAILS"][0], shorter), *fields["RAILS"][1:]
+    if "LAST_TIED" in fields:  # in the same stage, after both steps of a pair
+        stages = zip(accumulate(fields["STEPS"]), accumulate(steps), strict=True)
+        scaled["LAST_TIED"] = max(end for own, end in stages if own <= fields["LAST_TIED"]) | 1
     total = steps if isinstance(steps, int) else sum(steps)
     evaluations = [f"EVAL_EVERY={max(1, total // 12)}"]
     rest = [word for word in own if word.split("=")[0] not in scaled]

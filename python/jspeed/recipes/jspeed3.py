@@ -1,0 +1,472 @@
+"""jspeed3: r92, where a token may also be copied from earlier in its document; n-grams of tokens of like text.
+
+What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them comes
+            next, a padding id of the head how likely that is; their mixture replaces the softmax in the loss of the
+            next token, in training and evaluation (which looks back 8,192 tokens). Rows and signs of n-grams are hashed
+            from the first token of like text: Table, " table" and tables' first letters in capitals share theirs.
+Departures  Of PR 379: keys lie within a window, not in the query's block and the one before it.
+Source      r92; the pointer of PR 379 and the classes of PR 375 of modded-nanogpt, both open in October 2026.
+Hardware    8xH100: not run here.
+Parent      r92
+"""
+
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.nn import initializers
+from numpy.typing import NDArray
+
+from jspeed.model import fp8, pointer
+from jspeed.model.attention import attention, find_documents
+from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
+from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
+from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.mlp import MARGIN, mlp
+from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named, padded, slots
+from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
+from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
+from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
+from jspeed.model.sampled import candidates
+from jspeed.optim.anvil import Rails, anvil
+from jspeed.optim.averages import Average
+from jspeed.optim.cautious import cautious_adam
+from jspeed.optim.rows import RowTransformation, row_adam
+from jspeed.optim.schedules import jumps, staged, through
+from jspeed.optim.slow import measured, slow_adams, tied, when_due
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+
+# Model
+VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
+BOS = 50_256
+COPY = 50_257  # the id that stands for copying: no token
+NGRAMS = 84_602_880  # rows: the first half for bigrams, the second for trigrams
+WIDTH = 768
+LAYERS = 11
+HEADS = 6
+MLP_WIDTH = 2816
+ATTENDING = (0, 2, 5, 1, 8, 3, 10)  # layers with attention, as their matrices lie in the banks
+PAIRED_LAYERS = (0, 2, 5)
+HALF_LAYERS = (1, 8)  # values as narrow as queries and keys
+LONG_LAYERS = (3, 10)  # wide queries and keys, the long window, keys that look back
+XSA_LAYERS = (1, 3)
+NO_MLP = (7,)
+TWICE = 8  # the layer with two MLPs side by side
+SKIP_INTO = 6  # the layer that the output of SKIP_FROM enters, instead of attention
+SKIP_FROM = 3
+SHARED_FROM = 7  # the layer whose output all later ones attend from
+GATES_FROM = 4  # the layer before which gates are computed again
+START_LAYERS = (0, 1, 2, 4, 5, 7)  # where the first state enters
+NGRAM_LAYERS = (0, 1, 4, 5, 9)  # where n-grams enter
+VALUE_TABLES = 4
+VALUE_OF = {1: 0, 2: 1, 8: 2, 10: 3}  # layer: table
+GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
+MUDD_WIDTH = 64
+MUDD_SCALE = 0.1
+MIX_GROUPS = 12  # of channels, that the last mixture weighs apart
+BIGRAM_SIGNS = (48271, 30011)
+TRIGRAM_SIGNS = (58699, 39779, 26801)
+NARROW_SCALE = 0.13  # of attention, in the first stage
+WIDE_SCALE = 0.085  # in LONG_LAYERS
+POINTER_WIDTH = 128
+COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
+FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
+OWN_KERNELS = "auto"  # around FP8 and in wide heads: auto (on Hopper, where the preflight passes them), on, off
+
+# Stages
+LANES = 8
+STEPS = (320, 16, 345, 284, 142, 67, 20)
+LANE_LENS = (16_384, 32_768, 32_768, 49_152, 49_152, 40_960, 16_384)
+MAX_DOC_LENS = (896, 2048, 2048, 3072, 3072, 3072, 3072)
+SEGMENT = 2560  # tokens of a document that attention takes as one
+MAX_DOCS = (64, 96, 96, 128, 128, 128, 64)  # segments in one lane
+BLOCK = 128  # tokens
+LONG_WINDOWS = (3, 7, 7, 11, 11, 11, 13)  # blocks
+SHORT_WINDOWS = (1, 3, 3, 5, 5, 5, 6)
+POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
+RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
+TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
+COLUMNS = (10_240, 10_240, 10_240, 14_336, 24_576, 50_304, 50_304)  # of the head that a lane scores
+TARGETS = (3, 2, 2, 1, 1, 1, 1)  # tokens ahead that a token predicts
+SHARES = ({0: 1.0}, {320: 0.5, 681: 0.0}, {0: 0.25, 320: 0.0})  # of each, lines between steps
+PREFIX_SHARE = {0: 0.25, 320: 0.20, 411: 0.15, 501: 0.10, 591: 0.05, 681: 0.0}  # from each step on
+LAST_TIED = 1175  # step in which embedding and head are one table
+
+# Optimizer
+ANVIL_LR = 0.023
+ANVIL_BETA2 = 0.9
+ANVIL_DECAY = 2.25
+MOMENTUM = {0: 0.85, 240: 0.93, 1144: 0.93, 1194: 0.85}  # lines between steps
+RAILS = (514, 0.85, 0.98, 0.4385)  # from which step; betas of fast and slow momentum; share of the fast one
+ADAM = {  # rate, betas, decay in units of ADAM_DECAY
+    "words": (0.008, 0.5, 0.95, 150),
+    "value_gates": (0.008, 0.9, 0.99, 1),
+    "smear": (8e-5, 0.9, 0.99, 0),
+    "scalars": (0.04, 0.9, 0.99, 0),
+    "layer_scales": (0.04, 0.9, 0.95, 0),
+    "post_scales": (0.008, 0.9, 0.95, 0),
+    "mudd": (0.002, 0.9, 0.99, 1),
+    "mudd_bias": (0.002, 0.9, 0.99, 0),
+    "gates": (8e-4, 0.9, 0.99, 1),
+    "gates_bias": (8e-4, 0.9, 0.99, 0),
+    "pointer": (0.008, 0.9, 0.99, 0),
+}
+TABLES = (0.56, 0.75, 0.95, 5)  # likewise, per two steps; n-grams have no first moment
+ADAM_EPS = 1e-10
+ADAM_DECAY = 0.005
+COOLDOWN = {234: 0.0, 1174: 1.0}  # how far rates have fallen, lines between steps
+FINAL_RATE = 0.30
+LAST_STEPS = (298, 250)  # that the slower averages and the faster ones see
+WORDS_BLEND = 0.65  # share of an average at the end
+BANKS_BLEND = 0.55
+FASTER = 0.2007  # so much less where a faster average is there already
+
+# Evaluation
+TARGET_LOSS = 3.28  # nats per token
+EVAL_EVERY = 250
+EVAL_TOKENS = 10_485_760
+EVAL_LEN = 262_144
+EVAL_WINDOW = 20  # blocks in LONG_LAYERS
+EVAL_POINTER_WINDOW = 8192  # tokens
+EVAL_CHUNK = 16_384  # tokens whose logits exist at once
+
+STARTS = (0, *accumulate(STEPS))
+TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
+FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)  # whose MLP is where in the bank
+CAP = asymmetric_cap(23.0, 5.0, 7.5)
+# Gates: layers that have it, how many numbers it is, what they start at.
+KINDS = {"own value": (XSA_LAYERS, HEADS, 0.0), "heads": (LONG_LAYERS, HEADS, 0.25), "skip": ((SKIP_INTO,), 1, 0.5)}
+KINDS |= {"start": (START_LAYERS, 1, 0.0), "ngram": (NGRAM_LAYERS, 1, 0.05)}
+GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS)))
+# What the last layer mixes, in the order of use, and what is added after it.
+GAIN = 1.1**0.5
+MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8)
+HEAD_SCALES = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448)
+LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
+LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 0.0])
+rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
+small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
+# The steps in which tables are updated.
+STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
+UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
+
+
+def bank(init: initializers.Initializer, group: str, count: int, *shape: int) -> ParamSpec:
+    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can share them."""
+    padding = -count % LANES
+
+    def draw(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
+        return init(key, shape, dtype) * (jnp.arange(shape[0]) < count)[:, None, None]
+
+    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), draw, group, COMPUTE, padding)
+
+
+def slow(start: Any, group: str, *shape: int) -> ParamSpec:
+    """Anything smaller: weights in the compute dtype by how they are drawn, or fp32 numbers by where they start."""
+    init, compute = (start, COMPUTE) if callable(start) else (initializers.constant(np.array(start)), None)
+    return ParamSpec(shape, ("layer", "in", "out")[: len(shape)], init, group, compute, every=2)
+
+
+# Bank "queries_keys": the queries of each pair of heads, then their keys, of each layer in ATTENDING; narrow layers
+# read the first half of each head. Bank "values_outs": value and output of each; bank "mlp": up and down of each in
+# FEEDS, down transposed.
+PARAMETERS = {
+    "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
+    "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
+    "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), small, "tables", COMPUTE, every=4),
+    "ngrams": ParamSpec((NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2),
+    "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH),
+    "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH),
+    "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
+    "value_gates": slow(zeros, "value_gates", VALUE_TABLES - 1, GATE_WIDTH, HEADS),
+    "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
+    "attention_scales": slow((0.5, 1.0), "scalars", LAYERS, 2),
+    "smear_scale": slow(0.0, "scalars"),
+    "skip_scale": slow(-1.5, "scalars"),
+    "layer_scales": slow(GAIN, "layer_scales", LAYERS, 2),
+    "post_scales": slow(1.0, "post_scales", LAYERS, 2),
+    "mudd_up": slow(uniform(3**-0.5), "mudd", 2, WIDTH, MUDD_WIDTH),
+    "mudd_down": slow(zeros, "mudd", 2, MUDD_WIDTH, MIX_STARTS.shape[1]),
+    "mudd_groups": slow(zeros, "mudd", MUDD_WIDTH, 10, MIX_GROUPS),
+    "mudd_bias": slow(MIX_STARTS / MUDD_SCALE, "mudd_bias", *MIX_STARTS.shape),
+    "gates_up": slow(uniform(3**-0.5), "gates", 2, WIDTH, MUDD_WIDTH),
+    "gates_down": slow(zeros, "gates", 2, MUDD_WIDTH, GATE_STARTS.shape[1]),
+    "gates_bias": slow(GATE_STARTS / MUDD_SCALE, "gates_bias", *GATE_STARTS.shape),
+    "gates_scale": slow(MUDD_SCALE, "gates_bias"),
+    # Queries and keys of the pointer, how sharp it is, and the key of no token.
+    "pointer": slow(uniform(1.0), "pointer", 2, WIDTH, POINTER_WIDTH),
+    "pointer_gain": slow(1.0, "pointer"),
+    "pointer_none": slow(initializers.normal(POINTER_WIDTH**-0.5), "pointer", POINTER_WIDTH),
+    # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the gradients that enter
+    # its matmuls, of a layer's queries, keys and values their gradient. Every scale starts at 1.
+    "largest": ParamSpec((len(FEEDS), 4), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
+}
+
+
+def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return what the head reads: ``[B, T, D]``."""
+    stage, lanes = ctx.stage.own, tokens_BT.shape
+    heads = (*lanes, HEADS, HEAD_WIDTH)
+    segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
+    documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len, segment)
+    values = [lookup(table, tokens_BT) for table in params["values"]]
+    narrow, wide = (
+        yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
+        for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
+    )
+    largest = params["largest"] if ctx.use_fp8(FP8) else None
+    kernels = ctx.use_own_kernels(OWN_KERNELS)
+    matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
+
+    def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
+        up, down = matrices[number]
+        watched = None if largest is None else largest[number, :3]
+        fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "own_kernels": kernels}
+        return mlp(a_BTD, up, scaled(down, scale), **fp8_of)
+
+    def attend(
+        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
+    ) -> jax.Array:
+        number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
+        angles, scale = wide if long else narrow
+        width = HEAD_WIDTH if long else HEAD_WIDTH // 2
+        of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
+        queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
+        queries_keys = jnp.moveaxis(queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1)
+        value, out = params["values_outs"][2 * number : 2 * number + 2]
+        value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
+        out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
+        own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
+        weights_DE = own_scale * jnp.concatenate([x.reshape(WIDTH, -1) for x in (queries_keys, value)], axis=1)
+        if largest is None:
+            y_BTE = a_BTD @ weights_DE
+        else:
+            of_y = largest[number, 3]
+            y_BTE = fp8.measured_matmul(a_BTD, weights_DE.T, of_y, share, LARGEST_NORMED, own_kernels=kernels)
+        positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
+        fused = kernels and long
+        turned = angles, positions_TP, fused, documents.offsets, long
+        q_BTHK, k_BTHK = queries_and_keys(y_BTE[..., : 2 * HEADS * width], (*lanes, HEADS, width), *turned)
+        v_BTHK = y_BTE[..., 2 * HEADS * width :].reshape(*lanes, HEADS, -1) + more
+        if gate_BTH is not None:
+            v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
+        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=fused)
+        y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
+        if layer in XSA_LAYERS:
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
+        if long:
+            y_BTHK *= gates["heads", layer][..., None]
+        return y_BTHK.reshape(*lanes, -1) @ scaled(out_scale * out, scale_out)
+
+    def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
+        # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
+        if layer not in VALUE_OF:
+            return None
+        read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
+        return 2 * sparse_gate(jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]])
+
+    e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
+    start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
+    half = NGRAMS // 2
+    likes_BT = jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT]
+    rows = bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)
+    found = jnp.split(ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1)).astype(e_BTD.dtype), 2, axis=1)
+    signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
+    bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
+    ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
+    gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
+    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
+    outputs: list[jax.Array] = []
+    for layer in range(LAST):
+        if layer == GATES_FROM:
+            gates |= named(coefficients(x_BTD, params, "gates", 1, params["gates_scale"]), GATES[1])
+        before, after = params["layer_scales"][layer], params["post_scales"][layer]
+        if layer <= SHARED_FROM:
+            from_BTD = x_BTD
+        if layer == SKIP_INTO:
+            skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
+            x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
+        else:
+            terms: list[tuple[Any, jax.Array]] = [(before[0], x_BTD)]
+            if layer in ATTENDING:
+                terms += [(1, attend(rms_norm(from_BTD), layer, value_gate(from_BTD, layer), scale_out=after[0]))]
+            if layer in START_LAYERS:
+                terms += [(gates["start", layer], start_BTD)]
+            if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
+                terms += [(gates["ngram", layer], ngram_BTD)]
+            x_BTD = blend(*terms)
+        a_BTD = rms_norm(x_BTD)
+        fed = [number for number, fed_layer in enumerate(FEEDS) if fed_layer == layer]
+        x_BTD = blend((before[1], x_BTD), *((1, feed(a_BTD, number, after[1])) for number in fed))
+        outputs.append(x_BTD)
+        if layer == SHARED_FROM:  # what all later layers attend from
+            from_BTD = x_BTD
+
+    shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
+    c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 0, MUDD_SCALE), -1, 0)
+    more_BTHK = blend((c[0], first_BTD), (c[1], shared_BTD), (c[2], x_BTD)).reshape(heads)
+    x_BTD = blend((1 + c[5], x_BTD), (c[3], first_BTD), (c[4], shared_BTD))
+    gate_BTH = jnp.repeat(jnp.moveaxis(c[6:8], 0, -1), HEADS // 2, axis=-1)
+    y_BTD = attend(rms_norm(shared_BTD), LAST, gate_BTH, more_BTHK)
+    x_BTD = blend((c[8], x_BTD), (c[9], y_BTD), (c[10], first_BTD), (c[11], ngram_BTD))
+    a_BTD = rms_norm(x_BTD)
+    x_BTD = blend((c[12], x_BTD), (c[13], feed(a_BTD, FEEDS.index(LAST))))
+    c = jnp.moveaxis(grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
+    added = [first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM], values[1], values[3], values[2]]
+    added += [a_BTD, rms_norm(shared_BTD)]
+    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True)))
+
+
+def pointing(params: dict[str, jax.Array], x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> Any:
+    """Return queries and keys ``[B, T, K]`` of the pointer, the key of no token, documents and the window."""
+    q_BTK, k_BTK = (rms_norm(x_BTD @ weights_DK) for weights_DK in params["pointer"])
+    q_BTK *= (params["pointer_gain"] * POINTER_WIDTH**-0.5).astype(q_BTK.dtype)
+    window = POINTER_WINDOWS[ctx.stage.own] if ctx.training else EVAL_POINTER_WINDOW
+    return {
+        "q_BTK": q_BTK,
+        "k_BTK": k_BTK,
+        "none_K": params["pointer_none"],
+        "tokens_BT": tokens_BT,
+        "documents": find_documents(tokens_BT, BOS),
+        "window": window,
+    }
+
+
+def forward(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
+    """Return fp32 logarithms of probabilities ``[B, T, V]``."""
+    x_BTD = hidden(params, tokens_BT, ctx)
+    logits_BTV = softcap(fp8.matmul(x_BTD, params["head"], None), CAP)
+    return pointer.log_probabilities(logits_BTV, COPY, **pointing(params, x_BTD, tokens_BT, ctx))
+
+
+def loss(
+    params: dict[str, jax.Array], tokens_BT: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array, ctx: Context
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane, and
+    both are over a part of the vocabulary until the last stages."""
+    head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
+    x_BTD = hidden(params, tokens_BT, ctx)
+    copies = pointer.copies(targets_BT=targets_BT, **pointing(params, x_BTD, tokens_BT, ctx))
+    mixed = {"cap": CAP, "chunk": ctx.head_chunk if ctx.training else EVAL_CHUNK, "copy_id": COPY}
+    if not ctx.training:
+        return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, copies=copies, **mixed)
+    # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
+    shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
+    targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
+    if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
+        prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
+        targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
+    if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
+        return cross_entropy(head, params["head"], x_BTD, targets_NBT, weights_NBT, copies=copies, **mixed)
+    parts = []
+    for lane in range(len(tokens_BT)):
+        start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
+        ids_C, place_V = candidates(jnp.append(targets_BT[lane], COPY), VOCAB, columns, start)
+        targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
+        places_N1T = place_V[targets_N1T].clip(0)
+        weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
+        arguments = head, lookup(params["head"], ids_C), x_BTD[lane, None], places_N1T, weights_N1T
+        mixed |= {"copies": jax.tree.map(lambda x_BT, lane=lane: x_BT[lane, None], copies), "copy_id": place_V[COPY]}
+        parts.append(cross_entropy(*arguments, **mixed))
+    totals, losses = zip(*parts, strict=True)
+    return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """ANVIL on the blocks' matrices, Adam every other step on the rest, on tables later every fourth."""
+    by_group = slow_adams(ADAM, rate, period=2, eps=ADAM_EPS, decay=ADAM_DECAY)
+    by_group["words"] = tied((LAST_TIED + 1) // 2, by_group["words"])
+    by_group["largest"] = measured()
+    _, beta1, beta2, decay = TABLES
+    betas = of_pairs(lambda pairs: beta1**pairs), of_pairs(lambda pairs: beta2**pairs)
+    decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
+    by_group["tables"] = when_due(cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4)
+    muon = partial(anvil, lambda step: ANVIL_LR * rate(step), through(MOMENTUM), Rails(*RAILS), beta2=ANVIL_BETA2)
+    wide, live = max(1.0, MLP_WIDTH / WIDTH) ** 0.5, np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)
+    up_and_down = (np.tile([wide, 2 * wide], len(live) // 2) * live)[:, None, None]
+    for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():
+        by_group[group] = muon(weight_decay=ANVIL_DECAY, scale=scale, dtype=COMPUTE)
+    return optax.partition(by_group, groups(PARAMETERS))
+
+
+def row_optimizers() -> dict[str, RowTransformation]:
+    """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value tables."""
+    _, _, beta2, decay = TABLES
+    decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
+    return {"ngrams": row_adam(of_tables, of_pairs(lambda pairs: beta2**pairs), eps=ADAM_EPS, weight_decay=decays)}
+
+
+def of_tables(update: jax.Array) -> jax.Array:
+    """The rate of an update of tables, by how many came before it."""
+    return TABLES[0] * rate(jnp.asarray(UPDATES)[update])
+
+
+def of_pairs(value: Any) -> optax.Schedule:
+    """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an update stands for."""
+    pairs = np.array([TABLES_EVERY[STAGE_OF[step]] / 2 for step in UPDATES])
+    return lambda update: jnp.asarray(value(pairs), jnp.float32)[update]
+
+
+def rates(last_steps: int, moves: NDArray[np.bool_], share: Any, first: int | None = None) -> NDArray[np.float64]:
+    """The shares of an average over ``last_steps`` steps that ``moves`` in some of them; the first starts it."""
+    steps = np.arange(TOTAL)
+    ticks = moves & (steps >= TOTAL - last_steps)
+    found = np.where(ticks, share, 0.0)
+    found[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
+    return found
+
+
+def averages() -> tuple[Average, ...]:
+    """Averages over the last quarter of the run, in the order in which they take the weights' place."""
+    steps, (long, short) = np.arange(TOTAL), LAST_STEPS
+    of_two = np.where(steps == TOTAL - 1, 2 / 299, 1 - (1 - 2 / 299) ** 2)
+    words = rates(long, steps % 2 == 1, of_two, first=max(0, TOTAL - long))
+    banks = rates(short, (TOTAL - 1 - steps) % 4 == 0, 4 / 53)
+    tables = rates(short, np.isin(steps, UPDATES), 4 / 53)
+    blended = rates(long, (steps % 4 == 1) | (steps >= TOTAL - 2), 2 / 75)
+    less = BANKS_BLEND - FASTER
+    return (
+        Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
+        Average(banks, {"values_outs": 1.0, "mlp": 1.0}),
+        Average(tables, {"values": 1.0}),
+        Average(blended, {"queries_keys": BANKS_BLEND, "values_outs": less, "mlp": less}),
+    )
+
+
+def windows_of(long: int, short: int) -> tuple[int, ...]:
+    """The window of every layer in tokens, itself and so many blocks before it."""
+    return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
+
+
+ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
+STAGES = tuple(
+    Stage(*row, scored=min(COLUMNS[number], VOCAB), every=TABLES_EVERY[number], own=number)
+    for number, row in enumerate(ROWS)
+)
+
+RECIPE = Recipe(
+    name="jspeed3",
+    parent="r92",
+    track="fineweb/8xH100",
+    data=Data("fineweb", vocab_size=50_257, bos_id=BOS, align="bos"),
+    target_loss=TARGET_LOSS,
+    parameters=PARAMETERS,
+    forward=forward,
+    loss=loss,
+    optimizer=optimizer,
+    stages=STAGES,
+    lanes=LANES,
+    eval_every=EVAL_EVERY,
+    eval_tokens=EVAL_TOKENS,
+    eval_len=EVAL_LEN,
+    attention_width=WIDTH,
+    layers=LAYERS,
+    eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
+    row_optimizers=row_optimizers,
+    averages=averages(),
+    keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
+)
