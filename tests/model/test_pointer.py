@@ -36,9 +36,8 @@ def log_probabilities(params, tokens, window):
 def loss(params, tokens, targets, weights, window, chunk=None, cap=CAP):
     q, k, x = params["x"] @ params["q"], params["x"] @ params["k"], params["x"]
     first = targets if targets.ndim == 2 else targets[0]
-    found = pointer.copies(q, k, params["none"], tokens, first, find_documents(tokens, BOS), window)
-    of_copies = {"copies": found, "copy_id": COPY}
-    return cross_entropy(head, params["table"], x, targets, weights, cap=cap, chunk=chunk, **of_copies)
+    found = pointer.copies(COPY, q, k, params["none"], tokens, first, find_documents(tokens, BOS), window)
+    return cross_entropy(head, params["table"], x, targets, weights, cap=cap, chunk=chunk, copies=found)
 
 
 def in_float64(params, tokens, window):

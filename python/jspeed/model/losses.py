@@ -50,21 +50,22 @@ def softcap(logits: jax.Array, cap: Softcap | None) -> jax.Array:
 
 class Copies(NamedTuple):
     """What a token may be copied from (:mod:`jspeed.model.pointer`), fp32 ``[B, T]``: the share of attention on tokens
-    that are the first target, and on none."""
+    that are the first target, and on none. ``id`` is the one that stands for copying."""
 
     target_BT: jax.Array
     none_BT: jax.Array
+    id: jax.Array | int
 
 
-def mixed_loss(loss_BT: jax.Array, copy_loss_BT: jax.Array, copies: Copies) -> jax.Array:
+def mixed_loss(loss_BT: jax.Array, copy_loss_BT: jax.Array, target_BT: jax.Array, none_BT: jax.Array) -> jax.Array:
     """Return the loss of a target that is written or copied, from its loss and that of the id that stands for copying.
 
     That id has a share s of the softmax, the other ids share the rest. Of s, what attends to nothing is written too:
     p = p_written (1 - s (1 - none)) + s copied (PR 379 of modded-nanogpt, after Merity et al. 2016).
     """
     share_BT, others_BT = jnp.exp(-copy_loss_BT), -jnp.expm1(-copy_loss_BT)
-    written_BT = jnp.exp(-loss_BT) * (1 - share_BT * (1 - copies.none_BT)) / others_BT
-    return -jnp.log(written_BT + share_BT * copies.target_BT)
+    written_BT = jnp.exp(-loss_BT) * (1 - share_BT * (1 - none_BT)) / others_BT
+    return -jnp.log(written_BT + share_BT * target_BT)
 
 
 def cross_entropy(
@@ -77,7 +78,6 @@ def cross_entropy(
     cap: Softcap | None,
     chunk: int | None = None,
     copies: Copies | None = None,
-    copy_id: int | jax.Array = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a gradient).
 
@@ -96,14 +96,15 @@ def cross_entropy(
     which the backward pass multiplies in. With equal weights, however small, a logit's gradient is a probability
     or less, as FP8 scales fixed in advance need it.
 
-    With ``copies`` the loss of the first target is :func:`mixed_loss`, with ``copy_id`` as the id for copying; it has a
-    gradient with respect to them.
+    With ``copies`` the loss of the first target is :func:`mixed_loss`, which has a gradient with respect to them.
     """
     targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
+    copied: tuple[jax.Array, ...] = ()
     if copies is not None:
-        targets_BTN = jnp.concatenate([targets_BTN, jnp.full_like(targets_BTN[..., :1], copy_id)], axis=-1)
+        copied = copies.target_BT, copies.none_BT
+        targets_BTN = jnp.concatenate([targets_BTN, jnp.full_like(targets_BTN[..., :1], copies.id)], axis=-1)
         weights_BTN = jnp.concatenate([weights_BTN, jnp.zeros_like(weights_BTN[..., :1])], axis=-1)
-    return _cross_entropy(head, cap, chunk, head_params, x_BTD, copies, targets_BTN, weights_BTN)
+    return _cross_entropy(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
 
 def look_ahead(targets_BT: jax.Array, weights_BT: jax.Array, shares_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -132,36 +133,34 @@ def with_prefix(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(head, cap, chunk, head_params, x_BTD, copies, targets_BTN, weights_BTN):
-    def of_chunk(_, x_BtD, targets_BtN, *copies_Bt):
+def _cross_entropy(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN):
+    def of_chunk(_, x_BtD, targets_BtN, *copied_Bt):
         loss_BtN = _loss(head(head_params, x_BtD), targets_BtN, cap)[0]
-        return None, _mix(loss_BtN, copies_Bt)[0]
+        return None, _mix(loss_BtN, copied_Bt)[0]
 
-    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, *(copies or ())), chunk)[1]
+    loss_BTN = over_chunks(of_chunk, None, (x_BTD, targets_BTN, *copied), chunk)[1]
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(head, cap, chunk, head_params, x_BTD, copies, targets_BTN, weights_BTN):
+def _forward(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN):
     largest, share_BTN = shares(weights_BTN)
 
-    def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *copies_Bt):
+    def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *copied_Bt):
         logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
-        loss_BtN, pull_mix = _mix(loss_BtN, copies_Bt)
-        share_BtN, dcopies = pull_mix(share_BtN)
+        loss_BtN, pull_mix = _mix(loss_BtN, copied_Bt)
+        share_BtN, dcopied = pull_mix(share_BtN)
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
         new, dx_BtD = pull(dlogits(keep_low_precision(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
-        return jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new), (
-            loss_BtN,
-            (dx_BtD, *dcopies),
-        )
+        dhead = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new)
+        return dhead, (loss_BtN, (dx_BtD, *dcopied))
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head_params)
-    arrays = (x_BTD, targets_BTN, share_BTN, *(copies or ()))
-    dhead, (loss_BTN, (dx_BTD, *dcopies)) = over_chunks(of_chunk, zeros, arrays, chunk)
+    arrays = (x_BTD, targets_BTN, share_BTN, *copied)
+    dhead, (loss_BTN, (dx_BTD, *dcopied)) = over_chunks(of_chunk, zeros, arrays, chunk)
     dhead = jax.tree.map(lambda d, p: d.astype(p.dtype), dhead, head_params)
-    grads = dhead, dx_BTD, Copies(*dcopies) if dcopies else None
+    grads = dhead, dx_BTD, tuple(dcopied)
     return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (grads, largest)
 
 
@@ -172,16 +171,16 @@ def _backward(head, cap, chunk, saved, cotangents):
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _mix(loss_BTN: jax.Array, copies: Sequence[jax.Array]):
-    """Return the losses, the first one mixed with ``copies``, and how shares of them become shares of those given and
-    gradients of the copies."""
-    if not copies:
+def _mix(loss_BTN: jax.Array, copied: Sequence[jax.Array]):
+    """Return the losses, the first one mixed with those ``copied``, and how shares of them become shares of those given
+    and gradients of ``copied``."""
+    if not copied:
         return loss_BTN, lambda share_BTN: (share_BTN, ())
-    mixed_BT, pull = jax.vjp(mixed_loss, loss_BTN[..., 0], loss_BTN[..., -1], Copies(*copies))
+    mixed_BT, pull = jax.vjp(mixed_loss, loss_BTN[..., 0], loss_BTN[..., -1], *copied)
 
     def pull_mix(share_BTN):
-        first_BT, last_BT, dcopies = pull(share_BTN[..., 0])
-        return share_BTN.at[..., 0].set(first_BT).at[..., -1].add(last_BT), dcopies
+        first_BT, last_BT, *dcopied = pull(share_BTN[..., 0])
+        return share_BTN.at[..., 0].set(first_BT).at[..., -1].add(last_BT), dcopied
 
     return loss_BTN.at[..., 0].set(mixed_BT), pull_mix
 

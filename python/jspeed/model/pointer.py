@@ -18,6 +18,7 @@ Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def copies(
+    copy_id: jax.Array | int,
     q_BTK: jax.Array,
     k_BTK: jax.Array,
     none_K: jax.Array,
@@ -36,7 +37,7 @@ def copies(
     def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(token_BJ[:, None] == target_BI[..., None], p_BIJ, 0.0), axis=-1)
 
-    return Copies(*_attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read))
+    return Copies(*_attend(q_BTK, k_BTK, none_K, tokens_BT, targets_BT, documents, window, read), copy_id)
 
 
 def log_probabilities(

@@ -25,7 +25,7 @@ from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
 from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
-from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.losses import Copies, asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
@@ -350,10 +350,10 @@ def loss(
     both are over a part of the vocabulary until the last stages."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
     x_BTD = hidden(params, tokens_BT, ctx)
-    copies = pointer.copies(targets_BT=targets_BT, **pointing(params, x_BTD, tokens_BT, ctx))
-    mixed = {"cap": CAP, "chunk": ctx.head_chunk if ctx.training else EVAL_CHUNK, "copy_id": COPY}
+    copies = pointer.copies(COPY, targets_BT=targets_BT, **pointing(params, x_BTD, tokens_BT, ctx))
+    mixed = partial(cross_entropy, head, cap=CAP, chunk=ctx.head_chunk if ctx.training else EVAL_CHUNK)
     if not ctx.training:
-        return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, copies=copies, **mixed)
+        return mixed(params["head"], x_BTD, targets_BT, weights_BT, copies=copies)
     # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
@@ -361,7 +361,7 @@ def loss(
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
     if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
-        return cross_entropy(head, params["head"], x_BTD, targets_NBT, weights_NBT, copies=copies, **mixed)
+        return mixed(params["head"], x_BTD, targets_NBT, weights_NBT, copies=copies)
     parts = []
     for lane in range(len(tokens_BT)):
         start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
@@ -369,9 +369,9 @@ def loss(
         targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
         places_N1T = place_V[targets_N1T].clip(0)
         weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
-        arguments = head, lookup(params["head"], ids_C), x_BTD[lane, None], places_N1T, weights_N1T
-        mixed |= {"copies": jax.tree.map(lambda x_BT, lane=lane: x_BT[lane, None], copies), "copy_id": place_V[COPY]}
-        parts.append(cross_entropy(*arguments, **mixed))
+        of_lane = Copies(copies.target_BT[lane, None], copies.none_BT[lane, None], place_V[COPY])
+        table = lookup(params["head"], ids_C)
+        parts.append(mixed(table, x_BTD[lane, None], places_N1T, weights_N1T, copies=of_lane))
     totals, losses = zip(*parts, strict=True)
     return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
 
