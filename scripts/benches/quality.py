@@ -225,7 +225,7 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
 
     # Ids are GPT-2's own, as ranks are; only the BOS token is another.
     source = {"texts": [path.name for path in texts]}
-    description: Description = {"tokenizer": "gpt2", "vocab_size": 50_257, "bos_id": VOCAB - 1, "source": source}
+    description: Description = {"tokenizer": "gpt2", "vocab_size": VOCAB, "bos_id": VOCAB - 1, "source": source}
     write_folder(out, both(), description, "small")
     return lengths
 

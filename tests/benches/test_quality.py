@@ -6,11 +6,14 @@ import pytest
 
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
+from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
 from jspeed.run.find_recipe import find
+from jspeed.run.options import Options
+from jspeed.run.setup import load_recipe
 
 
-@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed1", "jspeed2"])
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed1", "jspeed2", "r92", "jspeed3"])
 def test_recipes_at_small_size_keep_their_schedule(name):
     from benches.quality import settings, tokens_after
 
@@ -30,16 +33,20 @@ def test_a_text_does_not_validate_what_it_trains(tmp_path, gpt2_vocabulary):
 
 
 def test_texts_become_a_folder_that_trains(tmp_path, gpt2_vocabulary):
-    from benches.quality import VOCAB, write_tokens
+    from benches.quality import VOCAB, settings, write_tokens
 
     for name, text in (("a.txt", "One document.\n\nAnother one.\n"), ("b.txt", "To validate.\n" * 50)):
         (tmp_path / name).write_text(text)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "A long one. " * 200}) + "\n")
     texts = [tmp_path / name for name in ("a.jsonl", "a.txt", "b.txt")]
-    lengths = write_tokens(tmp_path / "tokens", texts, 1000)
-    assert lengths[0] == 256 > lengths[-1] and sum(lengths) == find_split(tmp_path / "tokens", "train").num_tokens
-    manifest = read_manifest(tmp_path / "tokens")
+    folder = tmp_path / "tokens"
+    lengths = write_tokens(folder, texts, 1000)
+    splits = find_split(folder, "train"), find_split(folder, "val")
+    assert lengths[0] == 256 > lengths[-1] and sum(lengths) == splits[0].num_tokens
+    manifest = read_manifest(folder)
     assert manifest and manifest["bos_id"] == VOCAB - 1 and manifest["source"]["texts"] == [text.name for text in texts]
+    recipe = load_recipe(Options("jspeed3", data=folder, set_=tuple(settings("jspeed3", 4.0)))).recipe
+    check_fits(folder, manifest, splits, recipe.name, recipe.vocab_size, recipe.data.bos_id, True, "gpt2")
 
 
 def test_a_comparison_goes_on_where_it_stopped(monkeypatch, tmp_path):
