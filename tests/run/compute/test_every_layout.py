@@ -15,8 +15,9 @@ from .compile_layouts import DTYPES, ENDINGS, computes, mesh_for, toy
 
 ROOT = Path(__file__).parents[3]
 EVERY = [base + ending for base in LAYOUTS for ending in ENDINGS]
-# At toy size they are fineweb-cpu, nanogpt and r89 to the letter (tests/test_recipe.py), but for constants of updates.
-SAME = ("tinystories", "nanogpt-cpu", "jspeed1")
+# At toy size they are fineweb-cpu, nanogpt and r89 to the letter (tests/test_recipe.py), but for constants of updates;
+# r89 and r92 are jspeed2 and jspeed3 but for the loss.
+SAME = ("tinystories", "nanogpt-cpu", "jspeed1", "r89", "r92")
 SOME = ("fineweb-cpu:float32:tp", "gpt2:bfloat16:fsdp+tp", "microgpt-names:float32:pp+remat+scan")
 
 
@@ -55,7 +56,11 @@ def test_some_compile():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in known_recipes() if name not in SAME])
 def test_every_one_that_is_taken_compiles(name):
-    compiled([f"{name}:{dtype}:{layout}" for dtype in computes(name) for layout in taken(name, dtype)])
+    """Endings change how a gradient is computed: in the last dtype, bf16 where there is a choice."""
+    every = [(dtype, layout) for dtype in computes(name) for layout in taken(name, dtype)]
+    compiled(
+        [f"{name}:{dtype}:{layout}" for dtype, layout in every if layout in LAYOUTS or dtype == computes(name)[-1]]
+    )
 
 
 @pytest.mark.parametrize("name", ["microgpt-names", "shakespeare-char", "r21", "r29"])
