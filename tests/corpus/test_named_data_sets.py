@@ -1,6 +1,7 @@
 """Named data sets: published document and token counts, splits and separator tokens."""
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from jspeed.corpus.tokenise import prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
+from jspeed.run.options import Options
+from jspeed.run.setup import load_recipe
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 NAMES, SHAKESPEARE = (SHARED / "classics" / name for name in ("names.txt", "tinyshakespeare_input.txt"))
@@ -179,6 +182,18 @@ def test_advice_names_the_recipe_and_the_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
     names(tmp_path / "names.txt", out=tmp_path / "o")
     assert capsys.readouterr().out.endswith(f"jspeed run microgpt-names --data {tmp_path}/o\n")
+
+
+def test_what_is_printed_trains_what_was_prepared(tmp_path, capsys):
+    """Rows and symbols of its own, in a folder whose name a shell would cut."""
+    (tmp_path / "names.txt").write_text("\n".join(["abc", "bcd", "cde", "def", "efg"] * 9))
+    names(tmp_path / "names.txt", row=8, out=tmp_path / "my names")
+    line = capsys.readouterr().out.rpartition("train on it: jspeed run ")[2]
+    name, _, folder = shlex.split(line)
+    recipe = load_recipe(Options(name, data=Path(folder))).recipe
+    made = manifest(tmp_path / "my names")
+    assert (recipe.stages[0].lane_len, recipe.eval_len) == (8, 8)
+    assert (recipe.vocab_size, recipe.data.bos_id) == (made["vocab_size"], made["bos_id"]) == (9, 7)
 
 
 def test_without_a_network_it_says_input(tmp_path, monkeypatch):

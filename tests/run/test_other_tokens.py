@@ -119,6 +119,40 @@ def test_what_is_taken(recipe, sets, facts, fields, data):
     assert (fitted.recipe.data.vocab_size, fitted.recipe.data.bos_id) == data and fitted.note
 
 
+ROWS = {"tokenizer": "symbols", "vocab_size": 28, "bos_id": 26, "pad_id": 27, "source": {"kind": "names", "row": 8}}
+
+
+@pytest.mark.parametrize(
+    ("sets", "facts", "lengths", "note"),
+    [
+        (
+            [],
+            {},
+            (8, 8, 2632),
+            "the data hold 28 ids of symbols in rows of 8, and so LANE_LEN=8 EVAL_LEN=8 EVAL_TOKENS",
+        ),
+        (["EVAL_TOKENS=80"], {}, (8, 8, 80), "rows of 8, and so LANE_LEN=8 EVAL_LEN=8: other"),
+        ([], {"vocab_size": 9, "bos_id": 7, "pad_id": 8}, (8, 8, 2632), "VOCAB=9 BOS=7 PAD=8 LANE_LEN=8 EVAL_LEN=8"),
+        (["LANE_LEN=16", "EVAL_LEN=16"], {}, (16, 16, 10_528), None),  # two names in a lane: as asked
+        ([], {"source": {"kind": "names", "row": 32}}, (32, 32, 10_528), None),
+        ([], {"source": {"kind": "names", "row": "8"}}, (32, 32, 10_528), None),
+    ],
+)
+def test_a_lane_is_as_long_as_the_rows_of_the_data(sets, facts, lengths, note):
+    """`prepare names --row 8` printed a command that trained rows of 32."""
+    found = find("microgpt-names", sets, trace=False)
+    fitted = fit(found, sets, ROWS | facts)
+    recipe = fitted.recipe
+    assert (recipe.stages[0].lane_len, recipe.eval_len, recipe.eval_tokens) == lengths
+    assert recipe.data.shuffle_block == recipe.parameters["positions"].shape[0] == lengths[0]
+    assert (note in fitted.note and recipe.track == "own-tokens") if note else fitted is found
+
+
+def test_other_recipes_take_rows_as_text():
+    assert fit(found := find("stdlib", trace=False), [], ROWS) is not found
+    assert fit(found, [], ROWS).recipe.stages[0].lane_len == found.recipe.stages[0].lane_len
+
+
 def test_a_given_vocabulary_must_hold_the_ids():
     with pytest.raises(BadInput, match="for which VOCAB=299 is too small; give VOCAB=300, or leave it out"):
         fit(find("fineweb-cpu", ["VOCAB=299"], trace=False), ["VOCAB=299"], MINE)

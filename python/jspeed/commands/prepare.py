@@ -1,5 +1,6 @@
 """``jspeed prepare``: turn documents into token shards, ready to train on, or download them ready-made."""
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -54,7 +55,7 @@ def _prepare(
     assert manifest
     _report(folder, manifest, seconds if manifest != before else None)
     if recipe:
-        data = f" --data {folder}"
+        data = f" --data {shlex.quote(str(folder))}"
         with suppress(BadInput):  # no cache folder
             data = "" if folder in map(_default, TOKENIZERS) else data
         print(f"train on it: jspeed run {recipe}{data}")
@@ -177,7 +178,7 @@ def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: 
 
     Args:
         input: Text file with a name a line; default: 32,033 first names, downloaded (228 kB).
-        row: Tokens in a row; longer names are cut.
+        row: Tokens in a row, and then in a lane of the recipe; longer names are cut.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
     _prepare(

@@ -23,6 +23,7 @@ from jspeed.run.recipe_names import FOLDER, locate
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
 IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its tokens
+ROW_FIELDS = ("LANE_LEN", "EVAL_LEN", "EVAL_TOKENS")  # which follow the rows that a recipe with PAD trains on
 GPT2_TABLE = "jspeed.model.prefixes"  # knows GPT-2's tokens only
 
 
@@ -67,7 +68,7 @@ AS_GPT2: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A recipe, its file, source and resolved fields, and those that ``--set`` or other tokens (``note``) changed."""
+    """A recipe, its file and source, its resolved fields and those changed by ``--set`` or to fit data (``note``)."""
 
     recipe: Recipe
     path: Path
@@ -218,8 +219,9 @@ def fit(found: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> L
     """Return the recipe ``found`` with ``sets``, for data whose tokens have these ``facts`` (of a manifest).
 
     If they are not the recipe's, its fields VOCAB (padded as before), BOS and PAD become theirs where ``sets`` says
-    nothing else, and it leaves its track. One without VOCAB stays as it is. Raises :class:`BadInput` for a VOCAB of
-    ``sets`` that is too small, and for a recipe that needs GPT-2's tokens.
+    nothing else, and it leaves its track; so do its lanes where it pads rows and the data's are of another length. One
+    without VOCAB stays as it is. Raises :class:`BadInput` for a VOCAB of ``sets`` that is too small, and for a recipe
+    that needs GPT-2's tokens.
     """
     data, fields, count, bos = found.recipe.data, found.fields, facts["vocab_size"], facts["bos_id"]
     known, vocab = TOKENIZERS.get(data.name), fields.get("VOCAB")
@@ -233,7 +235,8 @@ def fit(found: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> L
     reads_bos = "BOS" in free or data.align is not None and "BOS" not in fields
     same = known in (None, facts["tokenizer"]) and (bos in (None, data.bos_id) or not reads_bos)
     same = same and (count == data.vocab_size if known else count <= data.vocab_size)
-    if same or not isinstance(vocab, int):
+    rows = _rows(fields, facts) if "LANE_LEN" in free else {}
+    if same and not rows or not isinstance(vocab, int):
         return found
     if "BOS" in fields and bos is None:
         bos = count  # which no text has
@@ -242,10 +245,20 @@ def fit(found: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> L
         raise BadInput(f"{what}, for which VOCAB={vocab} is too small; give VOCAB={size}, or leave it out")
     step = min(vocab & -vocab, 128) if vocab != data.vocab_size else 1
     wanted = {"VOCAB": -(-size // step) * step, "BOS": bos, "PAD": facts.get("pad_id")}
+    wanted = rows if same else wanted | rows
     more = [f"{name}={value}" for name, value in wanted.items() if name in free and value is not None]
     fitted = find(str(found.path), [*sets, *more], tokens={name: facts[name] for name in IDENTITY})
+    what += f" in rows of {rows['LANE_LEN']}" if rows else ""
     what += f", and so {' '.join(more)}" if more else ""
     return replace(fitted, note=f"{what}: other tokens than recipe {found.recipe.name}'s, so on no track")
+
+
+def _rows(fields: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the fields for data in padded rows of another length than a recipe's: of as many rows of evaluation."""
+    row, sizes = facts.get("source", {}).get("row"), [fields[name] for name in ROW_FIELDS if name in fields]
+    if "PAD" not in fields or [type(size) for size in (row, *sizes)] != [int] * 4 or row == sizes[0]:
+        return {}
+    return {"LANE_LEN": row, "EVAL_LEN": row, "EVAL_TOKENS": sizes[2] // max(1, sizes[1]) * row}
 
 
 def on_tokens(recipe: Recipe, fields: Mapping[str, Any], tokens: Mapping[str, Any]) -> Recipe:
