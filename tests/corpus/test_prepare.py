@@ -14,8 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from jspeed.commands import main
 from jspeed.corpus import chunks, sources, tokenise
 from jspeed.corpus import split as splits
+from jspeed.data import folder
 from jspeed.errors import BadInput
 
 from ..call_script import call
@@ -81,6 +83,52 @@ def test_a_long_document_goes_on_in_the_next_shard(tmp_path):
     assert names == [f"o_train_00000{i}.bin" for i in (1, 2, 3)] + [f"o_val_00000{i}.bin" for i in (0, 1, 2)]
     files = check_manifest(out)["files"]
     assert [(file["tokens"], file["documents"]) for file in files] == [(10, 1), (10, 0), (6, 0)] * 2
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.jsonl.xz"])
+@pytest.mark.parametrize("more", [[], ["--val-input"], ["--end-of-text", "after"]])
+def test_a_shard_size_that_is_asked_for(tmp_path, name, more):
+    texts = [f"{i} " * 100 for i in range(40)]
+    if name.endswith("txt"):
+        (tmp_path / name).write_text("<|endoftext|>".join(texts))
+    else:
+        jsonl(tmp_path / name, texts)
+    if more == ["--val-input"]:
+        more = [*more, str(jsonl(tmp_path / "val.jsonl", ["v" * 2500]))]
+    words = ["text", str(tmp_path / name), "--tokenizer", "bytes", *more]
+    for size, out in ((1000, "small"), (100_000_000, "whole")):
+        main.call([*words, "--out", str(tmp_path / out), "--shard-tokens", str(size)], "prepare")
+    small, whole = (json.loads((tmp_path / out / "manifest.json").read_text()) for out in ("small", "whole"))
+    for split in ("train", "val"):
+        sizes = [file["tokens"] for file in small["files"] if file["split"] == split]
+        assert set(sizes[:-1]) == {1000} and 0 < sizes[-1] <= 1000
+        np.testing.assert_array_equal(read_split(tmp_path / "small", split), read_split(tmp_path / "whole", split))
+    assert small["source"] == whole["source"] | {"shard_tokens": 1000} and len(whole["files"]) == 2
+
+
+def test_shards_of_another_size_are_not_already_there(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", [f"{i} " * 100 for i in range(40)])
+    for first, then in ((1000, {}), (None, {"shard_tokens": 1000})):
+        given = {"shard_tokens": first} if first else {}
+        out = prepare_bytes(source, out=tmp_path / str(first), **given)
+        assert prepare_bytes(source, out=out, **given) == out  # it is there
+        with pytest.raises(BadInput, match="not empty"):
+            prepare_bytes(source, out=out, **then)
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "999", "2147483648", "1e6", "many"])
+def test_a_shard_size_out_of_range_is_refused(tmp_path, size):
+    source = jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    with pytest.raises(BadInput, match="--shard-tokens .*: expected a whole number"):
+        main.call(["text", str(source), "--out", str(tmp_path / "o"), f"--shard-tokens={size}"], "prepare")
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_more_shards_than_their_names_can_number_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "MOST_SHARDS", 2)
+    with pytest.raises(BadInput, match="shards of 10 tokens are more than 2 files; give larger ones"):
+        prepare_bytes(jsonl(tmp_path / "a.jsonl", ["x" * 25, "y" * 25]), out=tmp_path / "o", shard_tokens=10)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
 def test_split_depends_on_contents_alone(tmp_path):

@@ -76,6 +76,17 @@ def test_interrupted_work_resumes(tmp_path, signal_number, code, monkeypatch):
     assert len(encoded) == len(list(chunks.pieces([source]))) - 8
 
 
+def test_interrupted_work_resumes_in_shards_of_another_size(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
+    assert interrupt(source, tmp_path / "new" / "out", signal.SIGKILL) == -signal.SIGKILL
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 1000)
+    wanted = content_of(prepare_bytes(source, out=tmp_path / "whole" / "out", shard_tokens=9000))
+    encoded, real = [], tokenise.parallel_tokenise.encode
+    monkeypatch.setattr(tokenise.parallel_tokenise, "encode", lambda *a: (encoded.append(a), real(*a))[1])
+    assert content_of(prepare_bytes(source, out=tmp_path / "new" / "out", shard_tokens=9000, processes=1)) == wanted
+    assert len(encoded) == len(list(chunks.pieces([source]))) - 5 and os.listdir(tmp_path / "new") == ["out"]
+
+
 def test_work_of_other_inputs_is_not_resumed(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", [f"document {i} " * 20 for i in range(200)])
     assert interrupt(source, tmp_path / "out", signal.SIGKILL) == -signal.SIGKILL

@@ -17,10 +17,11 @@ from jspeed.corpus import Progress as Count
 from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenizers import TOKENIZERS, named_facts
+from jspeed.data.folder import LEAST_SHARD, MOST_SHARD, SHARD_TOKENS
 from jspeed.data.manifest import Manifest, complete_manifest
 from jspeed.data.ready_tokens import convert_tokens
 from jspeed.errors import BadInput, say
-from jspeed.fields import File, Folder, Wants
+from jspeed.fields import File, Folder, Wants, integer
 from jspeed.files import cache_folder
 
 SHOWN = 5  # names of files that are passed over
@@ -106,6 +107,7 @@ def text(
     val_input: Files = (),
     end_of_text: Separator = "before",
     separator_token: Annotated[str | None, Wants("TOKEN")] = None,
+    shard_tokens: Annotated[int, integer(LEAST_SHARD, MOST_SHARD)] = SHARD_TOKENS,
     processes: int | None = None,
 ) -> None:
     """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field "text"); but for .parquet
@@ -125,6 +127,8 @@ def text(
         end_of_text: Where the token that separates documents goes: before each document, after it, or nowhere.
         separator_token: That token, one of the tokenizer's special ones, such as '<|bos|>'; default: <|endoftext|>, or
             the first there is of <|begin_of_text|>, <bos>, <s>, [CLS], <|end_of_text|>, <eos>, </s>.
+        shard_tokens: Most tokens of a shard, which is a file of twice as many bytes (four times, of a vocabulary above
+            65,535). A recipe that packs documents drops what is left of a shard when it is less than a batch.
         processes: Processes that tokenise; default: one for each usable core, or one for little text. The result does
             not depend on it.
     """
@@ -142,6 +146,7 @@ def text(
             separator_token=separator_token,
             processes=processes,
             progress=progress,
+            shard_tokens=shard_tokens,
         ),
     )
 

@@ -89,7 +89,7 @@ def prepare_text(
         processes: Default: one for each usable core, or one for little text. The result does not depend on it.
         rows: Choose by :func:`jspeed.corpus.split.by_rows` instead.
         progress: Is told the bytes of input.
-        shard_tokens: Tokens of a shard.
+        shard_tokens: Most tokens of a shard; the manifest's source has another than the default.
 
     Raises:
         NoRoom: The disk is full, or a process was killed; finished work is kept.
@@ -116,6 +116,7 @@ def prepare_text(
     fingerprints = [sources.text_fingerprint(its) for its in files]
     source = {"kind": "text", "val_fraction": val_fraction, "seed": seed} | fingerprints[0]
     source |= ({"val": fingerprints[1]} if val_inputs else {}) | ({"split": "rows"} if rows else {})
+    source |= {"shard_tokens": shard_tokens} if shard_tokens != SHARD_TOKENS else {}
     description = describe(chosen, separator, source)
     if matches(out, description):
         return out

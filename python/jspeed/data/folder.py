@@ -22,6 +22,8 @@ from jspeed.files import sha256_of, write_whole
 from jspeed.output_folder import atomic_folder, require_empty
 
 SHARD_TOKENS = 100_000_000  # as FineWeb's shards
+LEAST_SHARD, MOST_SHARD = 1000, 2**31 - 1  # tokens that a user may ask for; a header counts them as int32
+MOST_SHARDS = 999_999  # of a split, in whose names six digits are their order
 MAX_UINT16_VOCAB = 65_535  # of ids stored as uint16, 65,535 kept free as in llm.c; larger ones use uint32
 
 
@@ -93,6 +95,8 @@ def _extend(
     while tokens.size:
         if not shards or shards[-1].tokens == limit:
             first = 0 if prefix.name.endswith("_val") else 1  # FineWeb's numbers
+            if len(shards) == MOST_SHARDS:
+                raise BadInput(f"shards of {limit:,} tokens are more than {MOST_SHARDS:,} files; give larger ones")
             path = prefix.with_name(f"{prefix.name}_{first + len(shards):06d}.bin")
             path.write_bytes(bytes(HEADER_BYTES))  # not a shard until it is sealed
             shards.append(_OpenShard(path, tokens.dtype.itemsize == 4))
