@@ -16,7 +16,9 @@ import safetensors.numpy
 
 from jspeed import recipe as r
 from jspeed import sizes
+from jspeed.commands.sample import sample
 from jspeed.errors import BadInput
+from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import load_model
 from jspeed.run import export
 from jspeed.run.find_recipe import find
@@ -108,6 +110,28 @@ def test_logits_are_those_of_gpt2(tmp_path):
     model = load_model(path)
     assert model.recipe.layers == LAYERS and model.recipe.parameters["embed"].shape == (VOCAB, WIDTH)
     np.testing.assert_allclose(logits_of(model.recipe, model.params, TOKENS), found, atol=1e-6)
+
+
+def test_a_prompt_is_continued_after_bos_which_is_said_or_alone(tmp_path, capsys):
+    """The greedy text of a GPT-2 was another than other tools', without a word."""
+    tensors = random_gpt2()
+    path = folder_of(tmp_path / "gpt2", tensors)
+    for bos in (True, False):
+        wanted = [256] * bos + [*b"ab"]
+        for _ in range(3):
+            wanted.append(int(np.argmax(gpt2_forward(tensors, np.array(wanted))[-1, :257])))
+        generator = Generator(load_model(path), 1, Sampling(0, bos=bos))
+        assert [int(token) for (token,) in generator([[*b"ab"]], 3)] == wanted[-3:]
+        sample(path, prompt="ab", tokens=1, bos=bos)
+        note = "note: token 256 comes before the prompt, as before a document in training; --no-bos leaves it out\n"
+        assert capsys.readouterr().err == note * bos
+    sample(path, prompt="", tokens=1)
+    assert capsys.readouterr().err == ""  # there is no prompt that it could change
+    with pytest.raises(BadInput, match="without a BOS token .* has nothing to continue; give a --prompt"):
+        sample(path, prompt="", bos=False)
+    for given in ({"top_k": 3}, {"top_p": 0.5}, {"seed": 2}):
+        with pytest.raises(BadInput, match="--temperature 0 draws nothing, so --.* would have no effect"):
+            sample(path, prompt="a", temperature=0.0, **given)
 
 
 def test_gradient_of_the_tied_table_is_that_of_both_of_its_uses(tmp_path):

@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from jspeed.commands.flags import Command
-from jspeed.errors import BadInput
+from jspeed.commands.flags import Command, refuse
+from jspeed.errors import BadInput, say
 from jspeed.fields import MOST, Axes, File, Wants
 from jspeed.standard_streams import escaped, importing, stdout_open
 
@@ -25,6 +25,7 @@ def sample(
     top_p: Annotated[float | None, Wants("P")] = None,
     seed: int = 0,
     stop: str | None = None,
+    bos: bool = True,
     mesh: Axes | None = None,
 ) -> None:
     """Generate text with a trained model, to the end of a document or for a number of tokens.
@@ -44,10 +45,12 @@ def sample(
         top_p: Draw from the fewest tokens that together have this probability.
         seed: Seed of the draws; another one gives other texts.
         stop: End a text before this string.
+        bos: Put the token that begins a document, such as <|endoftext|>, before the prompt, as in training; --no-bos
+            leaves it out, as transformers and nanoGPT do.
         mesh: Spread the parameters over these devices, for example data=8.
     """
     with importing():
-        from jspeed.inference.generate import Sampling, joined, write
+        from jspeed.inference.generate import GREEDY, Sampling, joined, write
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
@@ -64,8 +67,14 @@ def sample(
     if not count:
         raise BadInput(f"recipe {loaded.recipe.name} samples nothing by itself; give --prompt or --number")
     chosen = asked.temperature if temperature is None else temperature
-    sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed)
+    if 0 <= chosen < GREEDY:
+        draws = {"--top-k": top_k, "--top-p": top_p, "--seed": seed or None}
+        refuse([flag for flag, given in draws.items() if given is not None], f"--temperature {chosen:g} draws nothing")
+    sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed, bos)
     prompts = [asked.prompt if text is None else text] * count
+    if loaded.gpt2 and bos and prompts[0] and (first := loaded.facts["bos_id"]) is not None:
+        name = "<|endoftext|>" if loaded.facts["tokenizer"] == "gpt2" else f"token {first}"
+        say(f"note: {name} comes before the prompt, as before a document in training; --no-bos leaves it out")
     texts, begun = list(prompts), False
     for new in write(loaded, prompts, length, sampling, as_given("--stop", stop)):
         print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
@@ -110,6 +119,7 @@ COMMAND = Command(
     (
         "runs/mine  # what the recipe samples",
         'runs/mine --prompt "The sea" --number 3 --temperature 0.8  # three texts that begin so',
+        'gpt2/ --prompt "The sea" --temperature 0 --no-bos  # the greedy text of a GPT-2, as other tools give it',
     ),
-    {"sampling": ("number", "tokens", "temperature", "top_k", "top_p", "seed", "stop")},
+    {"sampling": ("number", "tokens", "temperature", "top_k", "top_p", "seed", "stop", "bos")},
 )

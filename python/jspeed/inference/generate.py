@@ -28,12 +28,14 @@ class Sampling:
     """How the next token is drawn: the argmax at a ``temperature`` below 1e-6, else from the softmax of logits over it.
 
     ``top_k``: among the k most probable. ``top_p``: among the fewest that together have this probability, after top_k.
+    ``bos``: the token that begins a document comes before each prompt.
     """
 
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    bos: bool = True
 
     def check(self) -> None:
         """Raise BadInput for invalid values."""
@@ -86,8 +88,9 @@ class Generator:
         sampling.check()
         recipe = model.recipe
         self.rows, self.limit = rows, context_length(recipe)
-        self.bos_id = model.facts["bos_id"]
-        self.ends = model.facts.get("end_ids", [] if self.bos_id is None else [self.bos_id])
+        bos_id = model.facts["bos_id"]
+        self.bos_id = bos_id if sampling.bos else None
+        self.ends = model.facts.get("end_ids", [] if bos_id is None else [bos_id])
         slots = -(-self.limit // PREFILL_CHUNK) * PREFILL_CHUNK
         context = eval_context(recipe, device_of(model.mesh, "xla"))
         self._params = model.compute_params
@@ -143,7 +146,7 @@ class Generator:
     def _with_bos(self, prompt: Sequence[int]) -> list[int]:
         bos = [] if self.bos_id is None else [self.bos_id]
         if not bos and not prompt:
-            raise BadInput(f"model {self._name} has no BOS token; give a --prompt")
+            raise BadInput(f"without a BOS token model {self._name} has nothing to continue; give a --prompt")
         room = self.limit - len(bos)
         return [*bos, *prompt[-room:]] if room else [*bos, *prompt][-1:]
 

@@ -28,7 +28,7 @@ from jspeed.run.find_recipe import LoadedRecipe, find_trained, read_config
 class Model:
     """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
 
-    ``folder`` holds the tokenizer's file, where it has one.
+    ``folder`` holds the tokenizer's file, where it has one; ``gpt2``: it is Hugging Face's of a GPT-2.
     """
 
     found: LoadedRecipe
@@ -36,6 +36,7 @@ class Model:
     mesh: Mesh
     facts: TokenizerFacts
     folder: Path | None = None
+    gpt2: bool = False
 
     @property
     def recipe(self) -> Recipe:
@@ -82,7 +83,7 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     else:
         params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
     require_finite(params, path)
-    return Model(found, params, mesh, facts, run_dir)
+    return Model(found, params, mesh, facts, run_dir, config.get("model_type") == "gpt2")
 
 
 def facts_of(folder: Path, config: Mapping[str, Any], recipe: Recipe) -> TokenizerFacts:
