@@ -43,7 +43,14 @@ def run(tmp_path_factory):
     ids = [f"VOCAB={facts['vocab_size']}", f"BOS={facts['bos_id']}", f"PAD={facts['pad_id']}"]
     options = Options("microgpt-names", data=data, run_dir=folder / "run", set_=(*SETS, *ids), target_loss=9.0)
     told = []
-    more = {"checkpoint_every": 4, "keep_best": True, "profile": 2, "log": "tensorboard", "progress": False}
+    more = {
+        "checkpoint_every": 4,
+        "keep_best": True,
+        "profile": 2,
+        "log": "tensorboard",
+        "progress": False,
+        "accuracy": True,
+    }
     assert train(Options(**vars(options) | more), told.append) == 0 and told == [folder / "run"]
     return options
 
@@ -64,6 +71,16 @@ def test_what_a_run_leaves(run):
     assert [s["name"] for s in record(run)["ledger"]].count("profile") == 2
     facts = json.loads((run.run_dir / "config.json").read_text())["tokenizer"]
     assert facts["symbols"] == sorted(set("".join(NAMES))) and facts["bos_id"] == len(facts["symbols"])
+
+
+def test_accuracy_in_metrics_is_that_of_evaluate(run):
+    lines = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    found = [line.get("val_accuracy") for line in lines if "val_loss" in line]
+    assert len(found) == len(record(run)["curve"]) and not any(
+        "val_accuracy" in line for line in lines if "train_loss" in line
+    )
+    wanted = score.validate(load_model(run.run_dir), run.data, accurate=True).accuracy
+    assert found[-1] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_a_model_loads_from_run_checkpoint_and_export(run, tmp_path, monkeypatch):

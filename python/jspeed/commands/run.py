@@ -115,6 +115,6 @@ COMMAND = Command(
             *("steps", "max_minutes", "checkpoint_every", "keep_checkpoints", "keep_best", "stop_at_target"),
             *("resume", "plan"),
         ),
-        "output": ("run_dir", "progress", "log", "profile", "sample"),
+        "output": ("run_dir", "progress", "log", "accuracy", "profile", "sample"),
     },
 )

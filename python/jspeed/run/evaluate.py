@@ -13,6 +13,7 @@ from jspeed.data import Shards, TokenLoader
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put
 from jspeed.recipe import Recipe
+from jspeed.run.compute.program import Program
 from jspeed.run.compute.step import mean_weight
 
 
@@ -77,5 +78,14 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
 
 def validation_loss(evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:
     """Return the (weighted) mean loss in nats per token: fp32 within a row, float64 over rows."""
-    row_losses = jax.device_get(evaluate(params, validation.rows))
-    return float(np.mean(row_losses[: validation.count], dtype=np.float64)) / validation.mean_weight
+    return _mean(evaluate, params, validation)
+
+
+def validation_accuracy(program: Program, params: Any, validation: ValidationSet) -> float | None:
+    """Return the (weighted) share of targets that the model takes for the most probable; None: not asked for."""
+    return program.accuracy and _mean(program.accuracy, params, validation)
+
+
+def _mean(measure: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:
+    rows = jax.device_get(measure(params, validation.rows))
+    return float(np.mean(rows[: validation.count], dtype=np.float64)) / validation.mean_weight

@@ -23,7 +23,7 @@ from jspeed.run import export
 from jspeed.run.best import keep_best
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
-from jspeed.run.evaluate import validation_loss
+from jspeed.run.evaluate import validation_accuracy, validation_loss
 from jspeed.run.evidence import probes, provenance
 from jspeed.run.evidence.data import of_data
 from jspeed.run.output import console as output
@@ -43,9 +43,11 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         try:
             with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
                 loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
-            if not progress.at_validation:  # a run that stopped at its target has this loss already
+                known = progress.at_validation  # of a run that stopped at its target
+                accuracy = None if known else validation_accuracy(setup.program, state["params"], setup.validation)
+            if not known:
                 try:
-                    progress.validated(loss)
+                    progress.validated(loss, accuracy)
                 except BadInput as error:
                     progress.failed.append(str(error))
                 if setup.options.keep_best and progress.at_validation:

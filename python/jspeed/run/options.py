@@ -56,6 +56,8 @@ class Options:
         progress: Show a bar under a live curve of the validation loss on a terminal; otherwise plain lines.
         log: Also send the curve to tensorboard, wandb, or both (tensorboard,wandb); the latter stays on disk unless
             WANDB_MODE says otherwise.
+        accuracy: Also measure at each evaluation, off the clock, the share of validation tokens that the model predicts
+            first, into metrics.jsonl.
         profile: Trace this many steps with JAX's profiler into profile/ of the run directory.
         sample: Let the trained model write a text at the end, into samples.txt of the run directory.
     """
@@ -84,6 +86,7 @@ class Options:
     process_id: int | None = None
     progress: bool = True
     log: Annotated[str | None, Wants("SINK,...")] = None
+    accuracy: bool = False
     profile: CountOrZero = 0
     sample: bool = True
 

@@ -40,8 +40,8 @@ from jspeed.run.compute.known_faults import known_faults
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
-from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
-from jspeed.run.compute.step import State
+from jspeed.run.compute.program import Program, compile_accuracy, eval_context, state_shardings, warm_up
+from jspeed.run.compute.step import State, fetcher
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find, fit
@@ -115,7 +115,11 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
-    how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
+    how |= {
+        "--keep-best": options.keep_best,
+        "--stop-at-target": options.stop_at_target,
+        "--accuracy": options.accuracy,
+    }
     require_equal(same | how | {"--resume": options.resume, "jax": jax.__version__})
     checked = Preflight(device, own_kernels_asked=found.fields.get("OWN_KERNELS") == "on")
     if options.preflight:
@@ -148,6 +152,9 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
                 )
                 checked = count_kernels(program, checked, found.fields.get("FP8"), console)
                 device = checked.device
+                if options.accuracy:
+                    counted = compile_accuracy(recipe, mesh, options.layout, device, program.eval_rows)
+                    program = replace(program, accuracy=counted)
             with clock.section("warm-up"), output.waiting(console, "warming up"):
                 fresh = checksum(program.init(seed))
                 validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)

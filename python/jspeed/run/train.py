@@ -24,7 +24,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
-from jspeed.run.evaluate import validation_loss
+from jspeed.run.evaluate import validation_accuracy, validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish
 from jspeed.run.options import Options
@@ -123,7 +123,8 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
         if progress.steps % recipe.eval_every == 0 and not progress.at_validation:
             read()
             with clock.section("evaluation", wait_for=state):
-                progress.validated(validation_loss(program.evaluate, state["params"], setup.validation))
+                loss = validation_loss(program.evaluate, state["params"], setup.validation)
+                progress.validated(loss, validation_accuracy(program, state["params"], setup.validation))
                 gc.collect()
             if setup.options.keep_best and progress.at_validation:
                 with clock.section("checkpoint"), jax.transfer_guard("allow"):

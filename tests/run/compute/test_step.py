@@ -274,3 +274,23 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
         assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_accuracy_is_the_weighted_share_of_targets_that_are_the_argmax(devices):
+    recipe, mesh = toy("microgpt-names"), mesh_of(devices)
+    rows = np.random.default_rng(3).integers(0, 28, size=(10, recipe.eval_len + 1), dtype=np.uint16)  # 27 is PAD
+    params = step.init_state(recipe, jnp.uint32(1))["params"]
+    params = jax.tree.map(lambda p: p + 0.05 * jax.random.normal(jax.random.key(0), p.shape), params)
+    device = device_of(mesh)
+    logits = recipe.forward(params, jnp.asarray(rows[:, :-1], jnp.int32), program.eval_context(recipe, device))
+    found = np.argmax(np.asarray(logits)[..., : recipe.vocab_size], -1) == rows[:, 1:]
+    counted = (rows[:, :-1] != 27) & (rows[:, 1:] != 27)
+    _, padded = program.eval_parts(recipe, len(rows), mesh, 4 * recipe.eval_len)
+    validation = evaluate.to_devices(rows, padded, recipe, mesh)
+    placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
+    measured = program.compile_accuracy(recipe, mesh, "zero1", device, padded)
+    built = program.Program(None, (), None, None, 0, padded, accuracy=measured)
+    wanted = found[counted].mean()
+    assert evaluate.validation_accuracy(built, placed, validation) == pytest.approx(wanted, abs=1e-6) and 0 < wanted < 1
+    assert evaluate.validation_accuracy(replace(built, accuracy=None), placed, validation) is None

@@ -117,3 +117,5 @@ def test_unknown_sink():
 
 def test_scalars_are_finite_numbers():
     assert module.scalars(json.loads('{"step": 1, "train_loss": 2.5}')) == {"train/loss": 2.5}
+    line = {"step": 1, "val_loss": 2.5, "val_accuracy": 0.25}
+    assert module.scalars(line) == {"val/loss": 2.5, "val/accuracy": 0.25}

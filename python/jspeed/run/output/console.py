@@ -162,16 +162,18 @@ class Display:
                 f"step {step}/{self._steps}  loss {loss:.4f}  {self._rate:,.0f} tokens/s", highlight=False
             )
 
-    def validation(self, losses: Sequence[Validation]) -> None:
-        """Show the last of the validation ``losses`` so far, and all as a plot where there is a bar: above it while it
-        is shown, else printed once. The time since the last step is not training time."""
+    def validation(self, losses: Sequence[Validation], accuracy: float | None = None) -> None:
+        """Show the last of the validation ``losses`` so far, with its ``accuracy``, and all as a plot where there is a
+        bar: above it while it is shown, else printed once. The time since the last step is not training time."""
         step, loss, seconds = losses[-1]["step"], losses[-1]["val_loss"], losses[-1]["timed_seconds"]
         plot = self._plot(losses) if self._progress else None
         live = self._progress and self._progress.live.is_started
         if self._progress and live:
             self._progress.plot = plot
         self._console.print(
-            f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]  at {seconds:.1f} s timed",
+            f"step {step}/{self._steps}  [bold]validation {loss:.4f}[/]"
+            + ("" if accuracy is None else f"  accuracy {accuracy:.2%}")
+            + f"  at {seconds:.1f} s timed",
             highlight=False,
         )
         if plot and not live:

@@ -61,15 +61,16 @@ class Progress:
         self.train.append((seconds, loss))
         self.display.step(step, loss, tokens)
 
-    def validated(self, loss: float) -> None:
-        """Record the validation loss after the steps done so far."""
+    def validated(self, loss: float, accuracy: float | None = None) -> None:
+        """Record the validation loss, and the accuracy where it was measured, after the steps done so far."""
         seconds = self.clock.timed_seconds
         if not math.isfinite(loss):
             self.status = "diverged"
             return
         self.curve.append({"step": self.steps, "timed_seconds": seconds, "val_loss": loss})
-        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss})
-        self.display.validation(self.curve)
+        line = {"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss}
+        self._write(line if accuracy is None else line | {"val_accuracy": accuracy})
+        self.display.validation(self.curve, accuracy)
 
     def _write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)

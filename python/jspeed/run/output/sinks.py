@@ -10,6 +10,7 @@ from typing import Any
 
 from jspeed.errors import BadInput, first_line, nearest
 
+MEASURED = ("train_loss", "val_loss", "val_accuracy")
 Sink = Callable[[Mapping[str, Any]], None]
 """Takes each line of metrics.jsonl as it is written."""
 
@@ -52,7 +53,7 @@ def reason(error: Exception) -> str:
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """Return what a line measures, by the names that curves get."""
-    return {name.replace("_", "/"): line[name] for name in ("train_loss", "val_loss") if name in line}
+    return {name.replace("_", "/"): line[name] for name in MEASURED if name in line}
 
 
 @contextmanager
