@@ -103,8 +103,8 @@ class Options:
 
     @property
     def sinks(self) -> tuple[str, ...]:
-        """The names in ``log``."""
-        return () if self.log is None else tuple(self.log.split(","))
+        """The names in ``log``, each once."""
+        return () if self.log is None else tuple(dict.fromkeys(name.strip() for name in self.log.split(",")))
 
 
 def check_options(options: Options) -> None:

@@ -1,6 +1,7 @@
 """Sinks: what TensorBoard and W&B get, missing packages, and a profiler's trace."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.run.options import Options
 from jspeed.run.output import sinks as module
 from jspeed.run.output.sinks import check_sinks, sinks
 
@@ -70,13 +72,52 @@ def test_what_wandb_is_told(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_SILENT", raising=False)
     with sinks(("wandb",), tmp_path, {"WIDTH": 3}, STARTED) as (sink,):
-        import os
-
         assert os.environ["WANDB_MODE"] == "offline"
         for line in LINES:
             sink(line)
     assert fake.finished and fake.settings["config"] == {"WIDTH": 3}
     assert fake.logged[1] == (1, {"train/loss": 5.25, "tokens": 256, "timed_seconds": 1.25})
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_a_variable_that_is_set_to_nothing_is_not_set(tmp_path, monkeypatch, blank, capsys):
+    """wandb refused an empty WANDB_MODE in three lines, of which the first was shown: "1 validation error ..."."""
+    monkeypatch.setitem(sys.modules, "wandb", Fake())
+    for name in ("WANDB_MODE", "WANDB_SILENT"):
+        monkeypatch.setenv(name, blank)
+    with sinks(("wandb",), tmp_path, {}, STARTED) as (_,):
+        assert (os.environ["WANDB_MODE"], os.environ["WANDB_SILENT"]) == ("offline", "true")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reason_is_whole_and_one_line(tmp_path, monkeypatch, capsys):
+    def init(self, **_):
+        raise ValueError("1 validation error for Settings\nmode\n  Input should be 'online' or 'offline'" + "." * 300)
+
+    monkeypatch.setitem(sys.modules, "wandb", type("Broken", (Fake,), {"init": init})())
+    with sinks(("wandb",), tmp_path, {}, STARTED) as opened:
+        assert opened == []
+    said = capsys.readouterr().err
+    assert "(1 validation error for Settings mode Input should be 'online' or 'offline'..." in said
+    assert said.count("\n") == 1 and said.endswith("...)\n")
+
+
+@pytest.mark.parametrize(("mode", "says"), [("", None), ("offlin", "'offline'")])
+def test_what_wandb_itself_makes_of_its_mode(tmp_path, mode, says):
+    """In a process of its own: wandb reads its variables once."""
+    pytest.importorskip("wandb")
+    program = "from pathlib import Path; from jspeed.run.output.sinks import sinks\n"
+    program += f"with sinks(('wandb',), Path({str(tmp_path)!r}), {{}}, {STARTED!r}) as opened: print(len(opened))"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment |= {"WANDB_MODE": mode}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    (warning, *more) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")] or [""]
+    assert done.stdout.strip().startswith("0" if says else "1") and not more, done
+    assert says in warning if says else warning == ""
+
+
+def test_names_of_sinks_may_have_spaces_and_count_once():
+    assert Options(log="wandb, tensorboard,wandb").sinks == ("wandb", "tensorboard")
 
 
 def test_a_missing_package_is_a_warning(tmp_path, capsys, monkeypatch):

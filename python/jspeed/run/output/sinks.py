@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jspeed.errors import BadInput, first_line, nearest
+from jspeed.errors import BadInput, nearest
 
 MEASURED = ("train_loss", "val_loss", "val_accuracy")
 Sink = Callable[[Mapping[str, Any]], None]
@@ -33,7 +33,7 @@ def sinks(names: Sequence[str], run_dir: Path, config: Mapping[str, Any], starte
                 opened.append(sink.__enter__())
                 stack.callback(_close, name, sink)
             except ImportError as error:
-                print(f"warning: --log {name} does nothing ({error}); pip install '.[log]'", file=sys.stderr)
+                print(f"warning: --log {name} does nothing ({reason(error)}); pip install '.[log]'", file=sys.stderr)
             except Exception as error:  # no room, no network, no key
                 print(f"warning: --log {name} does nothing ({reason(error)})", file=sys.stderr)
         yield opened
@@ -47,8 +47,9 @@ def _close(name: str, sink: AbstractContextManager[Sink]) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return the system's words of an OSError, the first line of another exception."""
-    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+    """Return the system's words of an OSError, of another exception all that it says, in one line."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or " ".join(str(error).split()) or type(error).__name__
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:
@@ -82,8 +83,9 @@ def wandb(run_dir: Path, config: Mapping[str, Any], started: str) -> Iterator[Si
     """Log to Weights & Biases: to disk unless WANDB_MODE says otherwise; its key comes from its own environment."""
     import wandb
 
-    os.environ.setdefault("WANDB_MODE", "offline")
-    os.environ.setdefault("WANDB_SILENT", "true")
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_SILENT", "true")):
+        if not os.environ.get(name, "").strip():  # set to nothing is not set
+            os.environ[name] = value
     run = wandb.init(project="jspeed", name=run_dir.name, dir=str(run_dir), config=dict(config))
 
     def sink(line: Mapping[str, Any]) -> None:
