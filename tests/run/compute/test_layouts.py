@@ -329,11 +329,32 @@ def test_gpt2_shards_queries_keys_and_values_by_heads():
     assert rows["qkv"][2:] == ("heads/model", "4x32x3x16", 24_576, "")
 
 
-def test_the_table_cuts_nothing_on_a_narrow_terminal():
+def test_the_table_cuts_nothing_in_a_pipe():
     console = Console(file=io.StringIO(), width=60)
     layout_table(console, toy("gpt2"), "tp", mesh_of(data=2, model=2))
     said = console.file.getvalue()
     assert "…" not in said and "why not sharded" in said and said.count("no axis that tp shards") > 5
+
+
+@pytest.mark.parametrize("term", ["xterm", "dumb"])
+@pytest.mark.parametrize("width", [40, 70, 80])
+def test_the_table_wraps_on_a_narrow_terminal(width, term):
+    """Its lines were longer than the terminal, or cut where the terminal is a dumb one."""
+    made = {"force_terminal": True, "height": 50, "_environ": {"TERM": term}, "color_system": None}
+    console, wide = Console(file=io.StringIO(), width=width, **made), Console(file=io.StringIO())
+    for one in (console, wide):
+        layout_table(one, toy("gpt2"), "tp", mesh_of(data=2, model=2))
+    lines, (title, *rows) = console.file.getvalue().splitlines(), wide.file.getvalue().splitlines()
+    assert max(map(len, lines[1:])) <= width and lines[0] == title
+    assert sorted("".join(lines[1:]).replace(" ", "")) == sorted("".join(rows).replace(" ", ""))  # every character
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_tiles_are_not_cut(terminal):
+    console = Console(file=io.StringIO(), width=24, force_terminal=terminal, color_system=None)
+    tile_table(console, toy("track3"), "zero1", mesh_of(data=8), "embed")
+    said = console.file.getvalue()
+    assert "…" not in said and all(str(n) in said for n in range(8))
 
 
 @pytest.mark.parametrize(("layout", "axes"), [("fsdp+tp", {"data": 4, "model": 2}), ("zero1", {"data": 8})])

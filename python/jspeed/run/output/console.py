@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from jax.sharding import Mesh, NamedSharding
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -25,6 +25,7 @@ from jspeed.run.clock import now
 from jspeed.run.output import curve
 
 NARROW = 72  # columns
+MOST = 1_000_000  # of a line that nothing wraps
 
 
 def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
@@ -56,21 +57,26 @@ def waiting(console: Console, what: str) -> Iterator[None]:
 
 
 def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
-    """Print how each parameter is sharded, why some are not, and what a device holds in all.
-
-    Lines are as long as they must be: a terminal wraps them, and nothing is cut.
-    """
+    """Print how each parameter is sharded, why some are not, and what a device holds in all."""
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "shape", "sharding", "shape per device", "MB per device"):
-        table.add_column(name, justify="right" if name.startswith("MB") else "left", no_wrap=True)
-    table.add_column("why not sharded", style="dim", no_wrap=True)
+        table.add_column(name, justify="right" if name.startswith("MB") else "left", overflow="fold")
+    table.add_column("why not sharded", style="dim", overflow="fold")
     total = 0
     for *what, size, why in describe_layout(recipe, layout, mesh):
         total += size
         table.add_row(*map(Text, map(str, what)), f"{size / 1e6:,.3f}", Text(why))
     table.add_row("all", "", "", "", f"{total / 1e6:,.3f}", "", style="bold")
-    console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False)
-    console.width = max(console.width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False, soft_wrap=True)
+    print_whole(console, table)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table of which nothing is cut: a terminal gets wrapped cells, a file or pipe lines as long as needed."""
+    least = 4 * len(table.columns) + 1  # a character in each, with its frame
+    if not console.is_terminal:
+        least = console.measure(table, options=console.options.update(width=MOST)).maximum
+    console.size = ConsoleDimensions(max(console.width, least), console.height)  # both, or a dumb terminal has 80
     console.print(table)
 
 
@@ -87,11 +93,13 @@ def tile_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh, name: 
     rows = tiles(spec.shape, NamedSharding(mesh, cut))
     local = NamedSharding(mesh, cut).shard_shape(spec.shape)
     shapes = ["x".join(map(str, shape)) for shape in (spec.shape, local)]
-    console.print(f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False)
+    console.print(f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False, soft_wrap=True)
     grid = Table(show_header=False, show_lines=True)
+    for _ in rows[0]:
+        grid.add_column(overflow="fold")
     for row in rows:
         grid.add_row(*row)
-    console.print(grid)
+    print_whole(console, grid)
 
 
 FILES = ("run.json", "metrics.jsonl", "loss.svg", "model.safetensors")  # that a run may leave
