@@ -19,7 +19,8 @@ def test_every_second_name_of_two_processes():
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_shares_are_disjoint_and_together_everything(shuffle, drop_last):
     for n in range(1, 9):
-        shares = [shard(NAMES, rank=rank, n=n, shuffle=shuffle, seed=5, drop_last=drop_last) for rank in range(n)]
+        order = {"shuffle": True, "seed": 5} if shuffle else {}
+        shares = [shard(NAMES, rank=rank, n=n, drop_last=drop_last, **order) for rank in range(n)]
         lengths = [len(share) for share in shares]
         together = [name for share in shares for name in share]
         assert len(set(together)) == len(together) == (len(NAMES) // n * n if drop_last else len(NAMES))
@@ -31,6 +32,7 @@ def test_shares_are_disjoint_and_together_everything(shuffle, drop_last):
 def test_shuffled_shares_follow_the_seed():
     one, again, other = (shard(NAMES, n=3, shuffle=True, seed=seed) for seed in (1, 1, 2))
     assert one == again != other and one != NAMES[0::3]
+    assert shard(NAMES, n=3, shuffle=True) == shard(NAMES, n=3, shuffle=True, seed=0)
 
 
 def test_several_sequences_stay_aligned_and_keep_their_types():
@@ -49,6 +51,9 @@ def test_several_sequences_stay_aligned_and_keep_their_types():
         (([1],), {"n": 0}, "rank 0 of 0"),
         ((), {}, "no sequence was given"),
         (("names",), {}, "cannot shard a str"),
+        (([1],), {"seed": 3}, "seed=3 without shuffle=True would have no effect"),
+        (([1],), {"seed": 0}, "seed=0 without shuffle=True"),
+        (([1],), {"seed": -1, "shuffle": True}, "seed=-1: must be 0 or more"),
         ((np.array(3),), {}, "cannot shard a ndarray"),
     ],
 )
