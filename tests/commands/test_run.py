@@ -8,10 +8,13 @@ import pytest
 
 from jspeed.commands import prepare, run
 from jspeed.commands.flags import parse
+from jspeed.errors import BadInput
 from jspeed.recipe import Sample
 from jspeed.run.options import Options
+from jspeed.series.preregistered import race, run_series
 
 from ..record.synthetic_runs import as_run, make_run
+from ..toys import TINY
 
 
 @pytest.fixture
@@ -62,3 +65,42 @@ def test_a_sample_of_python_s_library_begins_with_code(tmp_path, monkeypatch, as
     monkeypatch.setattr("jspeed.inference.generate.sample", lambda _, given, *__: prompts.extend(given) or given)
     run.write_samples(folder)
     assert prompts == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"micro_batch": 7}, "--micro-batch 7: the global batch"),
+        ({"set_": (*TINY, "LANES=12")}, "12 lanes of 16. cannot be divided over 8 devices"),
+        ({"attention": "cudnn"}, "--attention cudnn: on cpu devices"),
+        ({"layout": "tp", "mesh": "data=2,model=4"}, "--mesh model=4, recipe stdlib: .*heads"),
+        ({"steps": 13}, "--steps 13: the schedule of recipe stdlib has 12 steps, .*--set STEPS=13 for a longer one"),
+        ({"resume": True}, "--resume needs --run-dir"),
+    ],
+)
+def test_a_layout_is_shown_of_what_would_run(options, words, capsys):
+    with pytest.raises(BadInput, match=words):
+        run.run(Options(**{"recipe": "stdlib", "set_": tuple(TINY)} | options), show_layout=True)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "words"),
+    [
+        ({"set_": ("LANES=8",)}, {"show_recipe": True}, "--show-recipe prints .* --set would have no effect"),
+        ({}, {"show_layout": True, "plan": "n=4"}, "--show-layout prints .* --plan would have no effect"),
+        ({"processes": 2, "process_id": 0}, {"show_tiles": "embed"}, "--processes, --process-id would have no effect"),
+    ],
+)
+def test_what_is_only_shown_refuses_what_it_does_not_use(options, given, words):
+    with pytest.raises(BadInput, match=words):
+        run.run(Options(recipe="stdlib", **options), **given)
+
+
+def test_a_plan_and_a_race_take_no_more_steps_than_there_are(tmp_path):
+    options = Options(recipe="stdlib", set_=tuple(TINY), steps=13, run_dir=tmp_path / "p", data=tmp_path)
+    with pytest.raises(BadInput, match="has 12 steps"):
+        run_series(options, "n=4")
+    with pytest.raises(BadInput, match="recipe stdlib has 250 steps"):
+        race("stdlib", "stdlib-adamw", 1, tmp_path / "p", 300, ["--data", str(tmp_path)])
+    assert not (tmp_path / "p").exists()

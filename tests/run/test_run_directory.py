@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from jspeed.run.checkpoint import check_same
+from jspeed.run.options import Options, check_options
 from jspeed.run.run_directory import create_and_lock, find_checkpoint, open_run_directory
 
 from ..multi_process import said
@@ -82,7 +83,7 @@ def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_pa
             assert "has ended" in said(lambda: create_and_lock(tmp_path, resume=True))
         else:
             create_and_lock(tmp_path, resume=True).file.close()
-    assert "--resume needs --run-dir" in said(lambda: start(None, resume=True))
+    assert "--resume needs --run-dir" in said(lambda: check_options(Options(resume=True)))
 
 
 def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):

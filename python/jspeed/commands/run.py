@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from jspeed.commands.flags import Command
+from jspeed.commands.flags import Command, refuse
 from jspeed.errors import first_line
 from jspeed.fields import Wants
 from jspeed.files import write_whole
@@ -80,9 +80,16 @@ def run(
         from jspeed.series.preregistered import run_series
 
     if show_recipe:
+        refuse(["--set"] if options.set_ else [], "--show-recipe prints the file as it is")
         print(find(options.recipe_or_default, options.set_, trace=False).source, end="")
         return 0
     if show_layout or show_tiles is not None:
+        several: dict[str, object] = {"--plan": plan, "--coordinator": options.coordinator}
+        several |= {"--processes": options.processes, "--process-id": options.process_id}
+        shown = "--show-layout" if show_layout else "--show-tiles"
+        refuse(
+            [name for name, given in several.items() if given is not None], f"{shown} prints for one process and stops"
+        )
         found, on = load_recipe_and_mesh(options)
         if show_layout:
             layout_table(Console(highlight=False), found.recipe, options.layout, on)

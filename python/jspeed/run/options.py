@@ -28,7 +28,7 @@ class Options:
     Args:
         data: Folder of token shards, as jspeed prepare writes; default: the recipe's own data in the cache folder.
         seed: Seed of the initial weights and of the data order.
-        steps: Stop after this many steps; every schedule stays as it is.
+        steps: Stop after this many of the recipe's steps; every schedule stays as it is.
         run_dir: Folder to write; default: runs/RECIPE-TIME-SEED.
         layout: How parameters are sharded over the mesh: zero1 (each device owns a part of parameters and optimizer
             state), dp (each holds all), fsdp (gathered layer by layer), tp (tensor parallel: matmuls sharded), fsdp+tp,
@@ -112,3 +112,5 @@ def check_options(options: Options) -> None:
     for name, expected, found in misfits(options, Options):
         raise BadInput(f"{flag(name)} {getattr(options, name)}: expected {expected}, found {found}")
     check_sinks(options.sinks)
+    if options.resume and options.run_dir is None:
+        raise BadInput("--resume needs --run-dir, the folder of the run to resume")

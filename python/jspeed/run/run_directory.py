@@ -91,8 +91,6 @@ def open_run_directory(
     """
     started = utc_now()
     path = given or Path("runs") / name.format(started.replace(":", "").replace("-", ""))
-    if resume and given is None:
-        raise BadInput("--resume needs --run-dir, the folder of the run to resume")
     if as_text(path.absolute()) != str(path.absolute()):
         raise BadInput(
             f"run directory {path.absolute()}: its name is not UTF-8, which Orbax needs to write checkpoints there (on "

@@ -23,7 +23,7 @@ from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
 from jspeed.fields import as_json
 from jspeed.files import as_text, cache_folder, write_whole
-from jspeed.parallel.layout import check_layout
+from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, without_lazy
@@ -223,8 +223,19 @@ def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) 
 
 
 def load_recipe(options: Options) -> LoadedRecipe:
-    """Return the recipe, fitted to the tokens of its data folder where that has a manifest. Raises BadInput."""
+    """Return the recipe, fitted to the tokens of its data folder where that has a manifest.
+
+    Raises BadInput, also where it has fewer steps than the options ask for.
+    """
     found = find(options.recipe_or_default, options.set_)
+    if options.steps is not None and options.steps > found.recipe.steps:
+        longer = (
+            f", or give --set STEPS={options.steps} for a longer one" if type(found.fields.get("STEPS")) is int else ""
+        )
+        raise BadInput(
+            f"--steps {options.steps}: the schedule of recipe {found.recipe.name} has {found.recipe.steps:,} steps, "
+            f"and --steps only cuts it short; leave it out{longer}"
+        )
     folder = options.data or cache_folder() / "data" / found.recipe.data.name
     manifest = read_manifest(folder) if folder.is_dir() else None
     return fit(found, options.set_, manifest) if manifest else found
@@ -233,12 +244,17 @@ def load_recipe(options: Options) -> LoadedRecipe:
 def load_recipe_and_mesh(options: Options) -> tuple[LoadedRecipe, Mesh]:
     """Return the recipe and its mesh, with no device used yet.
 
-    Raises :class:`BadInput` for invalid options, and where the layout does not fit.
+    Raises :class:`BadInput` for invalid options, and where the layout, the batch or the tables do not fit the mesh.
     """
     check_options(options)
     found = load_recipe(options)
+    recipe = found.recipe
     mesh = mesh_for(options.mesh) or make_mesh()
-    check_layout(options.layout, mesh, found.recipe)
+    check_layout(options.layout, mesh, recipe)
+    device = device_of(mesh, options.attention, recipe=recipe)
+    for stage in recipe.stages:
+        micro_batches(recipe, stage, mesh, device, options.micro_batch)
+    fetcher(recipe, mesh, partitions(recipe.parameters, options.layout, mesh))
     return found, mesh
 
 

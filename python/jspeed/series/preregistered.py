@@ -78,7 +78,7 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
         raise BadInput(f"--rounds {rounds}: expected 1 to {preregistration.MOST_RUNS // ROUND} rounds of four runs")
     if steps is not None and steps < 1:
         raise BadInput(f"--steps {steps}: must be at least 1")
-    found = {each: load_recipe(Options(each, data=_data(flags))) for each in (a, b)}
+    found = {each: load_recipe(Options(each, data=_data(flags), steps=steps)) for each in (a, b)}
     if found[a].hash == found[b].hash:
         raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
     seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
