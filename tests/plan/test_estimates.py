@@ -75,8 +75,25 @@ def test_gpt3_does_not_fit_in_layout_zero1():
     assert estimates.memory(recipe, recipe.stages[0], "zero1", mesh).gathered == 2 * 174_604_259_328
     console = Console(width=200, file=io.StringIO())
     assert print_estimates(console, recipe, "zero1", mesh, 80_000_000_000) == "no"
-    verdicts = [line.split()[1] for line in console.file.getvalue().splitlines() if line.startswith("fits ")]
-    assert verdicts == ["no", "yes"]  # as it is, and under ZeRO-3
+    own, evenly = (line for line in console.file.getvalue().splitlines() if line.startswith("fits "))
+    assert own.split()[1:4] == ["not", "in", "zero1"] and evenly.split()[1] == "yes"
+    assert "evenly sharded, see below, the state fits: --layout fsdp gathers layer by layer" in own
+
+
+def test_gpt3_in_layout_fsdp_gathers_one_layer_at_a_time():
+    """What keeps it from fitting on 64 devices is then the activations, which the table of ZeRO-3 leaves out."""
+    recipe, mesh = estimates.preset("gpt3"), estimates.abstract_mesh({"data": 64})
+    count = parameter_count(recipe.parameters)
+    stacked = sum(s.size for _, s in leaves(recipe.parameters) if s.stacks_layers)
+    found = estimates.memory(recipe, recipe.stages[0], "fsdp", mesh)
+    outside = 2 * (count - stacked)
+    assert found.gathered == pytest.approx(outside + 2 * stacked / 96 + 2 * stacked / 64, rel=5e-3)
+    console = Console(width=200, file=io.StringIO())
+    assert print_estimates(console, recipe, "fsdp", mesh, 80_000_000_000) == "perhaps not"
+    assert "unsharded, of the layers one at a time" in console.file.getvalue()
+    assert print_estimates(console, recipe, "zero1", mesh, 10**9) == "no"  # nor does the state alone
+    last = [line for line in console.file.getvalue().splitlines() if line.startswith("fits ")][-2:]
+    assert [line.split()[1] for line in last] == ["no", "no"]
 
 
 def test_memory_of_r21_by_hand(r21):

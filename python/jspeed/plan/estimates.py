@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jspeed.errors import BadInput, nearest
-from jspeed.parallel.layout import check_layout, partition, sharded_dim
+from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, lanes_of_device, micro_batches
@@ -114,23 +114,32 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
     """Bytes of one device of ``mesh`` in a step of ``stage`` with micro-batches of ``micro_batch`` tokens.
 
     The state under ``layout`` is exact, lists of rows for lazily updated tables included, which are then left out.
-    Gathered: every parameter that is cast or sharded over ``data``, gathered over it in its compute dtype. Gradients:
-    as gathered in that dtype, then the device's shard in the stored dtype; with several micro-batches also an fp32 sum
-    as gathered. Activations: :func:`activation_bytes`, not divided over ``model``. Raises :class:`BadInput` for a
-    layout that is unknown, or lanes that do not divide over the devices.
+    Gathered: every parameter that is cast or sharded over ``data``, gathered over it in its compute dtype; of those
+    that are gathered layer by layer one layer, and the device's shard of all. Gradients: as gathered in that dtype,
+    then the device's shard in the stored dtype; with several micro-batches also an fp32 sum as gathered, or of such
+    layers of the shard. Activations: :func:`activation_bytes`, not divided over ``model``. Raises :class:`BadInput` for
+    a layout that is unknown, or lanes that do not divide over the devices.
     """
     check_layout(layout, mesh, recipe)
     parts, at_once = micro_batching(recipe, stage, mesh, micro_batch)
     state, _ = state_shardings(recipe, layout, mesh)
-    specs = [(spec, partition(spec, layout, mesh)) for _, spec in leaves(recipe.parameters) if not spec.lookups]
+    later = dict(leaves(gathered_per_layer(recipe, layout)))
     own = _local_bytes(state["params"])
-    gathered = [(spec, cut, math.prod(spec.shape) // _not_gathered(cut, mesh)) for spec, cut in specs]
+    gathered = []  # (parameter, sharding, elements that are gathered at once, elements that stay for the sum)
+    for path, spec in leaves(recipe.parameters):
+        if not spec.lookups:
+            cut = partition(spec, layout, mesh)
+            whole = math.prod(spec.shape) // _not_gathered(cut, mesh)
+            shard = math.prod(NamedSharding(mesh, cut).shard_shape(spec.shape))
+            gathered.append(
+                (spec, cut, whole // recipe.layers + shard, shard) if later[path] else (spec, cut, whole, whole)
+            )
     return Memory(
         parameters=own,
         optimizer=_local_bytes({name: part for name, part in state.items() if name != "params"}),
         batch=recipe.lanes // row_shards(mesh) * (stage.lane_len + 1) * recipe.data.dtype.itemsize,
-        gathered=sum(size * _itemsize(spec) for spec, cut, size in gathered if _copied(spec, cut)),
-        gradients=sum(size * _itemsize(spec) for spec, _, size in gathered)
+        gathered=sum(size * _itemsize(spec) for spec, cut, size, _ in gathered if _copied(spec, cut)),
+        gradients=sum(size * _itemsize(spec) for spec, _, size, _ in gathered)
         + _local_bytes(without_lazy(recipe, state["params"]))
         + (4 * sum(size for *_, size in gathered) if parts > 1 else 0),
         activations=activation_bytes(recipe, at_once),

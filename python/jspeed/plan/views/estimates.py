@@ -5,7 +5,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
-from jspeed.parallel.layout import partition, sharded_dim
+from jspeed.parallel.layout import gathered_per_layer, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
 from jspeed.plan import estimates
 from jspeed.plan.views.formatting import short, size
@@ -67,10 +67,16 @@ def _memory_rows(
     a_token = found.activations // at_once
     computing = sorted({jnp.dtype(spec.compute or spec.dtype).name for _, spec in specs if is_matrix(spec)})
     lanes, total = recipe.lanes // row_shards(mesh), sum(found)
+    by_layer = any(each for _, each in leaves(gathered_per_layer(recipe, layout)))
+    whole = "unsharded" + ", of the layers one at a time" * by_layer
     fits = estimates.verdict(found, limit)
     why = f"{size(total)} of {size(limit)}; compile to be sure"
     if fits == "no":
         why = f"state and gathered parameters need {size(found.kept + found.gathered)} of {size(limit)}"
+        if sum(estimates.zero3_bytes(parameter_count(recipe.parameters), mesh.size).values()) <= limit:
+            fits = f"not in {layout}"
+            why += "; evenly sharded, see below, the state fits"
+            why += ": --layout fsdp gathers layer by layer" if recipe.alike and not by_layer else ""
     return [
         ("parameters", f"exact: stored, the master copy; {where}", size(found.parameters)),
         ("optimizer state", "exact: sharded as its parameters", size(found.optimizer)),
@@ -79,10 +85,10 @@ def _memory_rows(
             f"exact: {lanes} lanes x {stage.lane_len + 1} tokens x {recipe.data.dtype.itemsize} B",
             size(found.batch),
         ),
-        ("gathered parameters", "bound: every parameter that is cast or gathered, unsharded", size(found.gathered)),
+        ("gathered parameters", f"bound: every parameter that is cast or gathered, {whole}", size(found.gathered)),
         (
             "gradients",
-            "bound: unsharded in the compute dtype, sharded as stored" + ", fp32 sum" * (parts > 1),
+            f"bound: {whole} in the compute dtype, sharded as stored" + ", fp32 sum" * (parts > 1),
             size(found.gradients),
         ),
         (
