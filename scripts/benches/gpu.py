@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from rich.table import Table
 
 from benches.steps import ALL_STAGES, Row, Setting, measured, peak
 from benches.versus import race
+from jspeed import accelerators
+from jspeed.cluster.rank import visible_gpus
 from jspeed.commands.flags import check_folders, refuse
 from jspeed.data import find_split
 from jspeed.errors import BadInput
@@ -24,7 +27,7 @@ from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
-from jspeed.run.compute.device import Device, device_of
+from jspeed.run.compute.device import Device, device_of, platform_problem
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.evidence import provenance
 from jspeed.run.find_recipe import find
@@ -46,11 +49,11 @@ def gpu(
     rounds: int | None = None,
     svg: File | None = None,
 ) -> int:
-    """Measure one training step of recipes on the devices there are; or race a recipe against another program.
+    """Measure one training step of recipes on the GPUs or TPUs there are; or race a recipe against another program.
 
     Steps are timed one by one (median, p99), and as many in a row without waiting for each, as a training run does.
     Of a recipe with many stages the first, the middle and the last are measured. Compile seconds are without a cache.
-    Exit code: 1 when a recipe could not be measured.
+    With JAX_PLATFORMS=cpu the CPU is measured. Exit code: 1 when a recipe could not be measured.
 
     Args:
         recipe: Names or paths; default: all of the records, with --versus r29.
@@ -73,6 +76,7 @@ def gpu(
         if data is None or len(recipe) > 1:
             raise BadInput("--versus needs --data DIR, the tokens both train on, and at most one --recipe")
         refuse([] if steps is None else ["--steps"], "--versus runs whole trainings")
+        require_accelerator(bool(visible_gpus(os.environ) or accelerators.find().tpus))  # JAX would take its memory
         flags = {"--micro-batch": micro_batch, "--attention": attention}
         return race((recipe or ("r29",))[0], versus, data, rounds or 1, flags, set, json_, svg)
     if svg:
@@ -82,6 +86,7 @@ def gpu(
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh()
     if mesh.devices.flat[0].platform == "cpu":
+        require_accelerator(False)
         keep_freed_memory()
     shards = None if data is None else find_split(data, "train")
     setting = Setting(mesh, attention, micro_batch, steps or 30, shards)
@@ -118,6 +123,16 @@ def gpu(
         }
         write_whole(json_, json.dumps(content, indent=1) + "\n")
     return int(bool(failed))
+
+
+def require_accelerator(there: bool) -> None:
+    """Raise BadInput unless an accelerator is ``there`` or the user has said on which platform JAX computes."""
+    if not there and not jax.config.values["jax_platforms"]:
+        problem = platform_problem("cpu")
+        raise BadInput(
+            f"bench gpu measures on a GPU or TPU and JAX uses none here{f' ({problem})' if problem else ''}; "
+            "JAX_PLATFORMS=cpu measures the CPU"
+        )
 
 
 def why(error: Exception, recipe: Recipe, mesh: Mesh) -> str:

@@ -144,6 +144,31 @@ def test_bad_input_is_one_error_message(arguments, words):
     assert done.stderr.startswith("error: ") and all(word in done.stderr for word in words)
 
 
+@pytest.mark.parametrize("versus", [None, "true"])
+def test_a_machine_without_a_gpu_measures_its_cpu_only_if_told_to(versus, monkeypatch, tmp_path):
+    """It timed the steps of the CPU without a word."""
+    from benches import gpu
+
+    ran = []
+    monkeypatch.setattr(gpu, "race", lambda *_: ran.append("race"))
+    monkeypatch.setattr(gpu, "measured", lambda *_: ran.append("steps") or ())
+    monkeypatch.setattr(gpu, "visible_gpus", lambda _: 0)
+    words = {"recipe": ("stdlib",), "set": tuple(TINY), "versus": versus, "data": tmp_path if versus else None}
+    before = jax.config.values["jax_platforms"]
+    try:
+        jax.config.update("jax_platforms", None)
+        with pytest.raises(
+            BadInput, match="measures on a GPU or TPU and JAX uses none here.*JAX_PLATFORMS=cpu measures"
+        ):
+            gpu.gpu(**words)
+        jax.config.update("jax_platforms", "cpu")
+        gpu.gpu(**words)
+    finally:
+        jax.config.update("jax_platforms", before)
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert ran == ["race" if versus else "steps"]
+
+
 @pytest.mark.parametrize(("name", "flag"), [("tokenise", "rounds"), ("generate", "rounds"), ("fused", "rounds")])
 def test_no_rounds_are_refused(name, flag):
     from benches import fused, text
