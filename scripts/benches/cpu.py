@@ -31,9 +31,10 @@ def cpu(
     """Run recipes to their end in turn, A B A B, and compare their timed seconds.
 
     Args:
-        recipes: Names or paths; ratios are to the first. Default: stdlib, stdlib-adamw; with --versus shakespeare-char.
+        recipes: Names or paths; ratios are to the first. Default: stdlib, stdlib-adamw; with --versus shakespeare-char,
+            and nanogpt-cpu, which is nanoGPT's setting as a recipe.
         rounds: Runs of each, with seeds 1, 2, ...
-        versus: Folder of a clone of karpathy/nanoGPT: race a recipe for shakespeare-char against its setting for a CPU.
+        versus: Folder of a clone of karpathy/nanoGPT: race recipes for shakespeare-char against its setting for a CPU.
         python: With --versus, a Python that has PyTorch and NumPy; default: this one.
         json_: Write every run's record and the medians here.
         svg: Draw the validation curves of the first round here.
@@ -42,9 +43,9 @@ def cpu(
         raise BadInput(f"--rounds {rounds}: must be at least 1")
     check_folders({"--json": json_, "--svg": svg})
     if versus is not None:
-        if len(recipes) > 1 or svg:
-            raise BadInput("--versus takes at most one recipe and draws nothing")
-        return contest((recipes or ("shakespeare-char",))[0], versus, python, rounds, json_)
+        if svg:
+            raise BadInput("--versus draws nothing; leave --svg out")
+        return contest(recipes or ("shakespeare-char", "nanogpt-cpu"), versus, python, rounds, json_)
     if python is not None:
         raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
     recipes = recipes or ("stdlib", "stdlib-adamw")

@@ -1,4 +1,4 @@
-"""Time to one validation loss on Shakespeare: a jspeed recipe against nanoGPT's CPU setting."""
+"""Time to one validation loss on Shakespeare: jspeed recipes against nanoGPT's CPU setting."""
 
 import json
 import pickle
@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,50 +18,59 @@ from benches.versus import finite, our_run
 from jspeed.data.find_shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
+from jspeed.plan.views.tables import Table
+from jspeed.plan.views.terminal import show
 from jspeed.run.find_recipe import find
 from jspeed.run.setup import data_folder
 
 # nanoGPT's README, "I only have a macbook": about 3 minutes there, and a validation loss of 1.88.
 SETTING = "--device=cpu --compile=False --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
 SETTING += "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+NANOGPT = "nanoGPT"
 TARGET = 1.88  # nats per character, on the last tenth
 STEP = re.compile(r"iter (\d+): loss \S+, time (\S+)ms")
 VALIDATION = re.compile(r"step (\d+): train loss \S+, val loss (\S+)")
 
 
-def contest(recipe: str, folder: Path, python: Path | None, rounds: int, json_file: Path | None) -> int:
-    """Train ``recipe`` and nanoGPT in turn, ``rounds`` times each, and print the ratio of their median seconds.
+def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: int, json_file: Path | None) -> int:
+    """Train ``recipes`` and nanoGPT in turn, ``rounds`` times each, and print the loss and seconds of each.
 
-    nanoGPT's programs are copied from ``folder`` and see the recipe's own characters; ``python`` (default: this one)
+    nanoGPT's programs are copied from ``folder`` and see the recipes' own characters; ``python`` (default: this one)
     has PyTorch. Its seconds are those of all its steps, with the median step in place of each that evaluated; they end
-    with the first evaluation at the target, or with the last step. Returns 0 if every run of the recipe reached the
-    target, else 1. Raises :class:`BadInput` if one of the two cannot run.
+    with the first evaluation at the target, or with the last step. Returns 0 if every run of the first recipe reached
+    the target, else 1. Raises :class:`BadInput` if one of them cannot run.
     """
-    data = data_folder(find(recipe).recipe, None)
-    ours, theirs = [], []
+    data = data_folder(find(recipes[0]).recipe, None)
+    found: dict[str, list[dict[str, float]]] = {NANOGPT: [], **{recipe: [] for recipe in recipes}}
     with tempfile.TemporaryDirectory(prefix="jspeed-nanogpt-") as place:
         copy = nanogpt(folder, data, Path(place) / "nanoGPT")
         for number in range(1, rounds + 1):
-            for who in ("theirs", "ours") if number % 2 else ("ours", "theirs"):
-                if who == "ours":
-                    run = our_run(recipe, data, Path(place) / str(number), number, {}, ())
-                    ours.append(
-                        {"seconds": run["timed_seconds"], "loss": finite(run["val_loss"]), "steps": run["steps"]}
-                    )
+            for who in list(found)[:: 1 if number % 2 else -1]:
+                if who == NANOGPT:
+                    found[who].append(their_run(copy, python or Path(sys.executable)))
+                    print("nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(**found[who][-1]), flush=True)
                 else:
-                    theirs.append(their_run(copy, python or Path(sys.executable)))
-                    print("nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(**theirs[-1]), flush=True)
-    mine, other = (statistics.median(run["seconds"] for run in runs) for runs in (ours, theirs))
-    reached = sum(run["loss"] <= TARGET for run in ours)
-    console = Console(highlight=False)
-    console.print(f"to {TARGET} nats per character, seconds of training alone, medians of n={rounds}")
-    came = sum(run["loss"] <= TARGET for run in theirs)
-    console.print(f"{recipe} {mine:.2f} s ({reached} of {rounds} reached it), nanoGPT {other:.1f} s ({came})")
-    console.print(f"nanoGPT / {recipe}: {other / mine:.1f}")
+                    run = our_run(who, data, Path(place) / f"{Path(who).stem}-{number}", number, {}, ())
+                    loss = finite(run["val_loss"])
+                    found[who].append({"seconds": run["timed_seconds"], "loss": loss, "steps": run["steps"]})
+    seconds = {who: statistics.median(run["seconds"] for run in runs) for who, runs in found.items()}
+    reached = {who: sum(run["loss"] <= TARGET for run in runs) for who, runs in found.items()}
+    rows = [
+        [
+            who,
+            f"{seconds[who]:.2f}",
+            f"{seconds[NANOGPT] / seconds[who]:.2f}",
+            f"{statistics.median(run['loss'] for run in runs):.4f}",
+            f"{reached[who]} of {rounds}",
+        ]
+        for who, runs in found.items()
+    ]
+    title = f"medians of n={rounds}, seconds of training alone; target {TARGET} nats per character"
+    show(Console(highlight=False), Table(title, ("", "timed s", "nanoGPT's / its", "loss", "reached it"), rows))
     if json_file:
-        content = {"recipe": recipe, "setting": SETTING, "target": TARGET, "ours": ours, "theirs": theirs}
-        write_whole(json_file, json.dumps(content | {"ratio": other / mine}, indent=1) + "\n")
-    return 0 if reached == rounds else 1
+        content = {"setting": SETTING, "target": TARGET, "runs": found, "seconds": seconds}
+        write_whole(json_file, json.dumps(content, indent=1) + "\n")
+    return 0 if reached[recipes[0]] == rounds else 1
 
 
 def nanogpt(folder: Path, data: Path, copy: Path) -> Path:

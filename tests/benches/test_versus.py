@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.run.find_recipe import find
 
 from .call_bench import GPU_TOY, bench
 
@@ -97,4 +98,33 @@ def test_a_run_that_diverges_has_a_curve(monkeypatch, tmp_path):
     monkeypatch.setattr(nanogpt, "data_folder", lambda *_: tmp_path)
     monkeypatch.setattr(nanogpt, "nanogpt", lambda *_: tmp_path)
     monkeypatch.setattr(nanogpt, "their_run", lambda *_: {"seconds": 2.0, "loss": 1.8, "steps": 4})
-    assert nanogpt.contest("shakespeare-char", tmp_path, None, 1, None) == 1
+    assert nanogpt.contest(("shakespeare-char",), tmp_path, None, 1, None) == 1
+
+
+def test_nanogpt_s_setting_stands_beside_nanogpt(monkeypatch, tmp_path, capsys):
+    """By name: there was no recipe of it, but seven --set."""
+    from benches import cpu, nanogpt
+
+    order, figures = [], {"shakespeare-char": (1.8, 2.0), "nanogpt-cpu": (1.9, 50.0)}
+
+    def our_run(recipe, data, run_dir, *_):
+        order.append(recipe)
+        loss, seconds = figures[recipe]
+        return {"val_loss": loss, "timed_seconds": seconds, "steps": 9}
+
+    monkeypatch.setattr(nanogpt, "our_run", our_run)
+    monkeypatch.setattr(nanogpt, "data_folder", lambda *_: tmp_path)
+    monkeypatch.setattr(nanogpt, "nanogpt", lambda *_: tmp_path)
+    monkeypatch.setattr(
+        nanogpt, "their_run", lambda *_: order.append("nanoGPT") or {"seconds": 100.0, "loss": 1.92, "steps": 4}
+    )
+    assert cpu.cpu(versus=tmp_path, rounds=2, json_=tmp_path / "f.json") == 0
+    assert order == [*(turn := ["nanoGPT", "shakespeare-char", "nanogpt-cpu"]), *turn[::-1]]
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["nanogpt-cpu", "50.00", "2.00", "1.9000", "0", "of", "2"] in said
+    assert ["nanoGPT", "100.00", "1.00", "1.9200", "0", "of", "2"] in said
+    assert json.loads((tmp_path / "f.json").read_text())["seconds"]["shakespeare-char"] == 2.0
+    for name in figures:
+        find(name, trace=False)
+    with pytest.raises(BadInput, match="--versus draws nothing"):
+        cpu.cpu(versus=tmp_path, svg=tmp_path / "f.svg")
