@@ -170,10 +170,10 @@ def test_rooms_hold_few_modules():
 
 
 def test_files_are_rooms():
-    """A docstring that states one purpose, and no file past 350 lines; a recipe, which is flat, may have 500."""
+    """A docstring that states one purpose, and no file past 400 lines; a recipe, which is flat, may have 500."""
     for path in FILES:
         text = path.read_text()
         assert ast.get_docstring(ast.parse(text)), f"{path} does not state its purpose"
-        most = 500 if path.parent.name == "recipes" else 350
+        most = 500 if path.parent.name == "recipes" else 400
         assert len(text.splitlines()) <= most, f"{path} has a second purpose inside"
     assert len((PACKAGE.parents[1] / "ARCHITECTURE.md").read_text().splitlines()) <= 100

@@ -21,7 +21,8 @@ from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
 from jspeed.recipe import init_parameters
 from jspeed.run.export import gathered, load, own_config, own_metadata, save
-from jspeed.run.find_recipe import find, read_config
+from jspeed.run.find_recipe import find
+from jspeed.run.model_config import read_config
 from jspeed.run.options import Options
 from jspeed.run.train import train
 

@@ -9,7 +9,8 @@ import pytest
 
 from jspeed.errors import BadInput, Terminated
 from jspeed.record.remarks import taken_name
-from jspeed.run.find_recipe import find, same_function
+from jspeed.run.find_recipe import find
+from jspeed.run.model_config import same_function
 from jspeed.run.recipe_names import FOLDER
 
 from ..toys import TOYS

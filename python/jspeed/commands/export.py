@@ -28,7 +28,8 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         from jspeed.inference.trained import load_model
         from jspeed.output_folder import atomic_folder, require_empty
         from jspeed.run.export import FILE, gpt2_config, is_gpt2, own_config, own_metadata, save, to_gpt2
-        from jspeed.run.find_recipe import find, gpt2_sets, same_function
+        from jspeed.run.find_recipe import find
+        from jspeed.run.model_config import gpt2_sets, same_function
 
     require_empty(out)
     loaded = load_model(model)

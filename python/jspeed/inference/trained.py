@@ -21,7 +21,8 @@ from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.compute.step import to_compute_dtype
 from jspeed.run.export import FILE, Tensors, gathered, read_parameters
-from jspeed.run.find_recipe import LoadedRecipe, find_trained, read_config
+from jspeed.run.find_recipe import LoadedRecipe
+from jspeed.run.model_config import find_trained, read_config
 
 
 @dataclass(frozen=True)

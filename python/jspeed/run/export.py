@@ -20,7 +20,8 @@ from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
 from jspeed.files import atomic_path, open_regular, read_json, sha256_of
 from jspeed.recipe import Recipe, leaves
-from jspeed.run.find_recipe import LoadedRecipe, find, find_trained, gpt2_sets, read_config, same_function
+from jspeed.run.find_recipe import LoadedRecipe, find
+from jspeed.run.model_config import find_trained, gpt2_sets, read_config, same_function
 
 FILE = "model.safetensors"
 BF16 = np.dtype(jnp.bfloat16)
