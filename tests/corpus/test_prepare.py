@@ -131,6 +131,13 @@ def test_more_shards_than_their_names_can_number_are_refused(tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["a.jsonl"]
 
 
+def test_a_seed_that_chooses_nothing_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("one text " * 20)
+    with pytest.raises(BadInput, match="--seed 3: the input is one document, whose last part validates"):
+        prepare_bytes(tmp_path / "a.txt", out=tmp_path / "o", seed=3)
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
 def test_split_depends_on_contents_alone(tmp_path):
     texts = [f"text {i}" for i in range(300)] + ["copy"] * 9
     one = prepare_bytes(jsonl(tmp_path / "a.jsonl", texts), out=tmp_path / "one")

@@ -81,7 +81,7 @@ def prepare_text(
         out: Folder to make.
         tokenizer: Name or file (:func:`jspeed.corpus.tokenizers.named_tokenizer`).
         val_fraction: Part of the documents in the validation split; of a single document, its last part (None: 0.1).
-        seed: Another one chooses other documents for it.
+        seed: Another one chooses other documents for it; a single document takes none.
         val_inputs: Files and folders whose documents form the validation split; without them it is chosen by
             :func:`jspeed.corpus.split.by_content_hash`.
         separator: Where the token that separates documents stands.
@@ -155,6 +155,8 @@ def _split(
     """Yield the documents of one work folder, divided into two splits."""
     records = parallel_tokenise.records(part)
     if not rows and records.size == 1 and records["tokens"][0] >= ONE_DOCUMENT_TOKENS:
+        if seed:
+            raise BadInput(f"--seed {seed}: the input is one document, whose last part validates; leave --seed out")
         ((_, only, _),) = _all_of(part, tokenizer, False)
         return _cut(only, fraction or ONE_DOCUMENT_VAL, [tokenizer.bos_id] if separator == "before" else [])
     if rows:

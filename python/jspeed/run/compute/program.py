@@ -28,10 +28,8 @@ from jspeed.run.compute.step import (
     State,
     at_end,
     evaluate,
-    hits,
     init_state,
     lazy_specs,
-    losses,
     train_step,
     without_jit,
 )
@@ -52,8 +50,7 @@ class Program:
     last rows being padding. ``at_end(state)``, donated, after the last step: averages of weights take their place. In
     the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
     ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts`` are the
-    micro-batches of a device in each stage. ``accuracy``, where it is asked for, is as ``evaluate``, of the share of
-    targets that are the most probable.
+    micro-batches of a device in each stage.
     """
 
     init: Callable[[jax.Array], State]
@@ -65,7 +62,6 @@ class Program:
     head_chunk: int | None = None
     remat: bool = False
     parts: tuple[int, ...] = ()
-    accuracy: Callable[[Any, jax.Array], jax.Array] | None = None
 
     @property
     def need(self) -> int:
@@ -135,36 +131,14 @@ def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], devi
     return found
 
 
-def compile_accuracy(recipe: Recipe, mesh: Mesh, layout: str, device: Device, rows: int) -> Callable[..., jax.Array]:
-    """Return ``accuracy`` of a :class:`Program` whose ``eval_rows`` are ``rows``: a row of logits at a time.
-
-    Raises :class:`BadInput` where that does not fit into a device's memory.
-    """
-    if without_jit():
-        parts, _ = eval_parts(recipe, rows, mesh, recipe.eval_len)
-        return partial(evaluate, recipe, eval_context(recipe, device), layout, parts, mesh, measure=hits)
-    try:
-        idle = idle_state_bytes(recipe, mesh, layout)
-        return compile_evaluation(recipe, mesh, layout, device, recipe.eval_len, rows, idle, hits)[1]
-    except BadInput as error:
-        raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None
-
-
 def compile_evaluation(
-    recipe: Recipe,
-    mesh: Mesh,
-    layout: str,
-    device: Device,
-    micro_tokens: int,
-    rows: int,
-    idle: int = 0,
-    measure: Callable[..., jax.Array] = losses,
+    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int, idle: int = 0
 ) -> tuple[int, jax.stages.Compiled]:
     """Compile :func:`lower_evaluation`; returns the padded rows too.
 
     Raises :class:`BadInput` where it does not fit into a device's memory beside ``idle`` bytes.
     """
-    padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows, measure)
+    padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
     need, evaluation = measured(partial(compiled, device=device), lowered)
     if evaluation is None or need + idle > (device.memory or math.inf):
         there = f" and there are {device.memory / 1e9:.1f} GB" if device.memory else ", more than there are"
@@ -303,13 +277,7 @@ def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Co
 
 
 def lower_evaluation(
-    recipe: Recipe,
-    mesh: Mesh,
-    layout: str,
-    device: Device,
-    micro_tokens: int,
-    rows: int,
-    measure: Callable[..., jax.Array] = losses,
+    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int
 ) -> tuple[int, jax.stages.Lowered]:
     """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded rows too."""
     ctx = eval_context(recipe, device)
@@ -318,7 +286,7 @@ def lower_evaluation(
     tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
 
     def evaluation(params: Any, rows: jax.Array) -> jax.Array:
-        return evaluate(recipe, ctx, layout, parts, mesh, params, rows, measure)
+        return evaluate(recipe, ctx, layout, parts, mesh, params, rows)
 
     return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
 
@@ -379,5 +347,4 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> No
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     state = program.at_end(state)
-    for evaluation in filter(None, (program.evaluate, program.accuracy)):
-        jax.block_until_ready(evaluation(state["params"], rows))
+    jax.block_until_ready(program.evaluate(state["params"], rows))

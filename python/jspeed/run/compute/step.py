@@ -231,40 +231,23 @@ def piecewise_gradients(
     return grads, jnp.sum(parts.reshape(rows, pieces), axis=1)
 
 
-def losses(recipe: Recipe, params: Any, tokens: jax.Array, ctx: Context) -> jax.Array:
-    """Return the loss of each target of ``tokens`` (int32 ``[B, T + 1]``): fp32 ``[B, T]``."""
-    ones = jnp.ones((tokens.shape[0], tokens.shape[1] - 1), jnp.float32)
-    return recipe.loss(params, tokens[:, :-1], tokens[:, 1:], ones, ctx)[1]
-
-
-def hits(recipe: Recipe, params: Any, tokens: jax.Array, ctx: Context) -> jax.Array:
-    """Return 1 for each target of ``tokens`` (int32 ``[B, T + 1]``) that is the most probable one, else 0."""
-    logits_BTV = recipe.forward(params, tokens[:, :-1], ctx)[..., : recipe.vocab_size]
-    return (jnp.argmax(logits_BTV, axis=-1) == tokens[:, 1:]).astype(jnp.float32)
-
-
 def evaluate(
-    recipe: Recipe,
-    ctx: Context,
-    layout: str,
-    parts: int,
-    mesh: Mesh,
-    params: Any,
-    rows: jax.Array,
-    measure: Callable[..., jax.Array] = losses,
+    recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
 ) -> jax.Array:
-    """Return the weighted mean of ``measure`` in each row (fp32 ``[rows]``), ``1 / parts`` of a device's at once."""
+    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), **fetcher(recipe, mesh, cuts))
 
     def on_device(params: Any, rows: jax.Array) -> jax.Array:
         whole = gather_parameters(recipe, gather, params, cuts, later)
 
-        def mean(part: jax.Array) -> jax.Array:
-            return jnp.mean(weigh(recipe, part, measure(recipe, whole, part, ctx)), axis=1)
+        def losses(part: jax.Array) -> jax.Array:
+            ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
+            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, ctx)[1]
+            return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
 
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
-        return jax.lax.map(mean, tokens).reshape(-1)
+        return jax.lax.map(losses, tokens).reshape(-1)
 
     return shard_map_over_rows(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
 
