@@ -1,20 +1,24 @@
 """Validation loss on a fixed set of tokens, the same for every batch size and number of devices."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jspeed.data import Shards, TokenLoader
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put
-from jspeed.recipe import Recipe
+from jspeed.recipe import Context, Recipe
+from jspeed.run.compute import program
+from jspeed.run.compute.device import Device
 from jspeed.run.compute.program import Program
-from jspeed.run.compute.step import mean_weight
+from jspeed.run.compute.step import evaluate, mean_weight, without_jit
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,31 @@ def validation_loss(evaluate: Callable[[Any, jax.Array], jax.Array], params: Any
     return _mean(evaluate, params, validation)
 
 
-def validation_accuracy(program: Program, params: Any, validation: ValidationSet) -> float | None:
+def validation_accuracy(compiled: Program, params: Any, validation: ValidationSet) -> float | None:
     """Return the (weighted) share of targets that the model takes for the most probable; None: not asked for."""
-    return program.accuracy and _mean(program.accuracy, params, validation)
+    return compiled.accuracy and _mean(compiled.accuracy, params, validation)
+
+
+def compile_accuracy(recipe: Recipe, mesh: Mesh, layout: str, device: Device, rows: int) -> Callable[..., jax.Array]:
+    """Return ``accuracy`` of a :class:`Program` whose ``eval_rows`` are ``rows``: the logits of a row at a time.
+
+    Raises :class:`BadInput` where these do not fit into a device's memory.
+    """
+
+    def hits(params: Any, tokens: jax.Array, targets: jax.Array, weights: jax.Array, ctx: Context) -> Any:
+        logits_BTV = recipe.forward(params, tokens, ctx)[..., : recipe.vocab_size]
+        hits_BT = (jnp.argmax(logits_BTV, axis=-1) == targets).astype(jnp.float32)
+        return jnp.sum(hits_BT), hits_BT
+
+    counting = replace(recipe, loss=hits)
+    if without_jit():
+        parts, _ = program.eval_parts(recipe, rows, mesh, recipe.eval_len)
+        return partial(evaluate, counting, program.eval_context(recipe, device), layout, parts, mesh)
+    try:
+        idle = program.idle_state_bytes(recipe, mesh, layout)
+        return program.compile_evaluation(counting, mesh, layout, device, recipe.eval_len, rows, idle)[1]
+    except BadInput as error:
+        raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None
 
 
 def _mean(measure: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:

@@ -1,9 +1,10 @@
 """The options of a run, which are the flags of ``jspeed run``: types, defaults and help. No jax in here."""
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput
@@ -12,6 +13,9 @@ from jspeed.files import cache_folder
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.run.output.sinks import check_sinks
 from jspeed.run.recipe_names import known_recipes
+
+if TYPE_CHECKING:
+    from jspeed.recipe import Recipe
 
 BEST_ON_FINEWEB = "r29"
 EMBEDDED = "stdlib"
@@ -114,3 +118,13 @@ def check_options(options: Options) -> None:
     check_sinks(options.sinks)
     if options.resume and options.run_dir is None:
         raise BadInput("--resume needs --run-dir, the folder of the run to resume")
+
+
+def check_steps(options: Options, recipe: "Recipe", fields: Mapping[str, Any]) -> None:
+    """Raise :class:`BadInput` for more steps than ``recipe`` has, whose file has these ``fields``."""
+    if options.steps is not None and options.steps > recipe.steps:
+        longer = f", or give --set STEPS={options.steps} for a longer one" if type(fields.get("STEPS")) is int else ""
+        raise BadInput(
+            f"--steps {options.steps}: the schedule of recipe {recipe.name} has {recipe.steps:,} steps, and --steps "
+            f"only cuts it short; leave it out{longer}"
+        )

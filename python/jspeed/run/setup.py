@@ -1,7 +1,6 @@
 """Set up a run before the clock starts: recipe, devices, data, run directory, compiled programs, warm-up, state."""
 
 import dataclasses
-import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,6 @@ from jspeed.fields import as_json
 from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import check_layout, partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for, put, replicated
-from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, without_lazy
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import taken_name
@@ -40,12 +38,12 @@ from jspeed.run.compute.known_faults import known_faults
 from jspeed.run.compute.malloc import keep_freed_memory
 from jspeed.run.compute.memory_fallbacks import memory_notes
 from jspeed.run.compute.preflight import Preflight, compile_or_fall_back, count_kernels, preflight
-from jspeed.run.compute.program import Program, compile_accuracy, eval_context, state_shardings, warm_up
+from jspeed.run.compute.program import Program, eval_context, state_shardings, warm_up
 from jspeed.run.compute.step import State, fetcher
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.at_start import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find, fit
-from jspeed.run.options import Options, check_options
+from jspeed.run.options import Options, check_options, check_steps
 from jspeed.run.output import console as output
 from jspeed.run.run_directory import RunDirectory, open_run_directory
 from jspeed.sizes import describe
@@ -153,7 +151,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
                 checked = count_kernels(program, checked, found.fields.get("FP8"), console)
                 device = checked.device
                 if options.accuracy:
-                    counted = compile_accuracy(recipe, mesh, options.layout, device, program.eval_rows)
+                    counted = evaluate.compile_accuracy(recipe, mesh, options.layout, device, program.eval_rows)
                     program = replace(program, accuracy=counted)
             with clock.section("warm-up"), output.waiting(console, "warming up"):
                 fresh = checksum(program.init(seed))
@@ -164,7 +162,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             checked = replace(checked, device=replace(device, memory=program.need - 1))
             console.print(f"note: {program.need / 1e9:.1f} GB a device were too much to run; taking less at once")
         if program.parts != parts:
-            console.print(f"note: {by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
+            console.print(f"note: {output.by_stage(program.parts)} micro-batches, which fit in memory", soft_wrap=True)
         for note in memory_notes(recipe.stages[-1], program.micro_tokens, program.head_chunk, program.remat):
             console.print(f"note: {note}: the same training in less memory", markup=False, soft_wrap=True)
         for note in known_faults(device, has_document_masks(recipe), program.texts):
@@ -228,14 +226,7 @@ def load_recipe(options: Options) -> LoadedRecipe:
     Raises BadInput, also where it has fewer steps than the options ask for.
     """
     found = find(options.recipe_or_default, options.set_)
-    if options.steps is not None and options.steps > found.recipe.steps:
-        longer = (
-            f", or give --set STEPS={options.steps} for a longer one" if type(found.fields.get("STEPS")) is int else ""
-        )
-        raise BadInput(
-            f"--steps {options.steps}: the schedule of recipe {found.recipe.name} has {found.recipe.steps:,} steps, "
-            f"and --steps only cuts it short; leave it out{longer}"
-        )
+    check_steps(options, found.recipe, found.fields)
     folder = options.data or cache_folder() / "data" / found.recipe.data.name
     manifest = read_manifest(folder) if folder.is_dir() else None
     return fit(found, options.set_, manifest) if manifest else found
@@ -278,21 +269,10 @@ def opening_facts(
         ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
         *describe(recipe),
         ("devices", on, str(devices["count"])),
-        ("micro-batches", accumulated, by_stage(parts) + pipeline_note(mesh, parts[-1])),
+        ("micro-batches", accumulated, output.by_stage(parts) + output.pipeline_note(mesh, parts[-1])),
         ("kernels", explanation, kernels),
         ("data", str(folder), f"{shards.num_tokens:,} tokens"),
     ]
-
-
-def by_stage(parts: Sequence[int]) -> str:
-    """Write a number of each stage, equal neighbours once."""
-    return " then ".join(str(part) for part, _ in itertools.groupby(parts))
-
-
-def pipeline_note(mesh: Mesh, parts: int) -> str:
-    """Describe the bubble of a pipeline."""
-    stages = mesh.shape.get("pipe", 1)
-    return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
 def start_from(found: LoadedRecipe, path: Path) -> LoadedRecipe:

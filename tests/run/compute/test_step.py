@@ -289,7 +289,7 @@ def test_accuracy_is_the_weighted_share_of_targets_that_are_the_argmax(devices):
     _, padded = program.eval_parts(recipe, len(rows), mesh, 4 * recipe.eval_len)
     validation = evaluate.to_devices(rows, padded, recipe, mesh)
     placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-    measured = program.compile_accuracy(recipe, mesh, "zero1", device, padded)
+    measured = evaluate.compile_accuracy(recipe, mesh, "zero1", device, padded)
     built = program.Program(None, (), None, None, 0, padded, accuracy=measured)
     wanted = found[counted].mean()
     assert evaluate.validation_accuracy(built, placed, validation) == pytest.approx(wanted, abs=1e-6) and 0 < wanted < 1

@@ -47,10 +47,10 @@ class Program:
     ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
-    last rows being padding. ``at_end(state)``, donated, after the last step: averages of weights take their place. In
-    the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
-    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts`` are the
-    micro-batches of a device in each stage.
+    last ones padding; ``accuracy`` likewise, if asked for. ``at_end(state)``, donated, after the last step: averages of
+    weights take their place. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
+    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts``: micro-batches
+    of a device in each stage.
     """
 
     init: Callable[[jax.Array], State]
@@ -62,6 +62,7 @@ class Program:
     head_chunk: int | None = None
     remat: bool = False
     parts: tuple[int, ...] = ()
+    accuracy: Callable[[Any, jax.Array], jax.Array] | None = None
 
     @property
     def need(self) -> int:
@@ -347,4 +348,4 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> No
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     state = program.at_end(state)
-    jax.block_until_ready(program.evaluate(state["params"], rows))
+    jax.block_until_ready([each(state["params"], rows) for each in (program.evaluate, program.accuracy) if each])

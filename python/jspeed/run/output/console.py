@@ -1,5 +1,6 @@
 """A run's terminal output: opening table, progress bar or plain lines, closing summary."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from rich.text import Text
 from jspeed.errors import BadInput, nearest
 from jspeed.parallel.describe import describe_layout, tiles
 from jspeed.parallel.layout import partition
+from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.consistent import PROBES
 from jspeed.record.remarks import remarks
@@ -41,6 +43,17 @@ def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
     for name, formula, value in rows:
         table.add_row(Text(name), Text(value), Text(formula))
     console.print(table)
+
+
+def by_stage(parts: Sequence[int]) -> str:
+    """Write a number of each stage, equal neighbours once."""
+    return " then ".join(str(part) for part, _ in itertools.groupby(parts))
+
+
+def pipeline_note(mesh: Mesh, parts: int) -> str:
+    """Describe the bubble of a pipeline."""
+    stages = mesh.shape.get("pipe", 1)
+    return f" micro-batches through {stages} stages, bubble {bubble(stages, parts):.1%}" if stages > 1 else ""
 
 
 @contextmanager
