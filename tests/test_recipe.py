@@ -14,7 +14,7 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, recipe_hash
-from jspeed.record.schema import check_plain
+from jspeed.record.schema import check_plain, count_parameters
 from jspeed.run.find_recipe import find
 from jspeed.run.recipe_names import known_recipes
 
@@ -41,6 +41,32 @@ def test_stdlib_numbers_by_hand():
     assert sizes.matmul_parameters(recipe.parameters) == blocks + 272 * 64
     keys = sum(range(1, 129)) / 128
     assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 272 * 64) + 3 * 12 * 64 * keys
+
+
+def test_total_and_active_parameters_by_hand():
+    small = ["WIDTH=64", "LAYERS=3", "HEADS=2", "MLP_WIDTH=256", "VOCAB=272"]
+    blocks = 3 * (4 * 64 * 64 + 2 * 64 * 256)
+    counts = lambda name, *more: count_parameters(sizes.parameter_table(find(name, [*small, *more]).recipe))  # noqa: E731
+    assert counts("stdlib") == (blocks + 2 * 272 * 64, blocks + 64 + 272 * 64), (
+        "a row of the embedding, all of the head"
+    )
+    total, active = counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3)")
+    assert (total, active) == (blocks + 2 * 272 * 64 + 512 * 64, blocks + 64 + 272 * 64 + 2 * 64)
+    assert counts("shakespeare-char", "ROWS=512", "ORDERS=(2,3,4)") == (total, active + 64)
+
+
+def test_every_recipe_reads_its_tables_and_counts_what_it_stores(recipe):
+    table = sizes.parameter_table(recipe)
+    assert count_parameters(table)[0] == sizes.parameter_count(recipe.parameters)
+    for path, spec in r.leaves(recipe.parameters):
+        if "row" in spec.axes:
+            assert table[path]["reads"] == spec.lookups if spec.lookups else table[path]["reads"] >= 1
+
+
+def test_a_table_that_is_cast_before_its_rows_are_fetched_is_known_by_its_shape():
+    found = find("shakespeare-char", TOYS["shakespeare-char"]).recipe
+    cast = lambda p, t, ctx: found.forward(p | {"ngrams": p["ngrams"].astype(jnp.bfloat16)}, t, ctx)  # noqa: E731
+    assert sizes.parameter_table(dataclasses.replace(found, forward=cast)) == sizes.parameter_table(found)
 
 
 def test_mean_context_by_counting():

@@ -1,16 +1,55 @@
 """Numbers derived from a recipe: parameters, tokens, FLOPs per token and in all."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from jspeed.recipe import ParamSpec, Recipe, leaves
+import jax
+import jax.numpy as jnp
+
+from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves
 from jspeed.stage import Stage
 
 
 def parameter_count(parameters: Mapping[str, Any]) -> int:
     """Number of stored parameters."""
     return sum(spec.size for _, spec in leaves(parameters))
+
+
+def parameter_table(recipe: Recipe) -> dict[str, Any]:
+    """Return what run.json says of each parameter: shape without padding, axes, and how many entries a token reads."""
+    table: dict[str, Any] = {}
+    rows = leaves(recipe.parameters)
+    fetched = rows_fetched(recipe) if any("row" in spec.axes for _, spec in rows) else {}
+    for path, spec in rows:
+        shape = [spec.shape[0] - spec.padding, *spec.shape[1:]] if spec.shape else []
+        table[path] = {"shape": shape, "axes": list(spec.axes)}
+        if "row" in spec.axes:
+            table[path]["reads"] = fetched[path] + fetched[str(spec.shape)]
+        elif {"token", "position"} & set(spec.axes):
+            table[path]["reads"] = 1
+    return table
+
+
+def rows_fetched(recipe: Recipe) -> Counter[str]:
+    """Return, by table, the rows that ``forward`` fetches for a token, counted while it is traced; of a cast or copied
+    table by its shape."""
+    stage, rows = recipe.stages[0], Counter[str]()
+    params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((1, stage.lane_len), jnp.int32)
+
+    def forward(params: Any, tokens: jax.Array) -> jax.Array:
+        paths = {id(array): path for path, array in leaves(params)}
+
+        def fetch(table: jax.Array, ids: jax.Array) -> jax.Array:
+            rows[paths.get(id(table), str(table.shape))] += ids.size // tokens.size
+            return table[ids]
+
+        return recipe.forward(params, tokens, Context(stage, training=False, fetch=fetch))
+
+    jax.eval_shape(forward, params, tokens)
+    return rows
 
 
 def is_matrix(spec: ParamSpec) -> bool:

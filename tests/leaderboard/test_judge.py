@@ -10,6 +10,7 @@ from scipy import stats as scipy_stats
 
 from jspeed.leaderboard import judge
 from jspeed.leaderboard.views import terminal
+from jspeed.leaderboard.views.page import html
 from jspeed.record import store
 
 from ..record.synthetic_runs import START, as_run, make_run, make_series, source_of
@@ -208,6 +209,23 @@ def test_the_board_fits_80_columns_and_takes_no_markup(records, tmp_path):
     assert max(map(len, text.splitlines())) <= 80
     assert "[red]odd[/red]" in text and "x=[bold]" in text and name[:77] in text and "8,124 s" in text
     assert "n valid better date" in text and "p < 0.01" in text and "A track in a test" in text
+
+
+def test_the_board_says_how_many_parameters_there_are_and_how_many_a_token_meets(records, tmp_path):
+    table = {"rows": {"shape": [80_000_000, 768], "axes": ["row", "model"], "reads": 2}}
+    table |= {"head": {"shape": [50304, 768], "axes": ["vocab", "model"]}}
+    counts = {"parameters": 61_478_633_472, "active_parameters": 38_635_008, "parameter_table": table}
+    store.add(
+        [make_series(tmp_path / "s", [60.0, 61.0], **counts), make_series(tmp_path / "c", [70.0], **CHILD)], records
+    )
+    found = entries(records)
+    assert {name: found[name]["active_parameters"] for name in ("stdlib", "child")} == {
+        "stdlib": 38_635_008,
+        "child": None,
+    }
+    page = html([found["track"]], {}, {}, "the rule")
+    for name, said in (("stdlib", "61.5G parameters, 38.6M active"), ("child", "1.23M parameters")):
+        assert f", {said}, c0ffee00" in terminal.notes(found[name])[0] and f"; {said}, 2.46M tokens" in page
 
 
 def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from jspeed.errors import BadInput
 from jspeed.record import consistent
 from jspeed.record.run_json import parse_run, read_run, seals, write_run
-from jspeed.record.schema import OldRun, Run, validate
+from jspeed.record.schema import OldRun, Run, count_parameters, validate
 
 from .synthetic_runs import as_run
 
@@ -24,8 +24,13 @@ RUN = as_run(60.5) | {
     "fields": {"layers": 4, "rates": [0.02, 0.001], "clip": None},
     "plan": {"sha256": "", "folder": ""},
 }
+TABLE = {"rows": {"shape": [1000, 8], "axes": ["row", "model"], "reads": 2}}
+TABLE |= {"values": {"shape": [3, 100, 8], "axes": ["table", "token", "model"], "reads": 1}}
+TABLE |= {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}, "gain": {"shape": [], "axes": []}}
+RUN |= {"parameter_table": TABLE, "parameters": 8000 + 2400 + 800 + 1, "active_parameters": 16 + 24 + 800 + 1}
 RUN |= {"gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []}, "resumed": []}
 RUN |= seals(RUN)
+OPTIONAL = {"kernels", "head_chunk", "remat", "parameter_table"}
 
 
 def changed(place: str, value: object) -> dict:
@@ -80,7 +85,7 @@ def test_the_types_cover_every_field() -> None:
     assert set(Run.__annotations__) == set(RUN) and set(OldRun.__annotations__) == set(OLD)
 
 
-@pytest.mark.parametrize("name", sorted(set(RUN) - {"kernels", "head_chunk", "remat"}))
+@pytest.mark.parametrize("name", sorted(set(RUN) - OPTIONAL))
 def test_each_field_is_required(name: str) -> None:
     run = {key: value for key, value in RUN.items() if key != name}
     assert f"field '{name}': expected" in message(run) and "found no such field" in message(run)
@@ -98,6 +103,30 @@ def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
     validate({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
     validate(RUN | {"head_chunk": None})
     assert "'head_chunk': expected an integer of at least 1 or null" in message(changed("head_chunk", 0))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        ("parameters", 11_200, "field 'parameters': expected 11201, which follows from parameter_table, found 11200"),
+        ("active_parameters", 11_201, "field 'active_parameters': expected 841, which follows from parameter_table"),
+        ("parameter_table.rows.reads", 3, "field 'active_parameters': expected 849, which follows"),
+        ("parameter_table.values.axes", ["token", "model"], "field 'parameter_table.values.axes': expected 3 names"),
+        ("parameter_table.rows.shape", [-1, 8], "field 'parameter_table.rows.shape[0]': expected an integer of at"),
+    ],
+)
+def test_both_numbers_of_parameters_follow_from_the_table(place: str, value: object, says: str) -> None:
+    assert message(changed(place, value)).startswith(says)
+
+
+def test_runs_from_before_the_table_have_the_total_alone() -> None:
+    names = ("parameter_table", "active_parameters")
+    check({key: value for key, value in RUN.items() if key not in names} | {"parameters": 5})
+
+
+def test_a_token_reads_no_more_than_there_is() -> None:
+    assert count_parameters({"few": {"shape": [2, 8], "axes": ["row", "model"], "reads": 5}}) == (16, 16)
+    assert count_parameters({"none": {"shape": [0, 8], "axes": ["row", "model"], "reads": 5}}) == (0, 0)
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -142,6 +142,8 @@ def test_the_record_is_written_though_model_and_picture_are_not(tmp_path, full_f
         assert f"{run_dir / name} cannot be written (No space left on device)" in sentence
     run = read_run(run_dir)
     assert run["status"] == "finished" and run["reached"] and not told
+    rows, width = run["parameter_table"]["embed"]["shape"]
+    assert run["active_parameters"] == run["parameters"] - (rows - 1) * width
     assert sorted(path.name for path in run_dir.iterdir()) == ["config.json", "metrics.jsonl", "recipe.py", "run.json"]
     out = capsys.readouterr().out.splitlines()
     assert any(line.endswith("run: run.json, metrics.jsonl") for line in out)

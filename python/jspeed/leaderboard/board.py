@@ -104,6 +104,7 @@ class Entry(TypedDict):
     steps: int
     tokens: int
     parameters: int
+    active_parameters: int | None  # that a token meets; null for runs from before it was written
     flops_per_token: float
     target_loss: float
     seconds: Spread | None  # of the runs that converged

@@ -1,6 +1,6 @@
 """Format the board's numbers, devices and comparisons as text."""
 
-from jspeed.leaderboard.board import Better
+from jspeed.leaderboard.board import Better, Entry
 from jspeed.numbers import NONE, si
 from jspeed.record.schema import Devices, Git
 
@@ -22,6 +22,12 @@ def loss(value: float | None) -> str:
 def short(count: float) -> str:
     """Return ``count`` with three figures and an SI prefix: 13.1M."""
     return si(count, 3, zeros=True)
+
+
+def parameters(entry: Entry) -> str:
+    """Return the parameters of an entry as ``65.3G parameters, 285M active``; equal, or not known: only the first."""
+    total, active = entry["parameters"], entry["active_parameters"]
+    return f"{short(total)} parameters" + (f", {short(active)} active" if active and active != total else "")
 
 
 def devices(found: Devices) -> str:

@@ -9,8 +9,8 @@ from datetime import datetime
 from itertools import pairwise
 
 from jspeed.errors import BadInput
-from jspeed.fields import found
-from jspeed.record.schema import Run
+from jspeed.fields import MISSING, found
+from jspeed.record.schema import Run, count_parameters
 
 PROBES = {  # what each probe, a validity check of a trained model, ensures
     "causality": "a loss does not depend on later tokens",
@@ -31,6 +31,7 @@ def check(run: Run) -> None:
     loss, target = run["val_loss"], run["target_loss"]
     if run["reached"] and (loss is None or loss > target):
         raise _wrong("reached", f"false, because val_loss is {found(loss)} and target_loss is {target}", "true")
+    _parameters(run)
     if run["schema"] >= 2:
         _verdict(run)
         _moments(run)
@@ -38,6 +39,16 @@ def check(run: Run) -> None:
 
 def _wrong(field: str, expected: str, found: object) -> BadInput:
     return BadInput(f"field '{field}': expected {expected}, found {found}")
+
+
+def _parameters(run: Run) -> None:
+    if table := run.get("parameter_table"):
+        for name, row in table.items():
+            if len(row["shape"]) != len(row["axes"]):
+                raise _wrong(f"parameter_table.{name}.axes", f"{len(row['shape'])} names", row["axes"])
+        for field, count in zip(("parameters", "active_parameters"), count_parameters(table), strict=True):
+            if run.get(field) != count:
+                raise _wrong(field, f"{count}, which follows from parameter_table", found(run.get(field, MISSING)))
 
 
 def _ledger(run: Run) -> None:

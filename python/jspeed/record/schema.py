@@ -4,6 +4,8 @@ Units are the same everywhere: losses are nats per token, times are seconds, siz
 evidence: what the data, the recipe's file, the packages and the GPUs were. A file of schema 1 is read as it is.
 """
 
+import math
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
@@ -142,6 +144,14 @@ class PlaceInPlan(TypedDict):
     folder: str
 
 
+class Parameter(TypedDict):
+    """A row of the recipe's table of parameters."""
+
+    shape: list[Whole]  # without padding
+    axes: list[str]
+    reads: NotRequired[Whole]  # of a table: how many of its entries a token reads
+
+
 class Gpus(TypedDict):
     """The output of nvidia-smi on the machine of process 0."""
 
@@ -213,6 +223,8 @@ class Unsealed(Common):
     environment: str  # SHA-256 of the names and versions of all installed packages
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     head_chunk: NotRequired[AtLeastOne | None]  # tokens of a row whose logits a step had at once; null, or none: all
+    parameter_table: NotRequired[dict[str, Parameter]]  # by name; older runs have none
+    active_parameters: NotRequired[Whole]  # that a token meets: count_parameters
     remat: NotRequired[bool]  # whether layers were recomputed for their gradients because memory was short
 
 
@@ -221,6 +233,24 @@ class Run(Unsealed):
 
     digests: dict[str, str]  # hash of every other field by name, to say which was changed
     sha256: str  # of all other fields as canonical JSON
+
+
+LOOKED_UP = ("token", "position", "row")  # axes of a table's entries, which a token, its position or a hash names
+
+
+def count_parameters(table: Mapping[str, Parameter]) -> tuple[int, int]:
+    """Return how many parameters a recipe's ``table`` has: in total, and active.
+
+    *Total* are all that are trained and kept, padding left out. *Active* are those that one token meets in a forward
+    pass: of a table with an axis of LOOKED_UP only the entries that a token reads (one by its id, one by its position,
+    as many rows of a hashed table as the forward pass fetches for it), and of everything else all, the head included.
+    """
+    sizes = {name: math.prod(each["shape"]) for name, each in table.items()}
+    active = 0
+    for name, each in table.items():
+        entries = math.prod(size for size, axis in zip(each["shape"], each["axes"], strict=True) if axis in LOOKED_UP)
+        active += sizes[name] if "reads" not in each else sizes[name] // max(entries, 1) * min(each["reads"], entries)
+    return sum(sizes.values()), active
 
 
 EVERY_SHARD = "all"  # last element for a run that can have read all of its shards

@@ -18,7 +18,7 @@ from jspeed.files import as_text
 from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
 from jspeed.record.run_json import write_run
-from jspeed.record.schema import SCHEMA, Probe, Unsealed
+from jspeed.record.schema import SCHEMA, Probe, Unsealed, count_parameters
 from jspeed.run import export
 from jspeed.run.best import keep_best
 from jspeed.run.clock import utc_now
@@ -29,7 +29,7 @@ from jspeed.run.evidence.data import of_data
 from jspeed.run.output import console as output
 from jspeed.run.output.metrics_log import Progress
 from jspeed.run.setup import Setup
-from jspeed.sizes import flops_per_token, parameter_count
+from jspeed.sizes import flops_per_token, parameter_table
 
 
 def finish(setup: Setup, progress: Progress, state: State | None, console: Console) -> int:
@@ -77,6 +77,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             data = of_data(setup, hashed=False)
         gpus = provenance.gpu_facts(setup.at_start.gpus)
         environment = provenance.environment()
+        table = parameter_table(recipe)
+        total, active = count_parameters(table)
     ledger, wall, ended = clock.ledger, clock.wall_seconds, utc_now()  # at one moment, however busy the machine is
     run: Unsealed = {
         "schema": SCHEMA,
@@ -102,7 +104,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "steps": progress.steps,
         "planned_steps": recipe.steps,
         "tokens": progress.tokens,
-        "parameters": parameter_count(recipe.parameters),
+        "parameters": total,
+        "active_parameters": active,
+        "parameter_table": table,
         "flops_per_token": flops_per_token(recipe, recipe.stages[-1]),
         "devices": provenance.devices(),
         "mesh": dict(setup.mesh.shape),

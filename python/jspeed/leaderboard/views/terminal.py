@@ -103,7 +103,8 @@ def row(cells: Sequence[tuple[str, str]]) -> Text:
 
 def notes(entry: Entry) -> list[str]:
     """Return the notes under an entry's numbers: devices, changed fields, comparison, reasons."""
-    lines = [f"{formatting.devices(entry['devices'])}, {entry['steps']:,} steps, {formatting.commit(entry['git'])}"]
+    facts = f"{entry['steps']:,} steps, {formatting.parameters(entry)}, {formatting.commit(entry['git'])}"
+    lines = [f"{formatting.devices(entry['devices'])}, {facts}"]
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
