@@ -134,7 +134,7 @@ def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> No
 
 def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Path) -> None:
     records = tmp_path / "records"
-    for name in ("8xH100", "1xGPU", "steps"):
+    for name in ("8xH100", "1xGPU", "1xH100", "1xH200", "1xB200", "steps"):
         (records / "fineweb" / name).mkdir(parents=True)
         rules = REPOSITORY / "records" / "fineweb" / name / "track.toml"
         (records / "fineweb" / name / "track.toml").write_bytes(rules.read_bytes())
@@ -142,13 +142,17 @@ def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Pat
         (1, "NVIDIA L40S", "1xGPU"),
         (8, "NVIDIA H100 80GB HBM3", "8xH100"),
         (2, "A100", "8xH100"),
+        (1, "NVIDIA H100 80GB HBM3", "1xH100"),
+        (1, "NVIDIA H200", "1xH200"),
+        (1, "NVIDIA GH200 480GB", "1xGPU"),
+        (1, "NVIDIA B200", "1xB200"),
     ]:
         devices = {"kind": kind, "count": count, "processes": 1, "platform": "gpu"}
-        run_dir = make_run(tmp_path / home / str(count), 60 + count, track="fineweb/8xH100", devices=devices)
+        run_dir = make_run(tmp_path / kind, 60 + count, track="fineweb/8xH100", devices=devices)
         (path,) = store.add([run_dir], records)
         assert path.relative_to(records).parts[:2] == ("fineweb", home)
     found = store.load(records)
-    assert {row.track for row in found.rows} == {"fineweb/8xH100", "fineweb/1xGPU"}
+    assert {row.track for row in found.rows} == found.tracks.keys() - {"fineweb/steps"}
     assert verify.verify(found, NOW) == [], "each folder has the recipe's source"
 
 
@@ -158,6 +162,9 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
     assert {
         "fineweb/8xH100",
         "fineweb/1xGPU",
+        "fineweb/1xH100",
+        "fineweb/1xH200",
+        "fineweb/1xB200",
         "fineweb/steps",
         "stdlib/cpu",
         "shakespeare/cpu",

@@ -1,5 +1,6 @@
 """Read track.toml, the rules of a track: target loss, data, hardware, timing and significance."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,11 +62,11 @@ class Track:
         return rules.get("hardware.platform"), rules.get("hardware.kind"), rules.get("hardware.count")
 
     def fits(self, devices: Devices) -> bool:
-        """Whether ``devices`` of a run.json are what the hardware rule asks for."""
+        """Whether ``devices`` of a run.json are what the hardware rule asks for; a GH200 is no H200."""
         platform, kind, count = self._asked()
         return (
             (platform is None or devices["platform"] == platform)
-            and (kind is None or kind in devices["kind"])
+            and (kind is None or re.search(rf"\b{re.escape(kind)}\b", devices["kind"]) is not None)
             and (count is None or devices["count"] == count)
         )
 
@@ -106,15 +107,16 @@ def track_without_rules(name: str, run: Unsealed) -> Track:
 def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
     """Return the name of the track that ``run`` enters: its recipe's, or a sibling that its hardware fits.
 
-    A recipe for eight H100s that ran on one GPU enters fineweb/1xGPU. Siblings share the name before the last slash
-    and what is ranked; where none fits either, the recipe's track shows the run as one of other hardware.
+    A recipe for eight H100s that ran on one enters fineweb/1xH100, and on one L40S fineweb/1xGPU. Siblings share the
+    name before the last slash and what is ranked, and of those that fit the first that names a kind of device is
+    taken; where none fits either, the recipe's track shows the run as one of other hardware.
     """
     declared = run["track"]
     own = tracks.get(declared)
     if own is None or own.fits(run["devices"]):
         return declared
     family = declared.rpartition("/")[0]
-    for name in sorted(tracks):
+    for name in sorted(tracks, key=lambda name: ("hardware.kind" not in tracks[name].rules, name)):
         track = tracks[name]
         same = (
             name.rpartition("/")[0] == family
