@@ -228,6 +228,21 @@ def test_the_board_says_how_many_parameters_there_are_and_how_many_a_token_meets
         assert f", {said}, c0ffee00" in terminal.notes(found[name])[0] and f"; {said}, 2.46M tokens" in page
 
 
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("total", [1000, 1008])
+def test_a_track_may_limit_parameters(records, tmp_path, total, listed):
+    rules(records, more="[model]\nmost_parameters = 1000")
+    table = {"rows": {"shape": [total // 8, 8], "axes": ["row", "model"], "reads": 1}}
+    changes = {"parameters": total} | ({"parameter_table": table, "active_parameters": 8} if listed else {})
+    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], **changes)], records)
+    found = entries(records)
+    why = "1,008 parameters, more than the track's 1,000" if total > 1000 else None
+    why = why if listed else "its parameters are not listed, and the track limits them"
+    assert found["stdlib"]["why_not"] == [why] * bool(why) and found["stdlib"]["valid"] is not bool(why)
+    assert "at most 1.00k parameters" in " ".join(terminal.rules(found["track"]).split())
+    assert "at most 1,000 in total" in html([found["track"]], {}, {}, "the rule")
+
+
 def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, tmp_path):
     other = {"devices": {"kind": "another", "count": 1, "processes": 1, "platform": "cpu"}}
     series = [make_series(tmp_path / "p", [60.0, 61.0, 62.0]), make_series(tmp_path / "c", [50.0, 51.0, 49.0], **CHILD)]

@@ -53,6 +53,14 @@ def test_a_run_on_other_data_says_so(records: Path, changes: dict[str, Any], say
     assert remark.startswith(says) and "the run does not count on track stdlib/cpu" in remark
 
 
+def test_a_run_that_is_too_large_for_its_track_says_so(records: Path) -> None:
+    path = records / "stdlib" / "cpu" / "track.toml"
+    path.write_text(f"{PINS}model = {{most_parameters = 1000}}\n")
+    large = on() | {"parameters": 1008, "parameter_table": {}}
+    said = "1,008 parameters, more than the track's 1,000: the run does not count on track stdlib/cpu"
+    assert remarks.remarks(large, records) == [said] and remarks.remarks(large | {"parameters": 1000}, records) == []
+
+
 @pytest.mark.parametrize(("reached", "begins"), [(True, "reached 1.4 on your "), (False, "a run on your ")])
 def test_the_library_of_another_python_is_no_failure(records: Path, reached: bool, begins: str) -> None:
     path = records / "stdlib" / "cpu" / "track.toml"

@@ -22,6 +22,11 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
         ),
         ("[hardware]", "[hardware]\ncount = 0", "field 'hardware.count': expected an integer of at least 1, found 0"),
         ("[hardware]", "[hardware]\ncolour = 1", "field 'hardware.colour': expected one of title, order,"),
+        (
+            "[hardware]",
+            "[model]\nmost_parameters = 2e8\n[hardware]",
+            "field 'model.most_parameters': expected an integer",
+        ),
         ("[hardware]", "[hardware", "cannot be read as TOML"),
     ],
 )

@@ -287,3 +287,13 @@ def test_a_plan_that_is_broken(records: Path) -> None:
         plan.write_text(content)
     write_preregistration(plan.parent, json.loads(plan.read_text()))
     assert "is not a record" in problems(records)[0]
+
+
+def test_a_run_that_lists_fewer_parameters_than_another_of_its_recipe(tmp_path: Path) -> None:
+    table = {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}}
+    counts = {"parameters": 800, "active_parameters": 800, "parameter_table": table}
+    store.add([make_series(tmp_path / "series", [60.0, 75.0, 61.0], **counts)], tmp_path / "records")
+    assert problems(tmp_path / "records") == []
+    small = {"parameters": 8, "active_parameters": 8, "parameter_table": {"head": table["head"] | {"shape": [1, 8]}}}
+    path = forge(tmp_path / "records", the_run(tmp_path / "records", 2), **small)
+    only(problems(tmp_path / "records"), path, "parameter_table", "a run of the same recipe", "8 parameters")

@@ -276,6 +276,8 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"of {entry['planned']} planned runs {entry['missing']} are missing, {entry['extra']} are extra"
     if not track.fits(entry["devices"]):
         yield f"the track asks for {track.hardware()}"
+    if large := next(filter(None, map(track.too_large, runs)), None):
+        yield large
     if other_data:
         yield other_data
     if any(of_unknown_data(run) for run in runs):

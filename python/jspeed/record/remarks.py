@@ -1,4 +1,4 @@
-"""Remarks on a run: its data differ from its track's, or its recipe's name belongs to another recipe."""
+"""Remarks on a run: its data or size are not its track's, or its recipe's name belongs to another recipe."""
 
 import hashlib
 from contextlib import suppress
@@ -17,13 +17,16 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
     """Return notes on ``run``, the content of a run.json, by comparison with the files in the ``records`` folder.
 
-    Only what its track pins can be compared (``data.val_sha256``, ``data.train_sha256`` of track.toml).
+    Only what its track says can be compared (``data.val_sha256``, ``data.train_sha256``, ``model.most_parameters`` of
+    track.toml).
     """
     tracks = family(run["track"], records)
     track = track_of(run, tracks)
     data = other_data(run, tracks[track]) if track in tracks else None
+    large = tracks[track].too_large(run) if track in tracks else None
+    large = large and f"{large}: the run does not count on track {track}"
     sha = run.get("recipe_sha256")  # a run of schema 1 has none
-    return [note for note in (data, sha and taken_name(run["recipe"], track, sha, records)) if note]
+    return [note for note in (data, large, sha and taken_name(run["recipe"], track, sha, records)) if note]
 
 
 def family(track: str, records: Path) -> dict[str, Track]:

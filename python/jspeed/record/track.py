@@ -1,4 +1,4 @@
-"""Read track.toml, the rules of a track: target loss, data, hardware, timing and significance."""
+"""Read track.toml, the rules of a track: target loss, data, model, hardware, timing and significance."""
 
 import re
 import tomllib
@@ -30,6 +30,7 @@ Rules = TypedDict(
         "data.python": NotRequired[str],
         "data.val_sha256": NotRequired[str],
         "data.train_sha256": NotRequired[str],
+        "model.most_parameters": NotRequired[AtLeastOne],
         "hardware.platform": NotRequired[str],
         "hardware.kind": NotRequired[str],
         "hardware.count": NotRequired[AtLeastOne],
@@ -70,6 +71,13 @@ class Track:
             and (count is None or devices["count"] == count)
         )
 
+    def too_large(self, run: Unsealed) -> str | None:
+        """Return how the parameters of ``run`` break the track's limit, as a phrase; None where they do not."""
+        most, total = self.rules.get("model.most_parameters"), run["parameters"]
+        if most and "parameter_table" not in run:
+            return "its parameters are not listed, and the track limits them"
+        return f"{total:,} parameters, more than the track's {most:,}" if most and total > most else None
+
     def hardware(self) -> str:
         """Return the hardware rule in words."""
         platform, kind, count = self._asked()
@@ -108,8 +116,8 @@ def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
     """Return the name of the track that ``run`` enters: its recipe's, or a sibling that its hardware fits.
 
     A recipe for eight H100s that ran on one enters fineweb/1xH100, and on one L40S fineweb/1xGPU. Siblings share the
-    name before the last slash and what is ranked, and of those that fit the first that names a kind of device is
-    taken; where none fits either, the recipe's track shows the run as one of other hardware.
+    name before the last slash, what is ranked and a limit on parameters; of those that fit, the first that names a kind
+    of device is taken. Where none fits either, the recipe's track shows the run as one of other hardware.
     """
     declared = run["track"]
     own = tracks.get(declared)
@@ -118,10 +126,8 @@ def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
     family = declared.rpartition("/")[0]
     for name in sorted(tracks, key=lambda name: ("hardware.kind" not in tracks[name].rules, name)):
         track = tracks[name]
-        same = (
-            name.rpartition("/")[0] == family
-            and track.rules["rank"] == own.rules["rank"]
-            and track.rules["data.name"] == own.rules["data.name"]
+        same = name.rpartition("/")[0] == family and all(
+            track.rules.get(key) == own.rules.get(key) for key in ("rank", "data.name", "model.most_parameters")
         )
         if same and track.fits(run["devices"]):
             return name

@@ -19,7 +19,7 @@ from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
 def verify(records: Records, now: datetime) -> list[Problem]:
     """Return everything that is wrong with ``records`` at the UTC time ``now``."""
-    checks = (recipes, moments, plans, seeds, data)
+    checks = (recipes, parameters, moments, plans, seeds, data)
     return [*records.problems, *(problem for check in checks for problem in check(records, now))]
 
 
@@ -48,6 +48,17 @@ def recipes(records: Records, now: datetime) -> Iterator[Problem]:
         if known[digest, fields] != run["recipe_hash"]:
             wanted = f"{known[digest, fields][:12]}..., which follows from fields and source"
             yield wrong(row.path, "recipe_hash", wanted, f"{run['recipe_hash'][:12]}...")
+
+
+def parameters(records: Records, now: datetime) -> Iterator[Problem]:
+    """Runs of one recipe list the same parameters, of which their numbers follow."""
+    first: dict[str, Row] = {}
+    for row in evidence(records):
+        if table := row.run.get("parameter_table"):
+            other = first.setdefault(row.run["recipe_hash"], row)
+            if other.run.get("parameter_table") != table:
+                wanted = f"that of {other.path.name}, a run of the same recipe"
+                yield wrong(row.path, "parameter_table", wanted, f"one of {row.run['parameters']:,} parameters")
 
 
 def moments(records: Records, now: datetime) -> Iterator[Problem]:

@@ -40,7 +40,9 @@ def rules(track: BoardTrack) -> str:
     test = {"t": "t-test", "z": "z-test"}.get(track.get("significance.test", ""), "")
     level = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
     sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
-    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}"
+    most = track.get("model.most_parameters")
+    limit = f"; at most {formatting.short(most)} parameters" if most else ""
+    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}{limit}"
     return "\n".join(wrapped(text, WIDTH))
 
 
