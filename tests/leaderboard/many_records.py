@@ -75,6 +75,9 @@ def fill(records: Path, track: str, recipes: int, seeds: int, seed: int = 0) -> 
             )  # fmt: skip
             values |= {"target_loss": target, "reached": loss <= target}
             values["data"] |= {"val_tokens": val_tokens, "val_sha256": pinned}
+            if fineweb:
+                second = {"first": 20_971_520, "tokens": val_tokens, "sha256": "ab" * 32, "val_loss": loss + 0.002}
+                values |= {"holdout": second}
             put(records, track, values | (LARGE if fineweb else SMALL), seconds, loss)
         if not misses and not slower:
             best, parent = mean, name

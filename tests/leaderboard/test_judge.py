@@ -243,6 +243,32 @@ def test_a_track_may_limit_parameters(records, tmp_path, total, listed):
     assert "at most 1,000 in total" in html([found["track"]], {}, {}, "the rule")
 
 
+HOLDOUT = {"first": 131072, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.41}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"holdout": HOLDOUT}, []),
+        ({}, ["not evaluated on the track's second validation range, from token 131,072 on"]),
+        (
+            {"holdout": HOLDOUT | {"first": 65536}},
+            ["not evaluated on the track's second validation range, from token 131,072 on"],
+        ),
+        ({"holdout": HOLDOUT | {"sha256": "cd" * 32}}, ["another second validation range than the track's"]),
+    ],
+)
+def test_a_track_may_ask_for_a_second_range_whose_loss_chooses_nothing(records, tmp_path, changes, why):
+    rules(records, more=f'[holdout]\nfirst = 131072\nsha256 = "{"ab" * 32}"')
+    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], **changes)], records)
+    found = entries(records)
+    assert found["stdlib"]["why_not"] == why and found["stdlib"]["valid"] is not bool(why)
+    page = html([found["track"]], {}, {}, "the rule")
+    said = "on the second validation range, which chose nothing: mean loss 1.4100 (n = 3)"
+    assert (said in page) is (said in terminal.notes(found["stdlib"])) is bool(changes)
+    assert "validation tokens from number 131,072 on" in page
+
+
 def test_seconds_are_ranked_on_one_kind_and_number_of_devices(records, tmp_path):
     other = {"devices": {"kind": "another", "count": 1, "processes": 1, "platform": "cpu"}}
     series = [make_series(tmp_path / "p", [60.0, 61.0, 62.0]), make_series(tmp_path / "c", [50.0, 51.0, 49.0], **CHILD)]

@@ -27,10 +27,11 @@ RUN = as_run(60.5) | {
 TABLE = {"rows": {"shape": [1000, 8], "axes": ["row", "model"], "reads": 2}}
 TABLE |= {"values": {"shape": [3, 100, 8], "axes": ["table", "token", "model"], "reads": 1}}
 TABLE |= {"head": {"shape": [100, 8], "axes": ["vocab", "model"]}, "gain": {"shape": [], "axes": []}}
+RUN |= {"holdout": {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}}
 RUN |= {"parameter_table": TABLE, "parameters": 8000 + 2400 + 800 + 1, "active_parameters": 16 + 24 + 800 + 1}
 RUN |= {"gpus": {"driver": "570", "cuda": None, "links": [], "before": [], "after": []}, "resumed": []}
 RUN |= seals(RUN)
-OPTIONAL = {"kernels", "head_chunk", "remat", "parameter_table"}
+OPTIONAL = {"holdout", "kernels", "head_chunk", "remat", "parameter_table"}
 
 
 def changed(place: str, value: object) -> dict:
@@ -198,6 +199,7 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("ended", "2026-01-31T12:05:30+00:00", "timed_seconds"),
         ("ended", "2026-01-31T12:09:00+00:00", "wall_seconds"),
         ("curve.1.step", 0, "curve[1].step"),
+        ("holdout.first", 65535, "holdout.first"),
         ("curve.2.step", 150, "curve[2].step"),
         ("curve.2.timed_seconds", 20.0, "curve[2].timed_seconds"),
         ("curve.2.timed_seconds", 60.6, "curve[2].timed_seconds"),

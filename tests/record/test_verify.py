@@ -297,3 +297,11 @@ def test_a_run_that_lists_fewer_parameters_than_another_of_its_recipe(tmp_path: 
     small = {"parameters": 8, "active_parameters": 8, "parameter_table": {"head": table["head"] | {"shape": [1, 8]}}}
     path = forge(tmp_path / "records", the_run(tmp_path / "records", 2), **small)
     only(problems(tmp_path / "records"), path, "parameter_table", "a run of the same recipe", "8 parameters")
+
+
+def test_a_second_range_that_is_another_in_another_run_on_the_same_tokens(tmp_path: Path) -> None:
+    second = {"first": 65536, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.395}
+    store.add([make_series(tmp_path / "series", [60.0, 75.0, 61.0], holdout=second)], tmp_path / "records")
+    assert problems(tmp_path / "records") == []
+    path = forge(tmp_path / "records", the_run(tmp_path / "records", 2), holdout=second | {"sha256": "cd" * 32})
+    only(problems(tmp_path / "records"), path, "holdout.sha256", "abababababab...", "cdcdcd")

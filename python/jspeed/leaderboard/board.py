@@ -40,6 +40,7 @@ class RunLine(TypedDict):
     seed: int
     status: Status
     val_loss: float | None
+    holdout: float | None  # the loss on the second validation range
     timed_seconds: float
     wall_seconds: float
     steps: int
@@ -117,6 +118,7 @@ class Entry(TypedDict):
     missing: int
     extra: int
     loss: Spread | None  # of the first run of each seed
+    holdout: Spread | None  # of their losses on the second validation range
     why_not: list[str]  # reasons against validity
     cut_short: bool  # stopped before the end of the schedule, above the target
     counted: bool  # its losses tell how far losses vary

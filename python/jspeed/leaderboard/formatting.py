@@ -19,6 +19,15 @@ def loss(value: float | None) -> str:
     return NONE if value is None else f"{value:.4f}"
 
 
+def holdout(entry: Entry) -> str | None:
+    """Return an entry's mean loss on the track's second validation range as a phrase, or None."""
+    found = entry["holdout"]
+    return (
+        found
+        and f"on the second validation range, which chose nothing: mean loss {loss(found['mean'])} (n = {found['n']})"
+    )
+
+
 def short(count: float) -> str:
     """Return ``count`` with three figures and an SI prefix: 13.1M."""
     return si(count, 3, zeros=True)

@@ -184,7 +184,8 @@ def entry_of(records: Records, found: TrackRuns, rows: Sequence[Row]) -> Entry:
         "wall_seconds": fmean(row.run["wall_seconds"] for row in rows),
         "curve": [(p["step"], round(p["timed_seconds"], 3), p["val_loss"]) for p in example["curve"]],
         "runs": [run_line(records, row) for row in rows], "data": data_of(found, rows[0]),
-        "planned": 0, "missing": 0, "extra": 0, "loss": None, "why_not": [], "cut_short": False, "counted": False,
+        "planned": 0, "missing": 0, "extra": 0, "loss": None, "holdout": None, "why_not": [], "cut_short": False,
+        "counted": False,
         "tests": {"t": None, "z": None}, "more_runs": None, "valid": False, "rank": None,
         "better": None, "anchored": None, "id": "",
     }  # fmt: skip
@@ -208,6 +209,7 @@ def run_line(records: Records, row: Row) -> RunLine:
     run = row.run
     return {
         "seed": run["seed"], "status": run["status"], "val_loss": run["val_loss"],
+        "holdout": run["holdout"]["val_loss"] if "holdout" in run else None,
         "timed_seconds": run["timed_seconds"], "wall_seconds": run["wall_seconds"], "steps": run["steps"],
         "started": run["started"], "file": row.path.relative_to(records.folder).as_posix(),
         "commit": run["git"]["commit"], "plan": row.plan and row.plan["sha256"][:8], "machine": run.get("machine"),
@@ -234,12 +236,12 @@ def add_plans(entry: Entry, rows: Sequence[Row], records: Records) -> None:
 
 
 def count(entry: Entry, rows: Sequence[Row], track: Track, other_data: str | None) -> None:
-    """Add to ``entry``: ``loss``, ``why_not`` apart from the mean loss, ``cut_short``, and ``counted``.
+    """Add to ``entry``: ``loss``, ``holdout``, ``why_not`` apart from the mean loss, ``cut_short``, and ``counted``.
 
     A counted entry contributes to sigma and to the price of a step: all rules hold except, possibly, significance, and
     it either ran its whole schedule or reached the target.
     """
-    entry["loss"] = spread(losses(entry))
+    entry["loss"], entry["holdout"] = spread(losses(entry)), spread(losses(entry, "holdout"))
     entry["why_not"] = list(reasons(entry, [row.run for row in rows], track, other_data))
     missed = entry["loss"] is None or entry["loss"]["mean"] > track.rules["target_loss"]
     entry["cut_short"] = asked_for_less(rows[0].run) is not None and missed
@@ -278,6 +280,8 @@ def reasons(entry: Entry, runs: Sequence[Run], track: Track, other_data: str | N
         yield f"the track asks for {track.hardware()}"
     if large := next(filter(None, map(track.too_large, runs)), None):
         yield large
+    if missing := next(filter(None, map(track.no_holdout, runs)), None):
+        yield missing
     if other_data:
         yield other_data
     if any(of_unknown_data(run) for run in runs):

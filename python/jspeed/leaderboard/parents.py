@@ -95,9 +95,9 @@ def times(entry: Entry) -> list[float]:
     return [run["timed_seconds"] for run in entry["runs"] if run["val_loss"] is not None]
 
 
-def losses(entry: Entry) -> list[float]:
-    """Return the final losses of ``entry``, one for each seed."""
-    return [run["val_loss"] for run in by_seed(entry).values() if run["val_loss"] is not None]
+def losses(entry: Entry, of: Literal["val_loss", "holdout"] = "val_loss") -> list[float]:
+    """Return the final losses of ``entry``, one for each seed; or those on the second validation range."""
+    return [loss for run in by_seed(entry).values() if (loss := run[of]) is not None]
 
 
 def by_seed(entry: Entry) -> dict[int, RunLine]:

@@ -35,6 +35,7 @@ def check(run: Run) -> None:
     if run["schema"] >= 2:
         _verdict(run)
         _moments(run)
+        _holdout(run)
 
 
 def _wrong(field: str, expected: str, found: object) -> BadInput:
@@ -124,3 +125,10 @@ def _moments(run: Run) -> None:
     if run["timed_seconds"] > between + SLACK:
         wanted = f"at most the {between:.0f} s between started and ended"
         raise _wrong("timed_seconds", wanted, f"{run['timed_seconds']:.3f}")
+
+
+def _holdout(run: Run) -> None:
+    holdout = run.get("holdout")
+    if holdout and holdout["first"] < run["data"]["val_tokens"]:
+        wanted = f"at least data.val_tokens, {run['data']['val_tokens']}, where the first range ends"
+        raise _wrong("holdout.first", wanted, holdout["first"])

@@ -18,7 +18,7 @@ from jspeed.record.schema import SCHEMA, Run, Unsealed, check_kinds, check_plain
 
 SEALS = ("digests", "sha256")
 # A number that is not finite is written as null in these, where null is allowed, and refused anywhere else.
-NULLABLE = ("val_loss", "curve", "fields", "overrides", "loader", "probes", "gpus")
+NULLABLE = ("val_loss", "curve", "holdout", "fields", "overrides", "loader", "probes", "gpus")
 
 
 def write_run(folder: Path, run: Unsealed) -> Path:

@@ -126,6 +126,15 @@ class Data(OldData, Evidence):
     python: NotRequired[str]  # whose standard library the text is, with its version; absent for other text
 
 
+class Holdout(TypedDict):
+    """The loss on a second range of the validation tokens, evaluated once, after the clock had stopped."""
+
+    first: Tokens  # index of its first token
+    tokens: Tokens
+    sha256: str  # as data.val_sha256
+    val_loss: LossOrNull  # null when not finite
+
+
 class Kernels(TypedDict):
     """What attention and FP8 matmuls ran on."""
 
@@ -221,6 +230,7 @@ class Unsealed(Common):
     gpus: Gpus | None
     container: str | None  # JSPEED_CONTAINER, which a launcher sets to the image's digest
     environment: str  # SHA-256 of the names and versions of all installed packages
+    holdout: NotRequired[Holdout]  # where the track asks for one and the shards hold it
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     head_chunk: NotRequired[AtLeastOne | None]  # tokens of a row whose logits a step had at once; null, or none: all
     parameter_table: NotRequired[dict[str, Parameter]]  # by name; older runs have none

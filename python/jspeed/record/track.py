@@ -30,6 +30,8 @@ Rules = TypedDict(
         "data.python": NotRequired[str],
         "data.val_sha256": NotRequired[str],
         "data.train_sha256": NotRequired[str],
+        "holdout.first": NotRequired[AtLeastOne],
+        "holdout.sha256": NotRequired[str],
         "model.most_parameters": NotRequired[AtLeastOne],
         "hardware.platform": NotRequired[str],
         "hardware.kind": NotRequired[str],
@@ -77,6 +79,16 @@ class Track:
         if most and "parameter_table" not in run:
             return "its parameters are not listed, and the track limits them"
         return f"{total:,} parameters, more than the track's {most:,}" if most and total > most else None
+
+    def no_holdout(self, run: Unsealed) -> str | None:
+        """Return that a ``run`` with a loss lacks the one on the track's second validation range; None where not."""
+        first, sha256 = self.rules.get("holdout.first"), self.rules.get("holdout.sha256")
+        if first is None or run["val_loss"] is None:
+            return None
+        found = run.get("holdout")
+        if found and (found["first"], found["tokens"]) == (first, run["data"]["val_tokens"]):
+            return "another second validation range than the track's" if sha256 not in (None, found["sha256"]) else None
+        return f"not evaluated on the track's second validation range, from token {first:,} on"
 
     def hardware(self) -> str:
         """Return the hardware rule in words."""

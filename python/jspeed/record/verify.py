@@ -19,7 +19,7 @@ from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
 def verify(records: Records, now: datetime) -> list[Problem]:
     """Return everything that is wrong with ``records`` at the UTC time ``now``."""
-    checks = (recipes, parameters, moments, plans, seeds, data)
+    checks = (recipes, parameters, moments, plans, seeds, holdouts, data)
     return [*records.problems, *(problem for check in checks for problem in check(records, now))]
 
 
@@ -131,6 +131,19 @@ def seeds(records: Records, now: datetime) -> Iterator[Problem]:
         if other.run["initial_state"] != run["initial_state"]:
             wanted = f"{other.run['initial_state']}, that of {other.path.name}, which has the same seed"
             yield wrong(row.path, "initial_state", wanted, run["initial_state"])
+
+
+def holdouts(records: Records, now: datetime) -> Iterator[Problem]:
+    """Runs with the same first range of the same validation shards have the same second range."""
+    known: dict[tuple[str | None, str, int, int], Row] = {}
+    for row in evidence(records):
+        if mine := row.run.get("holdout"):
+            data = row.run["data"]
+            key = data["val_sha256"], data["val_fingerprint"], mine["first"], mine["tokens"]
+            other = known.setdefault(key, row)
+            theirs = other.run["holdout"]["sha256"]
+            if theirs != mine["sha256"]:
+                yield wrong(row.path, "holdout.sha256", f"{theirs[:12]}..., that of {other.path.name}", mine["sha256"])
 
 
 def data(records: Records, now: datetime) -> Iterator[Problem]:

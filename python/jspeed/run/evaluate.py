@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jspeed.data import Shards, TokenLoader
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put
 from jspeed.recipe import Context, Recipe
+from jspeed.record import remarks
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device
 from jspeed.run.compute.program import Program
@@ -35,11 +36,39 @@ class ValidationSet:
     mean_weight: float = 1.0
 
 
-def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
+class Holdout(NamedTuple):
+    """Rows of a second range of the validation tokens, ``[rows, eval_len + 1]``, from token ``first`` on."""
+
+    first: int
+    rows: np.ndarray
+
+    @property
+    def note(self) -> str | None:
+        """What to say where the shards end before it."""
+        if len(self.rows):
+            return None
+        return f"the validation shards end before token {self.first:,}: the track's second range is not evaluated"
+
+
+def read_holdout(shards: Shards, recipe: Recipe) -> Holdout | None:
+    """Return the second range that the recipe's track asks for, as long as the first; None where it asks for none.
+
+    A track is known in a checkout only, as runs that count are made in one. Nothing is trained, stopped or chosen by
+    this range: its loss is computed once, after the clock has stopped.
+    """
+    track = remarks.family(recipe.track, remarks.RECORDS).get(recipe.track)
+    first = track and track.rules.get("holdout.first")
+    if first is None:
+        return None
+    skipped = -(-max(first, recipe.eval_tokens) // recipe.eval_len)
+    return Holdout(skipped * recipe.eval_len, read_rows(shards, recipe, skipped))
+
+
+def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
     """Read the evaluation rows: ``[rows, eval_len + 1]`` as stored, contiguous, each row's last id only a target.
 
-    All of ``recipe.eval_tokens`` where the shards hold them, else as many whole rows as they do. Raises
-    :class:`BadInput` when they hold less than a row.
+    All of ``recipe.eval_tokens`` where the shards hold them after ``skipped`` rows, else as many whole rows as they do.
+    Raises :class:`BadInput` when they hold less than a row in all.
     """
     wanted = recipe.eval_tokens // recipe.eval_len
     loader = TokenLoader(
@@ -51,8 +80,8 @@ def read_rows(shards: Shards, recipe: Recipe) -> np.ndarray:
         prefetch=0,
     )
     with loader:
-        rows = [np.array(batch.tokens[0]) for batch in islice(loader, wanted)]
-    return np.stack(rows)
+        rows = [np.array(batch.tokens[0]) for batch in islice(loader, skipped, skipped + wanted)]
+    return np.stack(rows) if rows else np.empty((0, recipe.eval_len + 1), shards.dtype)
 
 
 def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -25,7 +25,7 @@ from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_accuracy, validation_loss
 from jspeed.run.evidence import probes, provenance
-from jspeed.run.evidence.data import of_data
+from jspeed.run.evidence.data import of_data, of_holdout
 from jspeed.run.output import console as output
 from jspeed.run.output.metrics_log import Progress
 from jspeed.run.setup import Setup
@@ -39,6 +39,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     """
     recipe, clock = setup.recipe, progress.clock
     probe_results: dict[str, probes.Verdict] = {}
+    holdout = None
     if state and progress.status in ("finished", "stopped"):
         try:
             with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
@@ -55,6 +56,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
                         keep_best(setup, progress, state["params"])
             with clock.section("probes"), output.waiting(console, "validity probes"):
                 probe_results = probes.run_all(setup, state, loss)
+            with clock.section("second validation range") if setup.holdout else nullcontext():
+                holdout = of_holdout(setup, state["params"])
         except KeyboardInterrupt:
             progress.status, probe_results = "interrupted", {}
     tensors: export.Tensors | None = None
@@ -143,6 +146,8 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "container": provenance.container(),
         "environment": environment,
     }
+    if holdout and val_loss is not None:
+        run["holdout"] = holdout
     source = setup.manifest.get("source") or {}
     if source.get("kind") == "stdlib":
         run["data"]["python"] = source["python"]

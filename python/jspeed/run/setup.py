@@ -70,6 +70,7 @@ class Setup:
     directory: RunDirectory
     program: Program
     validation: evaluate.ValidationSet
+    holdout: evaluate.Holdout | None
     state: State
     identity: dict[str, Any]
     record: dict[str, Any] | None
@@ -106,18 +107,17 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
         check_fits(folder, manifest, (shards, val_shards), *fits)
         rows = evaluate.read_rows(val_shards, recipe)
-        evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
-        recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
+        holdout = evaluate.read_holdout(val_shards, recipe)
+        all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
+        evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
+        recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
         loader = open_loader(recipe, shards, options.seed)
     departures = list(export.departures(options.init_from, found, manifest or {})) if options.init_from else []
     same = identity(options, found, shards, val_shards)
     how = {"mesh": dict(mesh.shape), "--attention": device.attention, "--checkpoint-every": options.checkpoint_every}
     how |= {"--no-preflight": not options.preflight, "attention backends": device.fallbacks}
-    how |= {
-        "--keep-best": options.keep_best,
-        "--stop-at-target": options.stop_at_target,
-        "--accuracy": options.accuracy,
-    }
+    how |= {"--keep-best": options.keep_best, "--stop-at-target": options.stop_at_target}
+    how |= {"--accuracy": options.accuracy, "second validation range": holdout and holdout.first}
     require_equal(same | how | {"--resume": options.resume, "jax": jax.__version__})
     checked = Preflight(device, own_kernels_asked=found.fields.get("OWN_KERNELS") == "on")
     if options.preflight:
@@ -138,8 +138,8 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
         output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
-        taken = taken_name(recipe.name, recipe.track, found.source_sha256)
-        for note in (found.note, *departures, device.note, platform_problem(device.platform), taken):
+        notes = platform_problem(device.platform), taken_name(recipe.name, recipe.track, found.source_sha256)
+        for note in (found.note, *departures, device.note, *notes, holdout and holdout.note):
             if note:
                 console.print(f"note: {note}", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))
@@ -200,6 +200,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         directory=directory,
         program=program,
         validation=validation,
+        holdout=holdout,
         state=state,
         identity=same,
         record=record,

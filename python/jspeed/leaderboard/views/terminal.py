@@ -107,6 +107,8 @@ def notes(entry: Entry) -> list[str]:
     """Return the notes under an entry's numbers: devices, changed fields, comparison, reasons."""
     facts = f"{entry['steps']:,} steps, {formatting.parameters(entry)}, {formatting.commit(entry['git'])}"
     lines = [f"{formatting.devices(entry['devices'])}, {facts}"]
+    if second := formatting.holdout(entry):
+        lines.append(second)
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:

@@ -13,8 +13,8 @@ from jspeed.data import Shards
 from jspeed.data.find_shards import HEADER_BYTES
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
-from jspeed.record.schema import Evidence
-from jspeed.run.evaluate import read_rows
+from jspeed.record.schema import Evidence, Holdout
+from jspeed.run.evaluate import read_rows, to_devices, validation_loss
 from jspeed.run.evidence.validation_overlap import TokenRange, overlap
 from jspeed.run.setup import Setup
 
@@ -34,8 +34,7 @@ def of_data(setup: Setup, hashed: bool) -> Evidence:
         if hashed:
             with ThreadPoolExecutor(min(16, cores())) as pool:
                 hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
-            ids = evaluated(setup).astype(setup.recipe.data.dtype.newbyteorder("<"))
-            val_sha256 = hashlib.sha256(ids.tobytes()).hexdigest()
+            val_sha256 = sha256_of_ids(evaluated(setup), setup)
     return {
         "val_sha256": val_sha256,
         "train_shards": [
@@ -48,8 +47,31 @@ def of_data(setup: Setup, hashed: bool) -> Evidence:
 
 def evaluated(setup: Setup) -> NDArray[np.unsignedinteger]:
     """Return the ids that the validation loss is a mean over and the one after them, whatever the rows: ``[N + 1]``."""
-    rows = read_rows(setup.val_shards, setup.recipe)
+    return ids_of(read_rows(setup.val_shards, setup.recipe))
+
+
+def ids_of(rows: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    """Return the ids in evaluation ``rows`` one after the other, and the one after them: ``[N + 1]``."""
     return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
+
+
+def sha256_of_ids(ids: NDArray[np.unsignedinteger], setup: Setup) -> str:
+    """Return the SHA-256 of evaluated ids, little-endian in the recipe's dtype."""
+    return hashlib.sha256(ids.astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()).hexdigest()
+
+
+def of_holdout(setup: Setup, params: Any) -> Holdout | None:
+    """Evaluate the track's second range of the validation tokens, if it has one, by the program of the first.
+
+    With several processes each must call this.
+    """
+    if setup.holdout is None or not len(setup.holdout.rows):
+        return None
+    first, rows = setup.holdout
+    validation = to_devices(rows, setup.program.eval_rows, setup.recipe, setup.mesh)
+    loss = validation_loss(setup.program.evaluate, params, validation)
+    sha256 = sha256_of_ids(ids_of(rows), setup)
+    return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}
 
 
 def overlap_of_run(setup: Setup) -> float:
