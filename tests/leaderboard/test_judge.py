@@ -243,6 +243,19 @@ def test_a_track_may_limit_parameters(records, tmp_path, total, listed):
     assert "at most 1,000 in total" in html([found["track"]], {}, {}, "the rule")
 
 
+def test_the_board_says_where_weights_are_kept(records, tmp_path):
+    folder = make_series(tmp_path / "s", [60.0, 61.0])
+    for run_dir in filter(Path.is_dir, folder.iterdir()):
+        (run_dir / "model.safetensors").write_bytes(b"weights")
+    store.add([folder], records, "https://example.org/<b>")
+    found = entries(records)
+    kept = [run["weights"]["kept"] for run in found["stdlib"]["runs"]]
+    assert kept[0] == "https://example.org/<b>/1-stdlib-s1/model.safetensors"
+    assert f"weights: seed 1 {kept[0]}, seed 2 {kept[1]}" in terminal.notes(found["stdlib"])
+    page = html([found["track"]], {}, {}, "the rule")
+    assert "seed 2: https://example.org/&lt;b&gt;/2-stdlib-s2/model.safetensors, 7 bytes, SHA-256" in page
+
+
 HOLDOUT = {"first": 131072, "tokens": 65536, "sha256": "ab" * 32, "val_loss": 1.41}
 
 

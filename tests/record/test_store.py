@@ -283,3 +283,45 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
 def test_the_current_folder_is_a_run_of_a_plan_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(make_series(tmp_path / "series", [60.0]) / "1-stdlib-s1")
     assert store.add([Path()], tmp_path / "records")
+
+
+def test_a_record_says_where_its_weights_are_kept(tmp_path: Path) -> None:
+    folder, records = make_series(tmp_path / "series", [60.0, 75.0]), tmp_path / "records"
+    for run_dir in folder.iterdir():
+        if run_dir.is_dir():
+            (run_dir / "model.safetensors").write_bytes(run_dir.name.encode())
+    paths = store.add([folder], records, "https://example.org/kept/")
+    found = store.load(records)
+    by_run = {kept["run"]: kept for kept in found.weights.values()}
+    assert len(by_run) == 2 and verify.verify(found, NOW) == []
+    name = "2-stdlib-s2"
+    assert by_run[json.loads(paths[1].read_text())["sha256"]] == {
+        "run": json.loads(paths[1].read_text())["sha256"],
+        "kept": f"https://example.org/kept/{name}/model.safetensors",
+        "bytes": len(name),
+        "sha256": hashlib.sha256(name.encode()).hexdigest(),
+    }
+    assert not list(records.rglob("*.safetensors")), "gigabytes stay where they are"
+    first = next(iter(found.weights))
+    first.write_text(first.read_text().replace("example.org", "example.com"))
+    assert "was changed, moved or renamed" in store.read(records).problems[0].text
+
+
+def test_weights_of_no_run(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "model.safetensors").write_bytes(b"weights")
+    (path,) = store.add([run_dir], tmp_path / "records", "/mnt/kept")
+    path.unlink()
+    (problem,) = [each.text for each in verify.verify(store.read(tmp_path / "records"), NOW)]
+    assert "weights-" in problem and "field 'run': expected the sha256 of a run beside it" in problem
+
+
+@pytest.mark.parametrize("kept", ["", " ", "two\nlines"])
+def test_a_place_of_weights_is_one_line(tmp_path: Path, kept: str) -> None:
+    (make_run(tmp_path / "run") / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(BadInput, match="--weights .*: expected one line, the address or path"):
+        store.add([tmp_path / "run"], tmp_path / "records", kept)
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="model.safetensors cannot be read .*; restore it, or leave out --weights"):
+        store.add([tmp_path / "run"], tmp_path / "records", "/mnt/kept")
+    assert not (tmp_path / "records").exists()

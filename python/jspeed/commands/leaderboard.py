@@ -28,16 +28,18 @@ RunFlags = Annotated[
 ]
 
 
-def add_(run_dir: Runs, records: RecordsFolder = None) -> None:
+def add_(run_dir: Runs, weights: Annotated[str | None, Wants("WHERE")] = None, records: RecordsFolder = None) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
     The repository's own page and README block are generated again then.
 
     Args:
         run_dir: Directories of runs, or of a whole plan with its runs.
+        weights: Also say, with its SHA-256, that model.safetensors of each run is kept for whoever asks, as
+            WHERE/RUN_DIR/model.safetensors: an address or a path. The file itself is not copied.
     """
     folder, own = places(records)
-    addition = store.check_runs(run_dir, folder)
+    addition = store.check_runs(run_dir, folder, weights)
     notes = dict.fromkeys(note for run in addition.runs.values() for note in remarks(run, folder))
     store.write_files(addition.files)
     for path in addition.runs:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypedDict
 from jspeed.leaderboard.stats import Test
 from jspeed.record.schema import Devices, Git, Status, Versions
 from jspeed.record.track import Rules
+from jspeed.record.weights import Weights
 
 
 class Spread(TypedDict):
@@ -48,6 +49,7 @@ class RunLine(TypedDict):
     file: str  # of the run.json, in the records folder
     commit: str | None
     plan: str | None  # start of the hash of its plan.json
+    weights: Weights | None  # where the parameters that it ended with are kept
     machine: str | None
 
 

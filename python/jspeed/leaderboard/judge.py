@@ -213,6 +213,7 @@ def run_line(records: Records, row: Row) -> RunLine:
         "timed_seconds": run["timed_seconds"], "wall_seconds": run["wall_seconds"], "steps": run["steps"],
         "started": run["started"], "file": row.path.relative_to(records.folder).as_posix(),
         "commit": run["git"]["commit"], "plan": row.plan and row.plan["sha256"][:8], "machine": run.get("machine"),
+        "weights": next((kept for kept in records.weights.values() if kept["run"] == run.get("sha256")), None),
     }  # fmt: skip
 
 

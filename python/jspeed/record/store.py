@@ -4,6 +4,7 @@
     TRACK/RECIPE/TIME-sSEED-HASH.json         a run.json, byte for byte
     TRACK/RECIPE/recipe-HASH.py               the source that runs name by its SHA-256
     TRACK/RECIPE/plan-HASH.json               a plan.json that runs name by its hash
+    TRACK/RECIPE/weights-HASH.json            where the parameters that a run ended with are kept
     history/  ideas/                          what others measured; recipes that did not improve on their parent
 
 A file's name holds the start of its content's hash, so an edited file no longer matches its name.
@@ -30,6 +31,8 @@ from jspeed.record.run_json import parse_run, read_content, read_run
 from jspeed.record.schema import SCHEMA, PlaceInPlan, Run, shards_of
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
+from jspeed.record.weights import NAME as WEIGHTS
+from jspeed.record.weights import Weights, parse_weights, weights_name, weights_of
 
 RUN = re.compile(r"\d{8}T\d{6}Z-s\d+-[0-9a-f]{8}\.json")
 PLAN = re.compile(r"plan-[0-9a-f]{8}\.json")
@@ -73,12 +76,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Records:
-    """A records folder as read: plans and recipe sources by hash, and problems with files that could not be read."""
+    """A records folder as read: plans and sources by hash, weights by path, and problems with unreadable files."""
 
     folder: Path
     rows: list[Row] = field(default_factory=list)
     plans: dict[str, PlanFile] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    weights: dict[Path, Weights] = field(default_factory=dict)
     tracks: dict[str, Track] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -154,6 +158,9 @@ def _read_file(records: Records, path: Path) -> None:
         digest = hashlib.sha256(content).hexdigest()
         _check_place(path, within, within.with_name(source_name(digest)), records.folder)
         records.sources[digest] = content.decode(errors="replace")
+    elif WEIGHTS.fullmatch(path.name):
+        _check_place(path, within, within.with_name(weights_name(content)), records.folder)
+        records.weights[path] = parse_weights(content, path)
     else:
         raise BadInput(
             f"{path} is not a record: expected the name of a run, a plan, a recipe's source or {TRACK_NAME}; "
@@ -222,10 +229,11 @@ class Addition(NamedTuple):
     files: dict[Path, bytes]
 
 
-def check_runs(run_dirs: Sequence[Path], folder: Path) -> Addition:
+def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = None) -> Addition:
     """Check the runs in ``run_dirs`` for the records ``folder``, and return what to write there; write nothing.
 
     A directory with a plan.json stands for the runs of that plan that are in it. The records folder need not exist.
+    ``weights``: where the runs' folders are kept for others, to be said beside their records.
     Raises BadInput for a run that is malformed, not a result, failed a probe, has no source beside it, or is there
     already, itself or another one in its place of the plan.
     """
@@ -250,15 +258,16 @@ def check_runs(run_dirs: Sequence[Path], folder: Path) -> Addition:
                 )
         addition.runs[path], addition.files[path] = run, content
         addition.files[path.with_name(source_name(run["recipe_sha256"]))] = _source_beside(run, source)
+        addition.files.update({} if weights is None else weights_of(run, source.parent, weights, path.parent))
         if plan:
             text = json.dumps(plan, indent=2) + "\n"
             addition.files[path.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])] = text.encode()
     return addition
 
 
-def add(run_dirs: Sequence[Path], folder: Path) -> list[Path]:
+def add(run_dirs: Sequence[Path], folder: Path, weights: str | None = None) -> list[Path]:
     """Check the runs in ``run_dirs`` and write them into the records ``folder``, all of them or none."""
-    addition = check_runs(run_dirs, folder)
+    addition = check_runs(run_dirs, folder, weights)
     write_files(addition.files)
     return list(addition.runs)
 

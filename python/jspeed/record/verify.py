@@ -19,7 +19,7 @@ from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
 def verify(records: Records, now: datetime) -> list[Problem]:
     """Return everything that is wrong with ``records`` at the UTC time ``now``."""
-    checks = (recipes, parameters, moments, plans, seeds, holdouts, data)
+    checks = (recipes, parameters, moments, plans, seeds, holdouts, data, weights)
     return [*records.problems, *(problem for check in checks for problem in check(records, now))]
 
 
@@ -163,3 +163,11 @@ def data(records: Records, now: datetime) -> Iterator[Problem]:
                 place = f"data.train_shards[{index}].sha256"
                 yield wrong(row.path, place, f"{wanted[:12]}..., that of {other.path.name}", f"{found[:12]}...")
                 break
+
+
+def weights(records: Records, now: datetime) -> Iterator[Problem]:
+    """Every weights-HASH.json is beside the run that it names."""
+    beside = {(row.path.parent, row.run["sha256"]) for row in evidence(records)}
+    for path, kept in records.weights.items():
+        if (path.parent, kept["run"]) not in beside:
+            yield wrong(path, "run", "the sha256 of a run beside it", f"{kept['run'][:12]}...")

@@ -109,6 +109,8 @@ def notes(entry: Entry) -> list[str]:
     lines = [f"{formatting.devices(entry['devices'])}, {facts}"]
     if second := formatting.holdout(entry):
         lines.append(second)
+    if kept := [f"seed {run['seed']} {run['weights']['kept']}" for run in entry["runs"] if run["weights"]]:
+        lines.append(f"weights: {', '.join(kept)}")
     if entry["overrides"]:
         lines.append("with " + ", ".join(f"{name}={value}" for name, value in sorted(entry["overrides"].items())))
     if entry["better"]:
