@@ -49,7 +49,7 @@ def test_the_second_range_is_the_first_of_shards_that_begin_there(tmp_path, monk
     assert training(tmp_path / "with") == training(tmp_path / "without") and found["reached"] == without["reached"]
     losses = [[point["val_loss"] for point in each["curve"]] for each in (found, without)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    (entry,) = [entry for entry in found["ledger"] if entry["name"] == "second validation range"]
+    (entry,) = [entry for entry in found["ledger"] if entry["name"] == "second range"]
     after = found["ledger"][found["ledger"].index(entry) :]
     assert not any(each["timed"] for each in after), "it comes after the clock has stopped"
 

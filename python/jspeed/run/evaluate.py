@@ -57,7 +57,7 @@ def read_holdout(shards: Shards, recipe: Recipe) -> Holdout | None:
     this range: its loss is computed once, after the clock has stopped.
     """
     track = remarks.family(recipe.track, remarks.RECORDS).get(recipe.track)
-    first = track and track.rules.get("holdout.first")
+    first = track.rules.get("holdout.first") if track else None
     if first is None:
         return None
     skipped = -(-max(first, recipe.eval_tokens) // recipe.eval_len)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import cast
@@ -56,8 +56,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
                         keep_best(setup, progress, state["params"])
             with clock.section("probes"), output.waiting(console, "validity probes"):
                 probe_results = probes.run_all(setup, state, loss)
-            with clock.section("second validation range") if setup.holdout else nullcontext():
-                holdout = of_holdout(setup, state["params"])
+            if setup.holdout and len(setup.holdout.rows):
+                with clock.section("second range"), output.waiting(console, "second validation range"):
+                    holdout = of_holdout(setup, setup.holdout, state["params"])
         except KeyboardInterrupt:
             progress.status, probe_results = "interrupted", {}
     tensors: export.Tensors | None = None

@@ -14,7 +14,7 @@ from jspeed.data.find_shards import HEADER_BYTES
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 from jspeed.record.schema import Evidence, Holdout
-from jspeed.run.evaluate import read_rows, to_devices, validation_loss
+from jspeed.run import evaluate
 from jspeed.run.evidence.validation_overlap import TokenRange, overlap
 from jspeed.run.setup import Setup
 
@@ -47,7 +47,7 @@ def of_data(setup: Setup, hashed: bool) -> Evidence:
 
 def evaluated(setup: Setup) -> NDArray[np.unsignedinteger]:
     """Return the ids that the validation loss is a mean over and the one after them, whatever the rows: ``[N + 1]``."""
-    return ids_of(read_rows(setup.val_shards, setup.recipe))
+    return ids_of(evaluate.read_rows(setup.val_shards, setup.recipe))
 
 
 def ids_of(rows: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
@@ -60,16 +60,11 @@ def sha256_of_ids(ids: NDArray[np.unsignedinteger], setup: Setup) -> str:
     return hashlib.sha256(ids.astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()).hexdigest()
 
 
-def of_holdout(setup: Setup, params: Any) -> Holdout | None:
-    """Evaluate the track's second range of the validation tokens, if it has one, by the program of the first.
-
-    With several processes each must call this.
-    """
-    if setup.holdout is None or not len(setup.holdout.rows):
-        return None
-    first, rows = setup.holdout
-    validation = to_devices(rows, setup.program.eval_rows, setup.recipe, setup.mesh)
-    loss = validation_loss(setup.program.evaluate, params, validation)
+def of_holdout(setup: Setup, holdout: evaluate.Holdout, params: Any) -> Holdout:
+    """Evaluate the track's second range of the validation tokens by the program of the first; every process must."""
+    first, rows = holdout
+    validation = evaluate.to_devices(rows, setup.program.eval_rows, setup.recipe, setup.mesh)
+    loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
     sha256 = sha256_of_ids(ids_of(rows), setup)
     return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}
 
