@@ -94,7 +94,7 @@ def test_after_add_the_page_is_made_and_verify_passes(checkout, tmp_path, capsys
 
 
 def test_other_records_leave_the_repositorys_page_alone(checkout, tmp_path, records):
-    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records=records)
     assert not (checkout / "site").exists() and (checkout / "README.md").read_text() == MARKERS
     with pytest.raises(BadInput, match=r"--records .*: .*site and README\.md belong to .*; give --out DIR"):
         board.page_(records=records)
@@ -158,7 +158,7 @@ def test_help_says_that_a_record_is_optional():
 
 
 def test_verify_of_one_file_however_its_path_is_written(tmp_path, records, capsys, monkeypatch):
-    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records)
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0]),), records=records)
     path = next(records.rglob("*-s2-*.json"))
     rewrite(path, "timed_seconds", value=50.0)
     monkeypatch.chdir(tmp_path)
