@@ -28,7 +28,7 @@ RunFlags = Annotated[
 ]
 
 
-def add_(run_dir: Runs, weights: Annotated[str | None, Wants("WHERE")] = None, records: RecordsFolder = None) -> None:
+def add_(run_dir: Runs, records: RecordsFolder = None, weights: Annotated[str | None, Wants("WHERE")] = None) -> None:
     """Copy runs with their recipe and plan into the records folder; all of them, or none.
 
     The repository's own page and README block are generated again then.
