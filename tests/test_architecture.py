@@ -103,6 +103,18 @@ def test_imports_only_rooms_below(path: Path):
             assert parts[0] not in ("jax", "jaxlib", "optax"), f"{own} imports {name}"
 
 
+def test_no_modules_import_each_other():
+    """Not in a circle of several either, and imports in the body of a function count."""
+    names = {".".join(("jspeed", *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
+    left = {
+        name: {found if found in names else found.rpartition(".")[0] for found in imports(path)} & names.keys()
+        for name, path in names.items()
+    }
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert not left, f"a circle among {', '.join(sorted(left))}"
+
+
 def test_floors_lie_on_each_other():
     """Nobody may import upwards, nor on its own floor."""
     below: set[str] = set()

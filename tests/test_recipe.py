@@ -14,6 +14,7 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, recipe_hash
+from jspeed.record.remarks import RECORDS
 from jspeed.record.schema import check_plain, count_parameters
 from jspeed.run.find_recipe import find
 from jspeed.run.recipe_names import known_recipes
@@ -111,6 +112,12 @@ def test_fields_come_back_from_json(name):
     assert recipe_hash(found.source, fields) == found.hash
     again = find(name, [f"{field}={value!r}" for field, value in fields.items()], trace=False)
     assert again.fields == found.fields and again.hash == found.hash
+
+
+def test_every_track_that_a_recipe_names_has_rules():
+    tracks = {name: find(name, trace=False).recipe.track for name in known_recipes()}
+    assert all((RECORDS / track / "track.toml").is_file() for track in tracks.values() if track)
+    assert tracks["gpt2"] is None
 
 
 def test_reading_a_recipe_starts_no_backend():

@@ -187,7 +187,6 @@ class Recipe:
 
     name: FolderName
     parent: FolderName | None
-    track: FolderPath
     data: Data
     target_loss: float
     parameters: Mapping[str, Any]
@@ -201,6 +200,7 @@ class Recipe:
     eval_len: Count
     attention_width: Count
     layers: Annotated[int, integer(1, MOST_LAYERS)]
+    track: FolderPath | None = None
     eval_windows: tuple[Count, ...] = ()
     eval_max_doc_len: Count | None = None
     alike: bool = False

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import tokenise, tokenizers
-from jspeed.corpus.tokenizer_file import gpt2_facts, is_gpt2
+from jspeed.corpus.gpt2_tokenizer import gpt2_facts, is_gpt2
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput

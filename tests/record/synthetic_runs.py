@@ -27,7 +27,7 @@ def loss(x):
 '''
 PROBES = (
     "causality normalisation evaluation_leaves_state evaluation_repeats evaluation_stays_on_device "
-    "warm_up_leaves_state no_overlap"
+    "replicas_agree warm_up_leaves_state no_overlap"
 ).split()
 SHA = "c3ae961c6afbe3bff079f103d174859f3ec55e0666560101df3716e5bd4e046a"
 

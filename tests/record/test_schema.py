@@ -100,6 +100,15 @@ def test_runs_from_before_the_preflight_have_no_kernels() -> None:
     assert message(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
 
 
+def test_every_probe_is_required_of_a_run_that_had_it() -> None:
+    for name in consistent.PROBES:
+        probes = {key: value for key, value in RUN["probes"].items() if key != name}
+        assert message(RUN | {"probes": probes}).startswith(f"field 'probes.{name}': expected a verdict")
+    probes = {key: value for key, value in RUN["probes"].items() if key != "replicas_agree"}
+    older = {key: value for key, value in RUN.items() if key != "kernels"}
+    consistent.check(older | {"probes": probes})
+
+
 def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
     validate({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
     validate(RUN | {"head_chunk": None})

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jspeed.corpus.tokenizer_file import gpt2_facts
+from jspeed.corpus.gpt2_tokenizer import gpt2_facts
 from jspeed.corpus.tokenizers import GPT2, Tokenizer, tokenizer_of
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput

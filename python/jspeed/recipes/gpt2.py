@@ -145,7 +145,6 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
 RECIPE = Recipe(
     name="gpt2",
     parent="llmc",
-    track="shakespeare/any",
     data=Data("shakespeare", vocab_size=VOCAB, bos_id=BOS),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,

@@ -121,7 +121,6 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
 RECIPE = Recipe(
     name="microgpt-names",
     parent=None,
-    track="names/cpu",
     data=Data("names", vocab_size=VOCAB, bos_id=BOS, shuffle_block=LANE_LEN),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,

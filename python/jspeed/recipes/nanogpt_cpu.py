@@ -150,7 +150,6 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN),)
 RECIPE = Recipe(
     name="nanogpt-cpu",
     parent="nanogpt",
-    track="shakespeare/any",
     data=Data("shakespeare-char", vocab_size=VOCAB, bos_id=0, windows="random"),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,

@@ -159,7 +159,6 @@ STAGES = (Stage(steps=STEPS, lane_len=LANE_LEN, scored=columns(VOCAB, EXACT_TOKE
 RECIPE = Recipe(
     name="tinystories",
     parent="fineweb-cpu",
-    track="tinystories/any",
     data=Data("tinystories", vocab_size=50_257, bos_id=BOS, shuffle_block=LANE_LEN),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,

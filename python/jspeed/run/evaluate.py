@@ -56,7 +56,7 @@ def read_holdout(shards: Shards, recipe: Recipe) -> Holdout | None:
     A track is known in a checkout only, as runs that count are made in one. Nothing is trained, stopped or chosen by
     this range: its loss is computed once, after the clock has stopped.
     """
-    track = remarks.family(recipe.track, remarks.RECORDS).get(recipe.track)
+    track = remarks.family(recipe.track, remarks.RECORDS).get(recipe.track) if recipe.track else None
     first = track.rules.get("holdout.first") if track else None
     if first is None:
         return None

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 from jax.experimental import multihost_utils
 
-from jspeed.corpus.tokenizer_file import gpt2_facts
+from jspeed.corpus.gpt2_tokenizer import gpt2_facts
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
 from jspeed.files import atomic_path, open_regular, read_json, sha256_of

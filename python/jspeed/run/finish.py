@@ -93,7 +93,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         "fields": as_json(setup.found.fields),
         "overrides": as_json(setup.found.overrides),
         "parent": recipe.parent,
-        "track": recipe.track,
+        "track": recipe.track or recipe.data.name,  # which no rules rank
         "seed": setup.options.seed,
         "status": progress.status,
         "reached": reached,

@@ -138,8 +138,9 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             copy_tokenizer(folder, run_dir, config["tokenizer"])
             write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
         output.opening(console, opening_facts(options, found, recipe, mesh, device, parts, folder, shards))
-        notes = platform_problem(device.platform), taken_name(recipe.name, recipe.track, found.source_sha256)
-        for note in (found.note, *departures, device.note, *notes, holdout and holdout.note):
+        taken = taken_name(recipe.name, recipe.track or recipe.data.name, found.source_sha256)
+        notes = platform_problem(device.platform), taken, holdout and holdout.note
+        for note in (found.note, *departures, device.note, *notes):
             if note:
                 console.print(f"note: {note}", markup=False, soft_wrap=True)
         seed = put(np.asarray(options.seed, np.uint32), replicated(mesh))

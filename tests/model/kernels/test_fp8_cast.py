@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model.fp8 import E4M3, E5M2
+from jspeed.model.fp8 import E4M3, E5M2, quantise
 from jspeed.model.kernels import fp8_cast
 
 N, M = 256, 384
@@ -51,6 +51,7 @@ def test_a_cast_matches_its_reference_and_float64(dtype, scale):
     x = drawn(0, 3.0)
     found = fp8_cast.cast(x, jnp.float32(scale), dtype, interpret=True)
     agree(found, fp8_cast.cast_reference(x, jnp.float32(scale), dtype))
+    np.testing.assert_array_equal(exact(found[0]), exact(quantise(x, jnp.float32(scale), dtype)))
     expected = rounded(divided(exact(x), scale), dtype)
     np.testing.assert_array_equal(exact(found[0]), expected)
     np.testing.assert_array_equal(exact(found[2]), by_block(expected))

@@ -2,8 +2,8 @@
 
 cuBLASLt contracts FP8 matrices over the last axis of both only, so the weight gradient needs the transposed copy. XLA
 writes both in one pass too, but computes the amax in another. This kernel loads a block, rounds it, and stores the
-block, its transpose and its amax. It has a reference in plain JAX with the
-same results. No GPU has run it: JAX's interpreter has, and a compiler for sm_90.
+block, its transpose and its amax. It has a reference in plain JAX with the same results. No GPU has run it: JAX's
+interpreter has, and a compiler for sm_90.
 """
 
 from functools import partial
@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
-from jspeed.model.fp8 import quantise
 from jspeed.model.kernels.attention_backends import Refused
 
 BLOCK = 128  # rows and columns of a program, and the bytes that it writes of a row of either copy
@@ -33,7 +32,7 @@ def fits(*sizes: int) -> bool:
 
 @partial(jax.jit, static_argnames=("dtype", "interpret"))  # one trace: equal calls are equal in HLO
 def cast(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike, *, interpret: bool = False) -> Copies:
-    """Return ``quantise(x, scale, dtype)``, its transpose, and the amax of each block as rounded.
+    """Return ``fp8.quantise(x, scale, dtype)``, its transpose, and the amax of each block as rounded.
 
     ``x_NM`` is bf16 or fp32, ``scale`` an fp32 scalar. Raises Refused unless N and M are multiples of BLOCK.
     """
@@ -58,7 +57,7 @@ def cast(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike, *, interpret: bool
 
 def cast_reference(x_NM: jax.Array, scale: jax.Array, dtype: DTypeLike) -> Copies:
     """:func:`cast` in plain JAX."""
-    q_NM = quantise(x_NM, scale, dtype)
+    q_NM = _rounded(x_NM.astype(jnp.float32) * (1 / scale), dtype)
     return q_NM, q_NM.T, _largest(q_NM.reshape(q_NM.shape[0] // BLOCK, BLOCK, -1, BLOCK), (1, 3))
 
 
