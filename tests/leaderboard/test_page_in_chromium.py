@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from jspeed.leaderboard.views import page
-from jspeed.plan.views.report import plan_html
 from jspeed.record import store
 
-from ..plan.test_report import PLAN
 from . import chromium, many_records
 
 # Marks, because pytest takes a module that skips itself for no tests at all, and that for a failure.
@@ -128,18 +126,6 @@ def test_it_fits_the_window(tab, site, width, dark):
     if folder := os.environ.get("JSPEED_SCREENSHOTS"):
         tab.open(site)
         tab.picture(Path(folder) / f"{width}-{'dark' if dark else 'light'}.png")
-
-
-@pytest.mark.parametrize(("width", "dark"), SIZES)
-def test_a_plans_page_fits_the_window_and_fills_it(tab, tmp_path, width, dark):
-    plan_html(tmp_path / "plan.html", PLAN)
-    tab.size(width, dark=dark)
-    tab.open(tmp_path / "plan.html")
-    assert tab.run("document.documentElement.scrollWidth") <= width
-    tops = tab.run("[...document.querySelectorAll('section')].map(s => s.getBoundingClientRect().top)")
-    assert width < 1000 or len(set(tops)) <= len(tops) - 4, "narrow tables stand side by side"
-    if folder := os.environ.get("JSPEED_SCREENSHOTS"):
-        tab.picture(Path(folder) / f"plan-{width}-{'dark' if dark else 'light'}.png")
 
 
 def axe() -> Path | None:

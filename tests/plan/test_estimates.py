@@ -55,7 +55,6 @@ def test_gpt2_sizing(gpt2):
     assert total == 874_944_921_600 and total // 3 == 291_648_307_200
     gains = 25 * 768
     assert total + 1024 * 6 * gains == 875_062_886_400
-    assert estimates.days(6 * without_biases * 300e9, 8, 312e12, 0.3) == pytest.approx(3.46, abs=0.005)
 
 
 def test_gpt3_on_8_and_64_devices():
@@ -184,24 +183,6 @@ def test_fewer_tokens_at_once_keep_less(gpt2):
     assert whole.kept == halves.kept
 
 
-def test_chinchilla_as_published():
-    """nanoGPT's scaling_laws notebook: its grid for approach 3, its line for approach 2."""
-    assert estimates.chinchilla_loss(1e12, 1e12) == pytest.approx(1.9031, abs=5e-5)
-    sizes = 10 ** np.arange(8, 11, 2**-4)
-    compute = 2.21e19
-    best = min(sizes, key=lambda n: estimates.chinchilla_loss(n, compute / (6 * n)))
-    assert best == pytest.approx(316.23e6, rel=1e-4)
-    assert compute / (6 * best) == pytest.approx(11.65e9, rel=1e-3)
-    size, tokens = estimates.best_for_flops(compute)
-    assert abs(math.log10(size / best)) < 2**-5  # nearer than the grid's next point
-    assert 6 * size * tokens == pytest.approx(compute)
-    assert estimates.tokens_by_approach_3(size) == pytest.approx(tokens)
-    for other in (0.99 * size, 1.01 * size):
-        assert estimates.chinchilla_loss(size, tokens) < estimates.chinchilla_loss(other, compute / (6 * other))
-    assert estimates.fit_approach_2()[0] == pytest.approx(1.04096, abs=5e-6)
-    assert estimates.tokens_by_approach_2(124e6) == pytest.approx(2.2924e9, rel=2e-5)
-
-
 def test_a_gpt_by_numbers_can_be_trained():
     recipe = estimates.gpt(1, 8, 2, vocab=50_304, context=16, lanes=2)
     params = jax.eval_shape(lambda: init_parameters(recipe.parameters, jax.random.key(0)))
@@ -215,9 +196,9 @@ def test_every_number_is_printed_with_a_formula(r21):
     print_estimates(console, r21, "zero1", EIGHT, 80_000_000_000)
     text = console.file.getvalue()
     rows = [line for line in text.splitlines() if "  " in line.strip()]
-    assert len(rows) > 30 and all(len(re.split(r"\s{2,}", row.strip())) >= 2 for row in rows)
+    assert len(rows) > 20 and all(len(re.split(r"\s{2,}", row.strip())) >= 2 for row in rows)
     assert "275,742,774" in text and "48 x in 768 x out 768, of which 4 are padding" in text
-    assert f"{matmul_parameters(r21.parameters):,}" in text and "20 x N" in text
+    assert f"{matmul_parameters(r21.parameters):,}" in text
 
 
 @pytest.mark.parametrize(

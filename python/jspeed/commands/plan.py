@@ -32,7 +32,6 @@ def plan(
     micro_batch: Annotated[int | None, Wants("TOKENS")] = None,
     against: Annotated[str | None, Wants("RECIPE")] = None,
     gpt3: bool = False,
-    flops: Annotated[float | None, Wants("FLOPS")] = None,
     compile: bool = True,
     search_: bool = False,
     bytes_: bool = False,
@@ -55,10 +54,8 @@ def plan(
         mesh: Mesh axes and sizes, for example data=8 or data=4,model=2.
         micro_batch: Tokens per device in a micro-batch.
         against: Another recipe to plan for the same target and micro-batch, and to compare with; --set is not its.
-        flops: Print the compute-optimal model size and tokens for a training budget in FLOPs, such as 2.21e19.
         gpt3: GPT-3 175B, without compiling.
-        compile: Compile the step; --no-compile prints only what formulas give: parameters, memory, FLOPs,
-            compute-optimal tokens.
+        compile: Compile the step; --no-compile prints only what formulas give: parameters, memory, FLOPs.
         search_: Compile the last stage with every layout and micro-batch, and print the table, best first.
         bytes_: Compile the last stage's step alone, and print the bytes it moves by source line, most first.
         strict: Exit with 1 when a finding is an error, or the recipe does not fit.
@@ -78,14 +75,13 @@ def plan(
 
         from jspeed.parallel.mesh import check_xla_flags, parse_mesh
         from jspeed.plan.compile import hardware_for
-        from jspeed.plan.estimates import PRESETS, abstract_mesh, best_sizes, preset
+        from jspeed.plan.estimates import PRESETS, abstract_mesh, preset
         from jspeed.plan.plan import candidates, make_plan, require_devices, search
         from jspeed.plan.target import missing, parse_target
         from jspeed.plan.traffic import of_last_step
         from jspeed.plan.views import terminal
         from jspeed.plan.views.estimates import print_estimates
         from jspeed.plan.views.plot import plan_svg
-        from jspeed.plan.views.report import plan_html
         from jspeed.run.find_recipe import find
 
     check_xla_flags()
@@ -99,12 +95,6 @@ def plan(
     def only(usable: Collection[str], why: str) -> None:
         refuse([flag for flag, value in given.items() if value is not None and flag not in usable], why)
 
-    if flops is not None:
-        given |= {"a recipe": recipe or gpt3 or None, "--target": target if target != "h100x8" else None}
-        given |= {"--layout": layout if layout != DEFAULT_LAYOUT else None, "--no-compile": None if compile else True}
-        only((), "--flops asks which size is best")
-        print("\n".join(best_sizes(flops)))
-        return 0
     check_folders({"--json": json_, "--svg": svg, "--html": html})
     cluster = parse_target(target)
     if memory_fraction is None:
@@ -162,7 +152,7 @@ def plan(
     if svg:
         plan_svg(svg, made)
     if html:
-        plan_html(html, made)
+        terminal.plan_html(html, made)
     terminal.last_line(html)
     errors = [finding for finding in made["doctor"] if finding["level"] == "error"]
     return 1 if strict and (errors or not made["fits"]) else 0

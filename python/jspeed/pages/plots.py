@@ -12,7 +12,7 @@ BLUE, ORANGE, GREEN, RED, PINK, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 INK, EDGE, PALE = "#333333", "#999999", "#dddddd"
 
 
-def svg(size: tuple[float, float], draw: Callable[["Figure"], None], background: str = "white") -> str:
+def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
     """Return what ``draw`` puts into an empty figure of ``size`` inches; text in it stays text."""
     # Imported here because it takes a second, which a run without a plot should not pay. A bare Figure needs
     # neither a display nor pyplot's global state.
@@ -22,7 +22,7 @@ def svg(size: tuple[float, float], draw: Callable[["Figure"], None], background:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # the user's own style would make other bytes
         matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
-        figure = Figure(figsize=size, layout="constrained", facecolor=background)
+        figure = Figure(figsize=size, layout="constrained", facecolor="white")
         draw(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})

@@ -1,4 +1,4 @@
-"""Estimates for a recipe without a compiler or a device: parameters, memory, FLOPs, compute-optimal tokens.
+"""Estimates for a recipe without a compiler or a device: parameters, memory, FLOPs.
 
 Memory that persists between steps (parameters, optimizer state) is exact: it follows from the shapes and shardings of
 training. What a step adds is an estimate by formula; ``plan.py`` without ``--no-compile`` compiles the step instead.
@@ -32,26 +32,6 @@ PRESETS: dict[str, dict[str, int]] = {
     "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25},
     "gpt3": {"layers": 96, "width": 12_288, "heads": 96, "context": 2048, "lanes": 1536, "steps": 95_367},
 }
-
-# Chinchilla's scaling laws (Hoffmann et al. 2022, arXiv 2203.15556) were measured on another text and tokenizer than
-# FineWeb with GPT-2's, with learning rates that fall to a tenth over the whole run, and with Adam. Losses are those of
-# that text; ratios transfer better. Besiroglu et al. 2024 (arXiv 2404.10102) refit the third approach and find its
-# published constants and their error bars doubtful.
-TOKENS_PER_PARAMETER = 20  # on which the three approaches agree around 1e9 parameters (abstract, table 3)
-# Approach 3, equation 10: L(N, D) = E + A / N^alpha + B / D^beta.
-E, A, B, ALPHA, BETA = 1.69, 406.4, 410.7, 0.34, 0.28
-# Approach 2, table A3: parameters and the tokens at which they are compute-optimal.
-TABLE_A3 = (
-    (400e6, 7.7e9),
-    (1e9, 20.0e9),
-    (10e9, 219.5e9),
-    (67e9, 1.7e12),
-    (175e9, 4.3e12),
-    (280e9, 7.1e12),
-    (520e9, 13.4e12),
-    (1e12, 26.5e12),
-    (10e12, 292.0e12),
-)
 
 
 class Memory(NamedTuple):
@@ -185,11 +165,6 @@ def flops_without_mask(recipe: Recipe, stage: Stage) -> int:
     return 6 * active_matmul_parameters(recipe, stage) + 12 * recipe.layers * recipe.attention_width * stage.lane_len
 
 
-def days(flops: float, devices: int, peak: float, fraction: float) -> float:
-    """Days that ``flops`` take on ``devices`` of ``peak`` FLOPs a second each, of which ``fraction`` is reached."""
-    return flops / (devices * peak * fraction) / 86_400
-
-
 def zero3_bytes(parameters: int, devices: int) -> dict[str, float]:
     """Bytes a device of mixed-precision Adam's state, sharded evenly (ZeRO stage 3, arXiv 1910.02054): 16 a parameter.
 
@@ -197,60 +172,6 @@ def zero3_bytes(parameters: int, devices: int) -> dict[str, float]:
     """
     sizes = {"parameters, bf16": 2, "gradients, bf16": 2, "master copy, fp32": 4, "Adam's moments, fp32": 8}
     return {name: size * parameters / devices for name, size in sizes.items()}
-
-
-def chinchilla_loss(parameters: float, tokens: float) -> float:
-    """Predicted loss in nats per token of Chinchilla's own text: ``E + A / N^alpha + B / D^beta``."""
-    return E + A / parameters**ALPHA + B / tokens**BETA
-
-
-def best_for_flops(flops: float) -> tuple[float, float]:
-    """Return (parameters, tokens) with the least :func:`chinchilla_loss` among all with ``6 N D = flops``.
-
-    Equation 4: ``N = G (C / 6)^(beta / (alpha + beta))`` and ``D = (C / 6)^(alpha / (alpha + beta)) / G`` with
-    ``G = (alpha A / (beta B))^(1 / (alpha + beta))``.
-    """
-    ratio = _chinchilla_ratio()
-    return ratio * (flops / 6) ** (BETA / (ALPHA + BETA)), (flops / 6) ** (ALPHA / (ALPHA + BETA)) / ratio
-
-
-def best_sizes(flops: float) -> list[str]:
-    """Return lines that say the best size and tokens for ``flops`` of training (6 N D) by each approach.
-
-    Raises BadInput for a number that is no amount of work.
-    """
-    if not 0 < flops < math.inf:
-        raise BadInput(f"--flops {flops}: expected a number of FLOPs above 0, such as 2.21e19")
-    size, tokens = best_for_flops(flops)
-    slope, height = fit_approach_2()
-    on_line = 10 ** ((math.log10(flops / 6) - height) / (1 + slope))
-    simple = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
-    rows = {"approach 3": (size, tokens), "approach 2": (on_line, flops / 6 / on_line)}
-    rows[f"{TOKENS_PER_PARAMETER} x N"] = simple, flops / 6 / simple
-    return [
-        f"{name:>10}: {n / 1e6:,.1f} M parameters, {d / 1e9:,.2f} B tokens, loss {chinchilla_loss(n, d):.3f} "
-        "on Chinchilla's text"
-        for name, (n, d) in rows.items()
-    ]
-
-
-def tokens_by_approach_3(parameters: float) -> float:
-    """Tokens at which ``parameters`` are the best size by approach 3: :func:`best_for_flops` solved for C."""
-    return best_for_flops(6 * (parameters / _chinchilla_ratio()) ** ((ALPHA + BETA) / BETA))[1]
-
-
-def tokens_by_approach_2(parameters: float) -> float:
-    """Tokens for ``parameters`` on the straight line, log against log, through table A3 (approach 2)."""
-    slope, height = fit_approach_2()
-    return 10 ** (slope * math.log10(parameters) + height)
-
-
-def fit_approach_2() -> tuple[float, float]:
-    """Return (slope, height at one parameter) of that line in powers of ten, by least squares."""
-    points = [(math.log10(n), math.log10(d)) for n, d in TABLE_A3]
-    x, y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    slope = sum((n - x) * (d - y) for n, d in points) / sum((n - x) ** 2 for n, _ in points)
-    return slope, y - slope * x
 
 
 def _local_bytes(tree: Any) -> int:
@@ -286,7 +207,3 @@ def _kept_for_backward(spec: ParamSpec) -> int:
         return 0
     inputs, *outputs = (n for n, axis in sizes if axis not in ("layer", "matrix", "table"))
     return _itemsize(spec) * (stacked - spec.padding) * (inputs + math.prod(outputs))
-
-
-def _chinchilla_ratio() -> float:
-    return (ALPHA * A / (BETA * B)) ** (1 / (ALPHA + BETA))

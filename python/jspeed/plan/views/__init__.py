@@ -1,1 +1,1 @@
-"""Views of a plan: tables for the terminal, a plot, an HTML report."""
+"""Views of a plan: tables for the terminal and as a page, a plot."""

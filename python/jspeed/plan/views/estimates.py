@@ -1,4 +1,4 @@
-"""Print estimates that need no compiler: parameters, memory, FLOPs, compute-optimal tokens, each with its formula."""
+"""Print estimates that need no compiler: parameters, memory, FLOPs, each with its formula."""
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -32,7 +32,6 @@ def print_estimates(
         ),
         "the same state under ZeRO-3 (evenly sharded)": _zero3_rows(recipe, mesh.size, limit),
         "FLOPs, forward and backward": _flops_rows(recipe),
-        "compute-optimal tokens (Chinchilla's text, not FineWeb)": _token_rows(recipe),
     }
     for number, (title, rows) in enumerate(tables.items()):
         if number:
@@ -136,21 +135,3 @@ def _flops_rows(recipe: Recipe) -> list[Row]:
     full = estimates.flops_without_mask(recipe, recipe.stages[-1])
     rows.append(("per token, mask ignored", "6 x N + 12 x layers x width x lane, as PaLM's MFU counts", short(full)))
     return [*rows, ("the run", "sum of steps x a step; the optimizer's own are not counted", short(whole))]
-
-
-def _token_rows(recipe: Recipe) -> list[Row]:
-    n, d = matmul_parameters(recipe.parameters), recipe.tokens
-    parameters, tokens = estimates.best_for_flops(6 * n * d)
-    slope, _ = estimates.fit_approach_2()
-    fit = f"least L = {estimates.E} + {estimates.A} / N^{estimates.ALPHA} + {estimates.B} / D^{estimates.BETA}"
-    return [
-        ("tokens of the recipe", f"{d / n:.1f} per matmul parameter N", short(d)),
-        ("rule of thumb", f"{estimates.TOKENS_PER_PARAMETER} x N", short(estimates.TOKENS_PER_PARAMETER * n)),
-        ("approach 2", f"line through table A3: D ~ N^{slope:.3f}", short(estimates.tokens_by_approach_2(n))),
-        ("approach 3", fit, short(estimates.tokens_by_approach_3(n))),
-        (
-            "best for this compute",
-            f"the same, with 6 N D = {short(6 * n * d)}",
-            f"N {short(parameters)}, D {short(tokens)}",
-        ),
-    ]

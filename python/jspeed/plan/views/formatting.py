@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from jspeed.numbers import NONE, si
 from jspeed.plan.schema import BufferRow, Plan, StagePlan
 
-UNITS = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))  # seconds in each
-
 
 def fullest(plan: Plan) -> StagePlan:
     """Return the stage that needs most memory."""
@@ -64,9 +62,3 @@ def range_text(span: Sequence[float], unit: str = "") -> str:
     """Return ``[low, high]`` as ``68 to 97 ms``."""
     low, high = span
     return f"{number(low)} to {number(high)} {unit}".rstrip()
-
-
-def duration(seconds: Sequence[float]) -> str:
-    """Seconds as a range in the unit that suits its end."""
-    length, unit = next(unit for unit in UNITS if seconds[1] >= 2 * unit[0] or unit[0] == 1)
-    return range_text([end / length for end in seconds], unit)

@@ -35,19 +35,13 @@ def plan_svg(path: Path, plan: Plan) -> None:
     communication, end to end; under them all communication, and the predicted step as a range.
     Below: memory of the stage that needs most, by kind, and the size of a device.
     """
-    write_whole(path, drawing(plan, "white").encode())
-
-
-def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
-    """Return the picture as SVG text, narrow enough for a phone. Everything in it that is text stays text."""
     heights = [1.1 + 0.52 * len(plan["stages"]), 1.4 + 0.19 * len(memory_by_kind(plan))]
 
     def draw(figure: "Figure") -> None:
         figure.get_layout_engine().set(h_pad=0.08, hspace=0.06)  # type: ignore[union-attr, call-arg]
         above, below = figure.subplots(2, 1, gridspec_kw={"height_ratios": heights})
-        if heading:
-            title = printable(f"{plan['recipe']} on {plan['target']}", 50)
-            figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
+        title = printable(f"{plan['recipe']} on {plan['target']}", 50)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
         for axes in (above, below):
             axes.set_facecolor("none")
             axes.spines[["top", "right", "left"]].set_visible(False)
@@ -59,7 +53,7 @@ def drawing(plan: Plan, background: str = "none", heading: bool = True) -> str:
         _times(above, plan["stages"])
         _memory(below, plan)
 
-    return svg((4.8, sum(heights) + 0.3 + 0.2 * heading), draw, background)
+    write_whole(path, svg((4.8, sum(heights) + 0.5), draw))
 
 
 def _times(axes: "Axes", stages: list[StagePlan]) -> None:

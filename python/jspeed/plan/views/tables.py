@@ -1,4 +1,4 @@
-"""A plan as tables of text for the terminal and the HTML report."""
+"""A plan as tables of text."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +30,12 @@ class Table(NamedTuple):
     note: str = ""
 
     @property
-    def kinds(self) -> list[str]:
-        """The kind of every column, its CSS class: n for numbers, l for long words, t for others."""
+    def numeric(self) -> list[bool]:
+        """Whether a column holds numbers, for each of them."""
         return [
-            "n" if all(cell in (NONE, "") or DIGITS.fullmatch(cell) for cell in column)
-            else "l" if any(len(cell) > 40 for cell in column)
-            else "t"
+            all(cell in (NONE, "") or DIGITS.fullmatch(cell) for cell in column)
             for column in zip(*self.rows, strict=True)
-        ]  # fmt: skip
+        ]
 
 
 def stages(plan: Plan) -> Table:
@@ -61,12 +59,6 @@ def stages(plan: Plan) -> Table:
         "the tokens of a head-loss chunk; remat: layers are recomputed. *: shares another stage's program."
     )
     return Table("stages", head, rows, note)
-
-
-def doctor(plan: Plan) -> Table:
-    """Return the doctor's findings."""
-    rows = [[f["level"], f["name"], f["text"], number(f["value"]), number(f["threshold"])] for f in plan["doctor"]]
-    return Table("doctor", ["level", "finding", "what", "value", "threshold"], rows)
 
 
 def tables(plan: Plan) -> Iterator[Table]:

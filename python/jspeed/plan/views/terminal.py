@@ -1,5 +1,6 @@
-"""Print a plan, a comparison of two, the results of a search, or memory traffic as terminal tables."""
+"""Print a plan, a comparison of two, the results of a search, or memory traffic as tables; a plan also as a page."""
 
+import io
 import sys
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
+from jspeed.files import write_whole
 from jspeed.plan.schema import BytesPlan, Plan
 from jspeed.plan.views import compare
 from jspeed.plan.views.formatting import limits, number, range_text
@@ -22,8 +24,8 @@ def make_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def plan(made: Plan, console: Console | None = None) -> None:
-    """Print a plan."""
+def plan(made: Plan, console: Console | None = None, whole: bool = False) -> None:
+    """Print a plan: the tables of the last stage that a reader wants first, or the ``whole``."""
     console = console or make_console()
     step, cost = made["predicted_step_ms"], made["predicted_cost"]
     mesh = ",".join(f"{axis}={size}" for axis, size in made["mesh"].items())
@@ -31,6 +33,8 @@ def plan(made: Plan, console: Console | None = None) -> None:
         f"{made['recipe']} on {made['target']} ({made['devices']} x {made['device_kind']}, {made['nodes']} node"
         f"{'s' if made['nodes'] > 1 else ''}), mesh {mesh}, layout {made['layout']}, {made['parameters']:,} parameters"
     )
+    if whole:
+        console.print(" ".join((f"recipe {made['recipe_hash']}", *made["sets"])), style="dim")
     console.print(made["fit"], style=None if made["fits"] else "red")
     show(console, stages(made))
     console.print(
@@ -43,10 +47,10 @@ def plan(made: Plan, console: Console | None = None) -> None:
         for row in made["bottlenecks"][:3]
     )
     console.print("bottlenecks: " + "; ".join(largest))
-    for table in tables({**made, "stages": made["stages"][-1:]}):
-        if table.title not in PAGE_ONLY:
+    for table in tables(made if whole else {**made, "stages": made["stages"][-1:]}):
+        if whole or table.title not in PAGE_ONLY:
             show(console, table)
-    if len(made["stages"]) > 1:
+    if len(made["stages"]) > 1 and not whole:
         console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
     for finding in made["doctor"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
@@ -54,6 +58,13 @@ def plan(made: Plan, console: Console | None = None) -> None:
         console.print(f"note: {warning}", style="dim")
     console.print("bounds: " + "; ".join(made["bounds"]), style="dim")
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
+
+
+def plan_html(path: Path, made: Plan) -> None:
+    """Write a whole plan to ``path`` as one page without a script. Raises BadInput when it cannot."""
+    console = Console(highlight=False, record=True, file=io.StringIO(), width=160)
+    plan(made, console, whole=True)
+    write_whole(path, console.export_html())
 
 
 def searched(made: Plan, console: Console | None = None) -> None:
@@ -66,7 +77,7 @@ def last_line(html: Path | None) -> None:
     if html:
         print(f"report: {html.absolute().as_uri()}")
     else:
-        print("for a report with plot and all stages: --html FILE")
+        print("for a report with all stages: --html FILE")
 
 
 def traffic(found: BytesPlan, console: Console | None = None) -> None:
@@ -98,8 +109,8 @@ def show(console: Console, table: Table) -> None:
     if not table.rows:
         return
     shown = rich.table.Table(box=None, padding=(0, 1, 0, 0))
-    for name, kind in zip(table.head, table.kinds, strict=True):
-        shown.add_column(name, justify="right" if kind == "n" else "left", overflow="fold")
+    for name, numbers in zip(table.head, table.numeric, strict=True):
+        shown.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for row in table.rows:
         shown.add_row(*map(Text, row))
     console.print(Text(table.title, "bold"))
