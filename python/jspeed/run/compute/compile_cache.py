@@ -3,7 +3,6 @@
 import math
 import os
 import re
-import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +23,8 @@ def use_compile_cache() -> None:
     """Keep compiled programs in the cache folder from run to run, unless JAX_COMPILATION_CACHE_DIR says where.
 
     A folder that cannot be written is read, if it is there, and one line on stderr says why. An entry that cannot be
-    read, or not be written whole, is removed, and one line says so; JAX then compiles and writes a new one.
+    read, or not be written whole, is removed, with those of the programs of its name, and one line says so; JAX then
+    compiles and writes new ones.
     """
     least = 0.5  # seconds of compiling that are worth a file
     try:
@@ -75,12 +75,11 @@ def folder() -> Path:
 
 
 def remove(name: str) -> bool:
-    """Remove the entry that JAX has just warned of, and return whether none is left: by its key, which the exception's
-    first frame knows, else all of programs called ``name``."""
-    error = sys.exception()
-    trace = error.__traceback__ if error else None
-    key = trace.tb_frame.f_locals.get("cache_key") if trace else None
-    found = list(folder().glob(f"{key}{SUFFIX}" if key else f"{name}-*{SUFFIX}"))
+    """Remove all entries of programs called ``name``, of which JAX has just warned; return whether none is left.
+
+    Its warning does not say which one it was; the others are compiled again.
+    """
+    found = list(folder().glob(f"{name}-*{SUFFIX}"))
     for path in found:
         with suppress(OSError):
             path.unlink()
