@@ -135,7 +135,6 @@ def test_recipes_said_to_be_alike_are(name, other):
     ours, theirs = (find(each, trace=False).source for each in (name, other))
     begin, end, their_end = {
         "gpt2": ("def hidden(", "def optimizer(", "def schedule("),
-        "jspeed1": ("STARTS = ", "RECIPE = ", "RECIPE = "),
         "nanogpt-cpu": ("MLP_WIDTH = ", "RECIPE = ", "RECIPE = "),
     }.get(name, ("def hidden(", "def falling(", "def falling("))
     assert ours[ours.index(begin) : ours.index(end)] == theirs[theirs.index(begin) : theirs.index(their_end)]

@@ -40,7 +40,6 @@ MUDD = ["LAYERS=4", "LONG_LAYERS=(1,3)", "XSA_LAYERS=(1,)", "SHARED_FROM=0", "GA
 
 TOYS = {
     "stdlib": TINY,
-    "stdlib-adamw": TINY,
     "fineweb-cpu": [*TINY, *GPT2, "LOSS_CHUNK=8", "EXACT_TOKENS=64", "SAMPLED_ONE_IN=5"],
     "llmc": [*LARGE, "WARMUP=4"],
     "track3": LARGE,
@@ -76,11 +75,9 @@ TOYS["r92"] += ["SHARES=({0:1.0},{4:0.5,12:0.0},{0:0.25,4:0.0})", "MOMENTUM={0:0
 TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_EPS=3e-4"]
 
 TOYS["nanogpt-cpu"] = TOYS["nanogpt"]
-TOYS["jspeed1"] = TOYS["r89"]
 TOYS["jspeed3"] = [*TOYS["r92"], "COPY=271", "POINTER_WIDTH=4", "POINTER_WINDOWS=(16,12)", "EVAL_POINTER_WINDOW=16"]
 TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]
 
 # Recipes that compute what another one does, at another size or but for the training loss: tests of the step and of
 # generation leave them out.
-ALIKE = {"gpt2": "llmc", "stdlib-adamw": "stdlib", "tinystories": "fineweb-cpu", "jspeed1": "r89", "jspeed2": "r89"}
-ALIKE["nanogpt-cpu"] = "nanogpt"
+ALIKE = {"gpt2": "llmc", "tinystories": "fineweb-cpu", "jspeed2": "r89", "nanogpt-cpu": "nanogpt"}

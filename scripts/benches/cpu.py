@@ -31,8 +31,8 @@ def cpu(
     """Run recipes to their end in turn, A B A B, and compare their timed seconds.
 
     Args:
-        recipes: Names or paths; ratios are to the first. Default: stdlib, stdlib-adamw; with --versus shakespeare-char,
-            and nanogpt-cpu, which is nanoGPT's setting as a recipe.
+        recipes: Names or paths; ratios are to the first. With --versus none is needed: shakespeare-char, and nanogpt-cpu,
+            which is nanoGPT's setting as a recipe.
         rounds: Runs of each, with seeds 1, 2, ...
         versus: Folder of a clone of karpathy/nanoGPT: race recipes for shakespeare-char against its setting for a CPU.
         python: With --versus, a Python that has PyTorch and NumPy; default: this one.
@@ -48,7 +48,8 @@ def cpu(
         return contest(recipes or ("shakespeare-char", "nanogpt-cpu"), versus, python, rounds, json_)
     if python is not None:
         raise BadInput("--python is the one nanoGPT runs with; give --versus FOLDER too")
-    recipes = recipes or ("stdlib", "stdlib-adamw")
+    if not recipes:
+        raise BadInput("no recipe given; give two or more: --recipes stdlib mine.py")
     runs: dict[str, list[Mapping[str, Any]]] = {recipe: [] for recipe in recipes}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(1, rounds + 1):

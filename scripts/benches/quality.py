@@ -48,7 +48,6 @@ SETS = {
     "r62": [*STAGED, f"BIGRAMS={5 * VOCAB}"],
     "r89": [*STAGED, f"BIGRAMS={15 * VOCAB // 2}", "MUDD_WIDTH=32"],
 }
-SETS["jspeed1"] = SETS["r89"]
 # As large a part of the vocabulary as at full size.
 SETS["jspeed2"] = [*SETS["r89"], "EXACT_TOKENS=448"]
 SETS["r92"] = [*LANES, "LANE_LENS=(192,384,384,576,576,480,256)", "MAX_DOC_LENS=(192,256,256,256,256,256,256)"]

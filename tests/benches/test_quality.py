@@ -13,7 +13,7 @@ from jspeed.run.options import Options
 from jspeed.run.setup import load_recipe
 
 
-@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed1", "jspeed2", "r92", "jspeed3"])
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed2", "r92", "jspeed3"])
 def test_recipes_at_small_size_keep_their_schedule(name):
     from benches.quality import settings, tokens_after
 

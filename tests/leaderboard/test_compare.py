@@ -59,7 +59,7 @@ def test_other_devices_need_a_race(tmp_path: Path) -> None:
 
 def test_a_recipe_without_runs_and_one_that_is_not_there(tmp_path: Path) -> None:
     store.add([make_run(tmp_path / "a", **CHILD)], tmp_path / "records")
-    assert said(tmp_path / "records", "child", "stdlib-adamw").endswith("stdlib-adamw has no runs among the records.")
+    assert said(tmp_path / "records", "child", "r21").endswith("r21 has no runs among the records.")
     own = tmp_path / "mine.py"
     own.write_text(source_of(0.5))
     assert "mine has no runs" in said(tmp_path / "records", str(own), "child")

@@ -16,6 +16,7 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import estimates
 from jspeed.plan.views.estimates import print_estimates
 from jspeed.recipe import Context, init_parameters, leaves
+from jspeed.record.remarks import RECORDS
 from jspeed.run.compute import program
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
@@ -134,7 +135,7 @@ def test_parameters_lie_as_the_layout_says(name, layout, devices):
 def test_what_is_kept_is_what_the_compiled_step_takes():
     """The compiler's size of all arguments, on devices that are here."""
     layout, fields = "zero1", ["WIDTH=256", "LAYERS=1", "HEADS=1", "LANE_LEN=8", "LANES=8"]
-    recipe = find("stdlib-adamw", fields, trace=False).recipe
+    recipe = find(str(RECORDS / "ideas" / "stdlib_adamw.py"), fields, trace=False).recipe
     mesh = make_mesh({"data": 4}, jax.devices()[:4])
     lowered = program.lower_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1)
     arguments = lowered.compile().memory_analysis().argument_size_in_bytes

@@ -94,8 +94,8 @@ def test_a_new_source_under_a_known_name_says_so(records: Path, tmp_path: Path) 
     assert remarks.remarks(as_run(recipe="own"), records) == []
     (remark,) = remarks.remarks(as_run(recipe="own", source=source_of(0.7)), records)
     assert remark.startswith("another recipe with a different source is named 'own' too") and "RECIPE" in remark
-    (remark,) = remarks.remarks(as_run(recipe="stdlib-adamw"), records)  # a recipe of the package
-    assert "'stdlib-adamw'" in remark
+    (remark,) = remarks.remarks(as_run(recipe="shakespeare-char"), records)  # a recipe of the package
+    assert "'shakespeare-char'" in remark
 
 
 def test_a_run_ends_with_its_remarks(records: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from jspeed.commands.sample import sample
 from jspeed.errors import BadInput
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import load_model
+from jspeed.record.remarks import RECORDS
 from jspeed.run import export
 from jspeed.run.find_recipe import find
 
@@ -425,10 +426,10 @@ def test_a_run_says_where_it_departs_from_the_parameters_it_starts_from(tmp_path
     (tmp_path / "recipe.py").write_text(trained.source)
 
     def told(*sets, facts=facts, name="stdlib"):
-        return [*export.departures(tmp_path, find(name, [*TOYS[name], *sets]), facts)]
+        return [*export.departures(tmp_path, find(name, [*TOYS["stdlib"], *sets]), facts)]
 
     assert not told("STEPS=3", "MUON_LR=0.5", "LANES=16")
-    assert not told(facts={}) and not told(name="stdlib-adamw")
+    assert not told(facts={}) and not told(name=str(RECORDS / "ideas" / "stdlib_adamw.py"))
     (line,) = told("HEADS=1", "STEPS=3")
     assert "to compute something else (HEADS 2, here 1, STEPS 12, here 3)" in line
     (line,) = told(facts={"tokenizer": "gpt2"})
@@ -447,7 +448,7 @@ def test_a_run_on_another_recipe_or_ids_than_gpt2_s_says_so(tmp_path):
 
 
 def test_scalars_come_back_as_scalars(tmp_path):
-    """Parameters of shape () and matrices that lie in memory by columns: r62, r89 and jspeed1 have the first."""
+    """Parameters of shape () and matrices that lie in memory by columns: r62 and r89 have the first."""
     columns = np.asfortranarray(np.arange(6, dtype="f4").reshape(2, 3))
     export.save(tmp_path / "model.safetensors", {"scale": np.float32(0.5), "columns": columns}, export.OWN)
     found, _ = export.load(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput, Terminated
-from jspeed.record.remarks import taken_name
+from jspeed.record.remarks import RECORDS, taken_name
 from jspeed.run.find_recipe import find
 from jspeed.run.model_config import same_function
 from jspeed.run.recipe_names import FOLDER
@@ -158,4 +158,4 @@ def test_recipes_that_compute_the_same_are_told_from_others(tmp_path: Path):
         (["SOFTCAP=20.0"], False),
     ):
         assert same_function(find("stdlib", [*TOYS["stdlib"], *sets]).recipe, toy) == same, sets
-    assert same_function(find("stdlib-adamw", TOYS["stdlib-adamw"]).recipe, toy)
+    assert same_function(find(str(RECORDS / "ideas" / "stdlib_adamw.py"), TOYS["stdlib"]).recipe, toy)

@@ -37,7 +37,7 @@ TRAINER = """
     planned = next(run for run in runs if run["folder"] == folder.name)
     steps = int(sys.argv[sys.argv.index("--steps") + 1]) if "--steps" in sys.argv else None
     plan = place_in_plan(folder, planned["recipe_hash"], seed, steps)
-    seconds = (30.0 if "adamw" in recipe else 20.0) + 0.1 * seed
+    seconds = (30.0 if "char" in recipe else 20.0) + 0.1 * seed
     stopped = told[:1] == [str(seed)] and "--resume" not in sys.argv
     loss, status = (None, {{"status": "interrupted"}}) if stopped else (1.39 + 0.001 * seed, {{}})
     make_run(folder, seconds, seed, loss, plan=plan, recipe=planned["recipe"], **status)
@@ -154,9 +154,9 @@ def test_an_interrupted_run_is_resumed_or_stays_without_a_result(trainer, capfd,
 
 
 def test_a_race_is_a_b_b_a_with_the_same_seeds_for_both(trainer, capfd):
-    assert preregistered.race("stdlib-adamw", "stdlib", 2, trainer / "r", None, ["--data", "a folder"]) == 0
+    assert preregistered.race("shakespeare-char", "stdlib", 2, trainer / "r", None, ["--data", "a folder"]) == 0
     order = [(line.split()[0], int(line.split("--seed ")[1].split()[0])) for line in calls(trainer)]
-    a, b = "stdlib-adamw", "stdlib"
+    a, b = "shakespeare-char", "stdlib"
     assert order == [(a, 1), (b, 1), (b, 2), (a, 2), (a, 3), (b, 3), (b, 4), (a, 4)]
     assert "--data a folder" in calls(trainer)[0]
     out = capfd.readouterr().out

@@ -252,7 +252,7 @@ COMMAND = group_of(
             compare_, ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",)
         ),
         "page": Command(page_, ("--out page  # open page/index.html",)),
-        "race": Command(race_, ("stdlib-adamw mine.py --rounds 3  # in turn on this machine: their ratio",)),
+        "race": Command(race_, ("stdlib mine.py --rounds 3  # in turn on this machine: their ratio",)),
         "reproduce": Command(reproduce_, ("stdlib --n 1  # again, from a clean tree at the record's commit",)),
     },
     ("show  # the board", "compare stdlib stdlib-adamw  # is one faster than the other?"),

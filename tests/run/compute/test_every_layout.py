@@ -15,9 +15,9 @@ from .compile_layouts import DTYPES, ENDINGS, computes, mesh_for, toy
 
 ROOT = Path(__file__).parents[3]
 EVERY = [base + ending for base in LAYOUTS for ending in ENDINGS]
-# At toy size they are fineweb-cpu, nanogpt and r89 to the letter (tests/test_recipe.py), but for constants of updates;
+# At toy size they are fineweb-cpu and nanogpt to the letter (tests/test_recipe.py), but for constants of updates;
 # r89 and r92 are jspeed2 and jspeed3 but for the loss.
-SAME = ("tinystories", "nanogpt-cpu", "jspeed1", "r89", "r92")
+SAME = ("tinystories", "nanogpt-cpu", "r89", "r92")
 SOME = ("fineweb-cpu:float32:tp", "gpt2:bfloat16:fsdp+tp", "microgpt-names:float32:pp+remat+scan")
 
 

@@ -38,10 +38,10 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-# Every recipe on four devices that accumulate two micro-batches, two on other numbers of them. r62, r89 and jspeed1 are
-# the code of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), and r92 is that of jspeed3.
+# Every recipe on four devices that accumulate two micro-batches, two on other numbers of them. r62 and r89 are the code
+# of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), and r92 is that of jspeed3.
 WAYS = {"stdlib": ((4, 1), (8, 1), (2, 4)), "r29": ((4, 1), (8, 1))}
-SAME = ("r62", "r89", "jspeed1", "jspeed2", "r92")
+SAME = ("r62", "r89", "jspeed2", "r92")
 ALL = [(name, *way) for name in TOYS if name not in SAME for way in WAYS.get(name, ((4, 1),))]
 
 
