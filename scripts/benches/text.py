@@ -15,7 +15,7 @@ import numpy as np
 
 from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
-from jspeed.corpus.tokenizers import bytes_tokenizer, named_tokenizer
+from jspeed.corpus.tokenizers import bytes_tokenizer
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.fields import Wants
@@ -45,7 +45,7 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
     import tiktoken
 
     encoding = tiktoken.get_encoding("gpt2")
-    named_tokenizer("gpt2")
+    encode = partial(parallel_tokenise.encode, "gpt2", "before", encoding.eot_token)
     paths = [path for _, path in text_files(inputs)]
 
     def plain(folder: Path) -> int:
@@ -62,7 +62,7 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
 
     def ours(folder: Path, repeats: int) -> int:
         """The files again and again through one pool; the first time is not measured."""
-        encoded = process_pool.in_order(partial(parallel_tokenise.encode, "gpt2", "before"), again(repeats), processes)
+        encoded = process_pool.in_order(encode, again(repeats), processes)
         with open(folder / "ours.bin", "wb") as file:
             return sum(len(part.tokens) + 0 * file.write(part.tokens.tobytes()) for part in encoded)
 
