@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ def call(cwd: Path, script: str, *arguments: object) -> Done:
         stack.enter_context(contextlib.redirect_stderr(err))
         stack.enter_context(mock.patch.object(sys, "argv", words))
         stack.enter_context(mock.patch.dict(os.environ, told))
+        stack.callback(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT))
         try:
             if script.endswith(".py"):
                 runpy.run_path(str(SCRIPTS / script), run_name="__main__")

@@ -1,6 +1,5 @@
-"""Standard streams of scripts: closed pipes, full disks, narrow encodings, C++ logs; Ctrl-C during imports."""
+"""Standard streams of scripts: closed pipes, full disks, narrow encodings, C++ logs; Ctrl-C."""
 
-import ast
 import os
 import signal
 import subprocess
@@ -12,8 +11,6 @@ import pytest
 
 from jspeed.standard_streams import escaped
 
-PACKAGE = Path(__file__).parents[1] / "python" / "jspeed"
-SCRIPTS = [*sorted((PACKAGE.parents[1] / "scripts").glob("*.py")), PACKAGE / "data" / "__main__.py"]
 WORKS = """
 import sys
 from pathlib import Path
@@ -88,36 +85,30 @@ def test_control_characters_are_escaped():
     assert escaped("\x1b[31m\x00\r\x7f\x9b2J") == r"\x1b[31m\x00\x0d\x7f\x9b2J"
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_handle_ctrl_c_before_their_slow_imports(path: Path):
-    _, first, second, *_ = ast.parse(path.read_text(encoding="utf-8")).body
-    assert (
-        ast.unparse(first) == "from jspeed.standard_streams import exit_on_ctrl_c"
-        and ast.unparse(second) == "exit_on_ctrl_c(__name__)"
-    )
+ENDS = """
+import time
+from jspeed.errors import run_script
+from jspeed.standard_streams import end_at_ctrl_c, interruptible
+
+def main():
+    {within}
+        try:
+            print("working", flush=True)
+            time.sleep(60)
+        finally:
+            print("clean")
+
+end_at_ctrl_c()
+run_script(main)
+"""
 
 
-def test_ctrl_c_while_a_script_imports(tmp_path):
-    (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
-    (tmp_path / "script.py").write_text(
-        "from jspeed.standard_streams import exit_on_ctrl_c\n\nexit_on_ctrl_c(__name__)\n\nimport slow\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout and process.stdout.readline() == "importing\n"
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "")
-
-
-def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
-    (tmp_path / "script.py").write_text(
-        "from jspeed.standard_streams import exit_on_ctrl_c\n\nexit_on_ctrl_c(__name__)\n\n"
-        "import time\nfrom jspeed.errors import run_script\n"
-        "def main():\n    try:\n        print('working', flush=True)\n        time.sleep(60)\n"
-        "    finally:\n        print('clean')\n\nrun_script(main)\n"
-    )
+@pytest.mark.parametrize(
+    ("within", "code", "said"), [("if True:", -signal.SIGINT, ""), ("with interruptible():", 130, "clean\n")]
+)
+def test_ctrl_c_ends_at_once_but_where_something_cleans_up(tmp_path, within, code, said):
+    """Without a word either way; a shell sees 130."""
+    (tmp_path / "script.py").write_text(ENDS.format(within=within))
     with subprocess.Popen(
         [sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -125,7 +116,14 @@ def test_ctrl_c_after_that_is_an_exception_which_cleans_up(tmp_path):
         time.sleep(0.5)  # else print may not have emptied its buffer yet, which is then written twice
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "clean\n", "")
+    assert (process.returncode, out, err) == (code, said, "")
+
+
+def test_ctrl_c_is_ignored_where_a_shell_says_so(tmp_path):
+    """As of what it starts in the background."""
+    lines = "from jspeed.standard_streams import end_at_ctrl_c\nimport os, signal\nend_at_ctrl_c()\n"
+    (tmp_path / "script.py").write_text(lines + "os.kill(os.getpid(), signal.SIGINT)\n")
+    assert subprocess.run(["sh", "-c", f"trap '' INT; {sys.executable} script.py"], cwd=tmp_path).returncode == 0
 
 
 LOGGED = """

@@ -6,10 +6,6 @@ import sys
 if sys.path[0] == os.getcwd():
     del sys.path[0]  # as python -P: a jax.py or a numpy/ in the current folder is not the package of that name
 
-from jspeed.standard_streams import exit_on_ctrl_c
-
-exit_on_ctrl_c(__name__)
-
 from jspeed.commands.main import main
 
 if __name__ == "__main__":

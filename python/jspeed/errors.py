@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -54,7 +53,6 @@ def exit_codes() -> Iterator[None]:
         say(f"error: {error}")
         sys.exit(2)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, standard_streams.exit_130)  # a second one does not wait for clean-up
         sys.exit(130)
     except Exception:
         traceback.print_exc()
@@ -68,7 +66,6 @@ def run_script(main: Callable[[], int | None]) -> None:
     error is reported at the end and exit code 0 becomes 2.
     """
     standard_streams.harden_streams()
-    standard_streams.restore_ctrl_c()
     try:
         with exit_codes():
             sys.exit(main() or 0)

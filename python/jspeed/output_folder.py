@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jspeed.errors import BadInput, NoRoom, writable_folder
 from jspeed.files import NO_ROOM, try_lock
+from jspeed.standard_streams import interruptible
 
 
 def require_empty(out: Path) -> None:
@@ -54,18 +55,19 @@ def writing_to(out: Path) -> Iterator[Path]:
     """
     out = Path(os.path.realpath(out))
     made = [folder for folder in out.parents if not folder.exists()]
-    try:
-        writable_folder(out.parent, "the output folder's parent")
-        yield out
-    except BadInput:  # some of them are OSErrors too
-        raise
-    except OSError as error:
-        kind, advice = (NoRoom, "make room there") if error.errno in NO_ROOM else (BadInput, "choose another")
-        raise kind(f"output folder {out} cannot be written ({error.strerror or error}); {advice}") from None
-    finally:
-        with suppress(OSError):
-            for folder in made:
-                folder.rmdir()
+    with interruptible():
+        try:
+            writable_folder(out.parent, "the output folder's parent")
+            yield out
+        except BadInput:  # some of them are OSErrors too
+            raise
+        except OSError as error:
+            kind, advice = (NoRoom, "make room there") if error.errno in NO_ROOM else (BadInput, "choose another")
+            raise kind(f"output folder {out} cannot be written ({error.strerror or error}); {advice}") from None
+        finally:
+            with suppress(OSError):
+                for folder in made:
+                    folder.rmdir()
 
 
 def _publish(staging: Path, out: Path, same: Callable[[Path, Path], bool]) -> None:

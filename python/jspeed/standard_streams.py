@@ -1,6 +1,5 @@
-"""Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters, Ctrl-C during imports."""
+"""Robust standard streams (closed pipes, encodings, C++ logs), escaped control characters, Ctrl-C."""
 
-import atexit
 import errno
 import io
 import os
@@ -8,6 +7,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -53,8 +53,6 @@ def open_closed_streams() -> None:
 
 def harden_streams() -> None:
     """Escape unencodable characters and survive closed pipes on ``sys.stdout`` and ``sys.stderr``. Call once."""
-    # While Python itself ends it gives SIGINT back to the system, and a second Ctrl-C then would decide the exit code.
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     open_closed_streams()
     for name in ("stdout", "stderr"):
         old: io.TextIOWrapper = getattr(sys, name)
@@ -121,19 +119,29 @@ def _controls(character: str) -> bool:
     return (character < " " and character not in "\n\t") or "\x7f" <= character <= "\x9f"
 
 
-def exit_on_ctrl_c(name: str) -> None:
-    """Let Ctrl-C end a script (module ``name`` is ``__main__``) at once while it imports. Call first in the file.
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end this process as it ends any other program, at once and with nothing printed: a shell sees 130."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    During an import an exception would print a traceback, and an exit with clean-up can be a segmentation fault.
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt in here, for what has something to finish or to remove; the next one ends all.
+
+    Not for imports: an exception would leave modules half made and print a traceback, or crash in their C++.
     """
-    if name == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, exit_130)
-
-
-def restore_ctrl_c() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is exit_130:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_DFL
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
@@ -167,22 +175,3 @@ def without_logs() -> Iterator[None]:
             shown = b"".join(line for line in file if hidden is None or not hidden.match(line))
         sys.stderr.write(shown.decode(errors="replace"))
         sys.stderr.flush()
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """For imports of a running script: Ctrl-C ends it at once (:func:`exit_on_ctrl_c`), C++ logs are hidden."""
-    ours = bool(_streams) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if ours:
-        signal.signal(signal.SIGINT, exit_130)
-    try:
-        with without_logs():
-            yield
-    finally:
-        if ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def exit_130(*_: object) -> None:
-    """Exit with Ctrl-C's code and without clean-up; a handler of SIGINT."""
-    os._exit(130)

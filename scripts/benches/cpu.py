@@ -31,8 +31,8 @@ def cpu(
     """Run recipes to their end in turn, A B A B, and compare their timed seconds.
 
     Args:
-        recipes: Names or paths; ratios are to the first. With --versus none is needed: shakespeare-char, and nanogpt-cpu,
-            which is nanoGPT's setting as a recipe.
+        recipes: Names or paths; ratios are to the first. With --versus none is needed: shakespeare-char, and
+            nanogpt-cpu, which is nanoGPT's setting as a recipe.
         rounds: Runs of each, with seeds 1, 2, ...
         versus: Folder of a clone of karpathy/nanoGPT: race recipes for shakespeare-char against its setting for a CPU.
         python: With --versus, a Python that has PyTorch and NumPy; default: this one.

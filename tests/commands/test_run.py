@@ -102,5 +102,5 @@ def test_a_plan_and_a_race_take_no_more_steps_than_there_are(tmp_path):
     with pytest.raises(BadInput, match="has 12 steps"):
         run_series(options, "n=4")
     with pytest.raises(BadInput, match="recipe stdlib has 250 steps"):
-        race("stdlib", "stdlib-adamw", 1, tmp_path / "p", 300, ["--data", str(tmp_path)])
+        race("stdlib", "shakespeare-char", 1, tmp_path / "p", 300, ["--data", str(tmp_path)])
     assert not (tmp_path / "p").exists()

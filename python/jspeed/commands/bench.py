@@ -6,7 +6,7 @@ from importlib import import_module
 from jspeed.commands import repository
 from jspeed.commands.flags import Command, Group
 from jspeed.errors import BadInput
-from jspeed.standard_streams import importing
+from jspeed.standard_streams import interruptible, without_logs
 
 BENCHES = {
     "loader": ("loader", "The token loader on synthetic shards; exit code 1 when a gate does not hold"),
@@ -29,9 +29,9 @@ def load(name: str) -> Command:
             f"`python scripts/bench.py {name}`"
         )
     sys.path.insert(0, str(found / "scripts"))
-    with importing():
+    with without_logs():
         module = import_module(f"benches.{BENCHES[name][0]}")
-    return Command(getattr(module, name))
+    return Command(interruptible()(getattr(module, name)))
 
 
 COMMAND = Group(

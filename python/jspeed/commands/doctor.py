@@ -22,7 +22,7 @@ from jspeed.data.manifest import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
 from jspeed.plan.views.formatting import size
-from jspeed.standard_streams import importing
+from jspeed.standard_streams import without_logs
 
 if TYPE_CHECKING:
     from jspeed.run.compute.device import Device
@@ -82,7 +82,7 @@ def collect() -> dict[str, Any]:
 
 def accelerators() -> dict[str, Any]:
     """Return the devices, and which kernels recipes get on them and why; or why JAX has none, or not the best."""
-    with importing():
+    with without_logs():
         import jax
 
         from jspeed.parallel.mesh import find_devices, make_mesh

@@ -9,7 +9,7 @@ from jspeed.commands.flags import Command, check_folders, refuse
 from jspeed.errors import BadInput
 from jspeed.fields import Axes, File, Folder, Wants
 from jspeed.files import write_whole
-from jspeed.standard_streams import importing
+from jspeed.standard_streams import without_logs
 
 
 def evaluate(
@@ -49,7 +49,7 @@ def evaluate(
     else:
         why, idle = "without --hellaswag or --tasks there are no items", {"--items": items}
     refuse([flag for flag, given in idle.items() if given is not None], why)
-    with importing():
+    with without_logs():
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

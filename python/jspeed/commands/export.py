@@ -7,7 +7,7 @@ from typing import Annotated
 from jspeed.commands.flags import Command
 from jspeed.errors import BadInput
 from jspeed.fields import Folder, Wants
-from jspeed.standard_streams import importing
+from jspeed.standard_streams import without_logs
 
 
 def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder, own: bool = False) -> None:
@@ -22,7 +22,7 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         out: Folder to make.
         own: Write a GPT-2 too in the recipe's own way, which one that computes something else needs.
     """
-    with importing():
+    with without_logs():
         from jspeed.corpus.tokenizers import copy_tokenizer
         from jspeed.files import write_whole
         from jspeed.inference.trained import load_model

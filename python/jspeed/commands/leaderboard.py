@@ -13,7 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import Folder, Wants, shown
 from jspeed.record import store, verify
 from jspeed.record.remarks import remarks
-from jspeed.standard_streams import importing
+from jspeed.standard_streams import interruptible, without_logs
 
 PACKAGE = Path(jspeed.__file__).parent
 RECIPES = PACKAGE / "recipes"
@@ -41,7 +41,8 @@ def add_(run_dir: Runs, records: RecordsFolder = None, weights: Annotated[str | 
     folder, own = places(records)
     addition = store.check_runs(run_dir, folder, weights)
     notes = dict.fromkeys(note for run in addition.runs.values() for note in remarks(run, folder))
-    store.write_files(addition.files)
+    with interruptible():
+        store.write_files(addition.files)
     for path in addition.runs:
         print(f"added {path}")
     for note in notes:
@@ -89,11 +90,10 @@ def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsF
     Args:
         track: Only this track, such as stdlib/cpu.
     """
-    with importing():
-        from rich.console import Console
+    from rich.console import Console
 
-        from jspeed.leaderboard import judge
-        from jspeed.leaderboard.views import terminal
+    from jspeed.leaderboard import judge
+    from jspeed.leaderboard.views import terminal
 
     folder, _ = places(records)
     if records is None and not folder.exists():
@@ -112,11 +112,10 @@ def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None)
         b: What it is compared with, usually its parent.
         diff: Print the diff of the two files too.
     """
-    with importing():
-        from rich.console import Console
-        from rich.text import Text
+    from rich.console import Console
+    from rich.text import Text
 
-        from jspeed.leaderboard import compare, judge
+    from jspeed.leaderboard import compare, judge
 
     found = store.load(places(records)[0])
     tracks = judge.board(found)
@@ -172,7 +171,7 @@ def race_(
         run_dir: Folder to write; the same command continues it.
         steps: Stop every run after this many steps.
     """
-    with importing():
+    with without_logs():
         from jspeed.series.preregistered import race
 
     return race(a, b, rounds, run_dir, steps, split_words("--flags", flags))
@@ -192,7 +191,7 @@ def reproduce_(
         n: How many of its seeds, and new ones after them.
         run_dir: Folder to write.
     """
-    with importing():
+    with without_logs():
         from jspeed.leaderboard import compare, judge
         from jspeed.series.reproduce import reproduce
 
@@ -204,7 +203,8 @@ def reproduce_(
         raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that does")
     if around is None:
         raise BadInput(f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again there")
-    return reproduce(around, side.entry, side.source, side.track["sigma"], n, run_dir, words)
+    with interruptible():
+        return reproduce(around, side.entry, side.source, side.track["sigma"], n, run_dir, words)
 
 
 def split_words(flag: str, text: str) -> list[str]:

@@ -17,7 +17,7 @@ from jspeed.accelerators import cuda_root
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, first_line, run_script, say
 from jspeed.files import read_regular
-from jspeed.standard_streams import exit_on_ctrl_c, importing
+from jspeed.standard_streams import end_at_ctrl_c
 
 COMMANDS = {
     "run": "Train a recipe to its target loss under the clock",
@@ -57,7 +57,7 @@ COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 def main(name: str = "") -> None:
     """Run the command line and exit: ``jspeed``'s, or that of a script, which is its command ``name``."""
-    exit_on_ctrl_c("__main__")
+    end_at_ctrl_c()
     settle_logs()
     leave_out_settings(os.environ)
     unfold_xla_flags(os.environ)
@@ -100,8 +100,8 @@ def settle_logs() -> None:
 
 def call(words: Sequence[str], name: str = "") -> int | None:
     """Run ``words`` as arguments of ``jspeed``, or of its command ``name``; return the exit code."""
-    with importing():
-        from jspeed.commands.flags import Group, choose_command, parse
+    from jspeed.commands.flags import Group, choose_command, parse
+
     top = Group(ABOUT, COMMANDS, load, EXAMPLES)
     if not name and words and words[0] == "--version":
         print(f"jspeed {__version__}")
@@ -112,8 +112,7 @@ def call(words: Sequence[str], name: str = "") -> int | None:
     while isinstance(command, Group):
         name, words = choose_command(command, words, prog), words[1:]
         prog, command = f"{prog} {name}", command.load(name)
-    with importing():  # Python wraps a Ctrl-C in the middle of making a class into another exception
-        do = parse(command, words, prog)
+    do = parse(command, words, prog)
     try:
         return do()
     except ValueError as error:
@@ -125,16 +124,14 @@ def call(words: Sequence[str], name: str = "") -> int | None:
 
 def load(name: str) -> Any:
     """Return the command or group that the module ``name`` defines."""
-    with importing():
-        return import_module(f"jspeed.commands.{name}").COMMAND
+    return import_module(f"jspeed.commands.{name}").COMMAND
 
 
 def complete(top: Any, words: Sequence[str]) -> int:
     """Print or write the shell's completion of all commands and flags, as tyro makes it."""
-    with importing():
-        import tyro
+    import tyro
 
-        from jspeed.commands.flags import Group, flags_of
+    from jspeed.commands.flags import Group, flags_of
 
     def kind(command: Any) -> Any:
         if not isinstance(command, Group):

@@ -16,7 +16,7 @@ from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.plan import MEMORY_FRACTION, TPU_MEMORY_FRACTION
 from jspeed.run.recipe_names import known_recipes
-from jspeed.standard_streams import importing
+from jspeed.standard_streams import without_logs
 
 if TYPE_CHECKING:
     from jspeed.recipe import Recipe
@@ -70,7 +70,7 @@ def plan(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what is missing without a GPU
     if "jax" not in sys.modules and (compiler := Path(sys.prefix, "aot")).is_dir():  # which make test-aot keeps apart
         sys.path.append(str(compiler))
-    with importing():
+    with without_logs():
         import jax
 
         from jspeed.parallel.mesh import check_xla_flags, parse_mesh

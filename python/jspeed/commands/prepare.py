@@ -1,7 +1,6 @@
 """``jspeed prepare``: turn documents into token shards, ready to train on, or download them ready-made."""
 
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from jspeed.data.ready_tokens import convert_tokens
 from jspeed.errors import BadInput, say
 from jspeed.fields import File, Folder, Wants, integer
 from jspeed.files import cache_folder
+from jspeed.standard_streams import interruptible
 
 SHOWN = 5  # names of files that are passed over
 Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
@@ -46,9 +46,9 @@ def _prepare(
         task = bar.add_task(unit, total=None)
 
         try:
-            work(folder, lambda count, total: bar.update(task, advance=count, total=total))
+            with interruptible():
+                work(folder, lambda count, total: bar.update(task, advance=count, total=total))
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends already
             print("interrupted; run the same command to resume", file=sys.stderr)
             raise
         seconds = bar.tasks[task].elapsed

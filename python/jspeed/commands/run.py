@@ -12,7 +12,7 @@ from jspeed.errors import first_line
 from jspeed.fields import Wants
 from jspeed.files import write_whole
 from jspeed.run.options import BEST_ON_FINEWEB, Options
-from jspeed.standard_streams import escaped, importing
+from jspeed.standard_streams import escaped, interruptible, without_logs
 
 STDLIB_PROMPT = "    def __init__(self, "  # the library's files begin with comments, and so would a sample
 
@@ -70,7 +70,7 @@ def run(
         show_tiles: Print which devices would hold each tile of the parameter of this name, and stop.
         plan: Make several preregistered runs one after another; plan.json lists them before the first: n=4,seeds=1..4.
     """
-    with importing():
+    with without_logs():
         from rich.console import Console
 
         from jspeed.run.find_recipe import find
@@ -96,9 +96,8 @@ def run(
         if show_tiles is not None:
             tile_table(Console(highlight=False), found.recipe, options.layout, on, show_tiles)
         return 0
-    if plan is not None:
-        return run_series(options, plan)
-    return train(options, afterwards=partial(after_run, options))
+    with interruptible():
+        return run_series(options, plan) if plan is not None else train(options, partial(after_run, options))
 
 
 COMMAND = Command(

@@ -8,7 +8,7 @@ from typing import Annotated
 from jspeed.commands.flags import Command, refuse
 from jspeed.errors import BadInput, say
 from jspeed.fields import MOST, Axes, File, Wants
-from jspeed.standard_streams import escaped, importing, stdout_open
+from jspeed.standard_streams import escaped, stdout_open, without_logs
 
 MOST_TEXTS = 10_000  # all are one batch
 MOST_BYTES = 10_000_000  # of a prompt
@@ -49,7 +49,7 @@ def sample(
             leaves it out, as transformers and nanoGPT do.
         mesh: Spread the parameters over these devices, for example data=8.
     """
-    with importing():
+    with without_logs():
         from jspeed.inference.generate import GREEDY, Sampling, joined, write
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import mesh_for

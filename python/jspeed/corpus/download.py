@@ -19,6 +19,7 @@ from jspeed.corpus import Progress, no_progress
 from jspeed.errors import BadInput, NoRoom, writable_folder
 from jspeed.files import cache_folder, sha256_of
 from jspeed.output_folder import locked
+from jspeed.standard_streams import interruptible
 
 CHUNK = 1 << 20  # bytes read at once
 ATTEMPTS = 4  # for one file
@@ -52,7 +53,7 @@ def fetch(
     if path.is_file() and digest(path) == expected:
         return path
     wrong = failures = 0
-    with TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+    with interruptible(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         part = Path(folder) / path.name
         while True:
             try:

@@ -1,9 +1,5 @@
 """``python -m jspeed.data``: describe a folder of token shards, and verify it against its manifest."""
 
-from jspeed.standard_streams import exit_on_ctrl_c
-
-exit_on_ctrl_c(__name__)
-
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +15,7 @@ from jspeed.data.manifest import SPLITS, Manifest, read_manifest
 from jspeed.data.verify import verify
 from jspeed.errors import BadInput, run_script
 from jspeed.fields import Wants
+from jspeed.standard_streams import end_at_ctrl_c
 
 SHOWN = 24  # tokens of the first document
 
@@ -98,4 +95,5 @@ def show(folder: Annotated[Path, Wants("DIR", positional=True)], verify_: bool =
 
 
 if __name__ == "__main__":
+    end_at_ctrl_c()
     run_script(lambda: parse(Command(show), sys.argv[1:], "python -m jspeed.data")())

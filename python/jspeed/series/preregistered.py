@@ -157,7 +157,10 @@ def make_runs(
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Run ``command`` and return its exit code. SIGTERM and SIGUSR1 are forwarded to it; Ctrl-C it gets itself."""
+    """Run ``command`` and return its exit code (of a signal: 128 + its number).
+
+    SIGTERM and SIGUSR1 are forwarded to it; Ctrl-C it gets itself.
+    """
     received: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
@@ -172,7 +175,8 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
         child = subprocess.Popen(command, env=environment)
         for number in received[:]:  # what came before the child was there
             child.send_signal(number)
-        return child.wait()
+        code = child.wait()
+        return 128 - code if code < 0 else code
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
