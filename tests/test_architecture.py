@@ -23,7 +23,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
             "model",
             "numbers",
             "output_folder",
-            "pages",
+            "plots",
             "stage",
             "recipe",
             "standard_streams",
@@ -58,7 +58,7 @@ UNDER_ALL = {
     "jax_versions",
     "numbers",
     "output_folder",
-    "pages",
+    "plots",
     "stage",
     "standard_streams",
 }

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspeed.files import write_whole
-from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
+from jspeed.plots import BLUE, EDGE, GREEN, INK, ORANGE, PINK, RED, SKY, plain, svg
 from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
@@ -131,11 +131,7 @@ def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
             color=INK,
             fontsize=9,
         )
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(EDGE)
-    axes.tick_params(color=EDGE, labelcolor=INK)
-    axes.grid(axis="y", color=PALE, linewidth=0.6)
-    axes.set_axisbelow(True)
+    plain(axes, "y")
     if lines:
         # Labels are set afterwards: matplotlib would drop one that begins with an underscore.
         legend = axes.legend(

@@ -4,10 +4,12 @@ Both are pure functions of the board, the sources in the records and two texts; 
 sorts tables. A page holds the best entries of each track; leaderboard.json holds all.
 """
 
+import base64
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jspeed.errors import BadInput, writable_folder
 from jspeed.files import read_input, read_regular, write_whole
@@ -18,10 +20,14 @@ from jspeed.leaderboard.history import NAMES, read_history
 from jspeed.leaderboard.judge import board
 from jspeed.leaderboard.views import charts
 from jspeed.leaderboard.views.readme import block, with_block
-from jspeed.pages import render
 from jspeed.record.run_json import finite_or_null
 from jspeed.record.store import Problem, Records
+from jspeed.standard_streams import printable
 
+if TYPE_CHECKING:
+    import jinja2
+
+FOLDER = Path(__file__).parent
 SHOWN = 60  # entries of a track on the page
 DIFFS = 500_000  # characters of diffs on the page; what comes later is only named
 TITLE = "jspeed leaderboard"
@@ -114,20 +120,49 @@ def html(
     rule: str,
 ) -> str:
     """Return the page."""
-    return render(
-        "leaderboard/views/page.html",
-        title=TITLE,
-        rule=rule,
-        tracks=tracks,
-        histories=histories,
-        names=NAMES,
-        differences=differences(tracks, sources),
-        best=best,
-        formatting=formatting,
-        charts=charts,
-        count="{:,}".format,
-        shown=SHOWN,
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            title=TITLE,
+            rule=rule,
+            tracks=tracks,
+            histories=histories,
+            names=NAMES,
+            differences=differences(tracks, sources),
+            best=best,
+            formatting=formatting,
+            charts=charts,
+            count="{:,}".format,
+            shown=SHOWN,
+        )
     )
+
+
+def environment() -> "jinja2.Environment":
+    """Return what renders the templates beside this file: values are printed without control characters and escaped.
+
+    A name that is missing raises ``jinja2.UndefinedError``. Templates may call ``file(NAME)``, the text of a file
+    there, and filter by ``digest``, the SHA-256 in base64 that a content policy asks for.
+    """
+    import jinja2
+    from markupsafe import Markup
+
+    def only_text(value: Any) -> Any:
+        return value if hasattr(value, "__html__") else printable(value)
+
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=only_text,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
+    made.filters["digest"] = lambda text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return made
 
 
 def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:

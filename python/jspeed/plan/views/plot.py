@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.files import write_whole
-from jspeed.pages.plots import BLUE, EDGE, GREEN, INK, ORANGE, PALE, PINK, RED, SKY, svg
 from jspeed.plan.schema import Plan, StagePlan, Time
 from jspeed.plan.views.formatting import fullest, memory_by_kind, range_text, size
+from jspeed.plots import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, plain, svg
 from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
@@ -44,12 +44,9 @@ def plan_svg(path: Path, plan: Plan) -> None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK, parse_math=False)
         for axes in (above, below):
             axes.set_facecolor("none")
-            axes.spines[["top", "right", "left"]].set_visible(False)
-            axes.spines["bottom"].set_color(EDGE)
-            axes.tick_params(color=EDGE, labelcolor=INK)
+            plain(axes, "x")
+            axes.spines["left"].set_visible(False)
             axes.tick_params(axis="y", length=0)
-            axes.grid(axis="x", color=PALE, linewidth=0.6)
-            axes.set_axisbelow(True)
         _times(above, plan["stages"])
         _memory(below, plan)
 

@@ -1,10 +1,11 @@
-"""Draw matplotlib figures as SVG text, the same bytes for the same content on every machine."""
+"""Draw matplotlib figures in one style as SVG text, the same bytes for the same content on every machine."""
 
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -27,3 +28,12 @@ def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
     return buffer.getvalue().decode()
+
+
+def plain(axes: "Axes", along: Literal["x", "y"]) -> None:
+    """Give ``axes`` two pale borders, and lines across the values, which lie ``along`` one of them."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(EDGE)
+    axes.tick_params(color=EDGE, labelcolor=INK)
+    axes.grid(axis=along, color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
