@@ -21,7 +21,7 @@ from jspeed.plan.compile import Hardware, compile_stages, compile_that_fits
 from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devices, search
 from jspeed.plan.schema import Allocation, Kind, Plan, Time
 from jspeed.plan.target import parse_target
-from jspeed.plan.views import compare, terminal
+from jspeed.plan.views import tables, terminal
 from jspeed.run.compute import compiler, memory_fallbacks, program
 from jspeed.run.compute.compiler import DoesNotFit
 from jspeed.run.compute.device import Device
@@ -201,7 +201,7 @@ def test_tables_and_comparison(plan, rows):
         "bad against bad",
     ):
         assert word in text
-    assert all(before == after for _, before, after in compare.changes(plan, plan))
+    assert all(before == after for _, before, after in tables.changes(plan, plan))
 
 
 def test_lanes_that_do_not_divide_are_one_error_message():

@@ -156,6 +156,7 @@ def test_markup_in_any_text_is_shown_as_text(read, tmp_path: Path) -> None:
     plan["stages"][0]["memory_by_kind"] = {"<i>kind": 2e9}
     plan["facts"] = {"<i>fact": {"<i>rate": 1.0}, "sources": {"<i>fact": 'https://x.org/"onclick="alert(1)'}}
     plan["mesh"] = {"<i>axis": 8}
+    plan["doctor"][0]["level"] = "error"
     plain, found = read(PLAN), read(plan)
     assert set(found.tags) == set(plain.tags) and set(found.attributes) == set(plain.attributes)
     for expected in ("r29<script>", "stage 1<script>", "<i>kernel", "<i>kind", "<i>fact", "<i>axis", "<b>"):

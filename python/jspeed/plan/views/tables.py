@@ -1,11 +1,11 @@
 """A plan as tables of text."""
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from jspeed.plan.schema import MicroBatch, Plan, Time
-from jspeed.plan.views import compare
 from jspeed.plan.views.formatting import (
     NONE,
     array,
@@ -72,8 +72,7 @@ def tables(plan: Plan) -> Iterator[Table]:
     yield Table("largest buffers", ["buffer", "array", "source", "from"], rows)
     yield searched(plan)
     if before := plan.get("against"):
-        note = "One device, means over all steps."
-        yield Table("against another recipe", compare.heading(before, plan), compare.rows(before, plan), note)
+        yield compared("against another recipe", before, plan, "One device, means over all steps.")
     yield by_stage(plan, "TFLOPs by part of the model", "flops_by_part", note="One device, one step.")
     yield by_stage(plan, "TFLOPs by dtype", "flops_by_dtype")
     head = ["source", "name", "dtype", "shape", "times", "TFLOPs", "redundancy"]
@@ -149,6 +148,60 @@ def facts(found: Mapping[str, Any]) -> Table:
             each = [f"{k} {number(v)}" for k, v in value.items()] if isinstance(value, dict) else [number(value)]
             rows.append([name.replace("_", " "), ", ".join(each), found["sources"].get(name, NONE)])
     return Table("facts of the device", ["fact", "value", "source"], rows)
+
+
+def compared(title: str, before: Plan, after: Plan, note: str = "") -> Table:
+    """Return :func:`changes` as text."""
+    rows = []
+    for name, old, new in changes(before, after):
+        same = math.isclose(old, new, rel_tol=1e-4, abs_tol=1e-6)
+        ratio = "" if same else f"{new / old - 1:+.1%}" if old else "new"
+        rows.append([name, _text(old), _text(new), "" if same else _text(new - old, "+"), ratio])
+    return Table(title, ["a device", before["recipe"], after["recipe"], "change", "%"], rows, note)
+
+
+def changes(before: Plan, after: Plan) -> list[tuple[str, float, float]]:
+    """Return (what, before, after), means over the steps of all stages."""
+    parts = dict.fromkeys(part for plan in (before, after) for part in plan["stages"][-1]["flops_by_part"])
+    old, new = (_values(plan, parts, after["stages"][-1]["kernels"]) for plan in (before, after))
+    return [(name, old[name], new[name]) for name in new]
+
+
+def _values(plan: Plan, parts: Iterable[str], kinds: Iterable[str]) -> dict[str, float]:
+    """What is compared of a plan, with the FLOPs of these ``parts`` and the numbers of kernels of these ``kinds``."""
+    stages = plan["stages"]
+    steps = sum(stage["steps"] for stage in stages)
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(stage["steps"] * value for stage, value in zip(stages, values, strict=True)) / steps
+
+    return {
+        "parameters": plan["parameters"],
+        "steps": steps,
+        "tokens a step": mean(stage["tokens_per_step"] for stage in stages),
+        "TFLOPs": mean(stage["flops"] for stage in stages) / 1e12,
+        **{
+            f"TFLOPs of {part}": mean(stage["flops_by_part"].get(part, 0.0) for stage in stages) / 1e12
+            for part in parts
+        },
+        "GB moved": mean(stage["bytes_moved"] for stage in stages) / 1e9,
+        "GB communicated": mean(sum(c["bytes"] * c["count"] for c in stage["collectives"]) for stage in stages) / 1e9,
+        **{f"{kind} kernels": mean(stage["kernels"].get(kind, 0) for stage in stages) for kind in kinds},
+        "GB peak": fullest(plan)["memory_bytes"]["peak"] / 1e9,
+        "compute ms": mean(stage["time_ms"]["compute"] for stage in stages),
+        "memory ms": mean(stage["time_ms"]["memory"] for stage in stages),
+        "exposed communication ms": mean(stage["time_ms"]["exposed_communication"] for stage in stages),
+        "launch ms": mean(stage["time_ms"]["launches"] for stage in stages),
+        "empty blocks ms": mean(stage["time_ms"]["empty_blocks"] for stage in stages),
+        "predicted ms, low": plan["predicted_step_ms"][0],
+        "seconds to target, low": plan["predicted_seconds"][0],
+        "predicted ms, high": plan["predicted_step_ms"][1],
+        "seconds to target, high": plan["predicted_seconds"][1],
+    }
+
+
+def _text(value: float, sign: str = "") -> str:
+    return f"{value:{sign},.0f}" if value == round(value) or abs(value) >= 1e4 else f"{value:{sign},.3f}"
 
 
 def yes_no(value: bool) -> str:

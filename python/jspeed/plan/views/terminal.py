@@ -10,9 +10,8 @@ from rich.text import Text
 
 from jspeed.files import write_whole
 from jspeed.plan.schema import BytesPlan, Plan
-from jspeed.plan.views import compare
 from jspeed.plan.views.formatting import limits, number, range_text
-from jspeed.plan.views.tables import Table, micro_batch, stages, tables
+from jspeed.plan.views.tables import Table, compared, micro_batch, stages, tables
 from jspeed.plan.views.tables import searched as search_table
 
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
@@ -101,7 +100,7 @@ def traffic(found: BytesPlan, console: Console | None = None) -> None:
 def comparison(before: Plan, after: Plan, console: Console | None = None) -> None:
     """Print what changed from one plan to another."""
     title = f"{after['recipe']} against {before['recipe']} on {after['target']}; means over all steps"
-    show(console or make_console(), Table(title, compare.heading(before, after), compare.rows(before, after)))
+    show(console or make_console(), compared(title, before, after))
 
 
 def show(console: Console, table: Table) -> None:
