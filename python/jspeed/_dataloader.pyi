@@ -9,13 +9,26 @@ from typing import Any, Final, Literal, Protocol, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HEADER_BYTES", "Batch", "Shards", "Shuffle", "TokenLoader", "header"]
+__all__ = ["HEADER_BYTES", "Batch", "Shards", "Shuffle", "TokenLoader", "canonical_mask", "header"]
 
 HEADER_BYTES: Final[int]
 """Size of a shard's header: its tokens begin there."""
 
 def header(tokens: int, wide: bool = False) -> bytes:
     """Return the header of a shard with so many uint16 tokens, or uint32 ones if ``wide``."""
+
+def canonical_mask(tokens: Sequence[bytes], size: int, threads: int = 1) -> NDArray[np.uint8]:
+    """Return which token can never be directly after which other one in what GPT-2's tokenizer writes.
+
+    Bit x of row p, uint8 ``[size, size / 8]``, the least significant bit first, is set where token x never follows
+    token p, whatever surrounds them: encoding their text would merge across the border between them, or between parts
+    of them. ``tokens`` are byte pairs by id, in the order of their merges; an empty one stands for a special token,
+    which anything can follow and which can follow anything, as ids from ``len(tokens)`` on can.
+
+    Raises:
+        BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, ``threads`` is 0, or a token is not
+            made of two earlier ones.
+    """
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
 _Unit = Literal["block", "shard", "window"]

@@ -20,8 +20,10 @@ from rich.table import Table
 from jspeed._dataloader import HEADER_BYTES, header
 from jspeed.commands.flags import check_folders
 from jspeed.cores import cores
-from jspeed.data import Shards, Stage, TokenLoader, open_shards
+from jspeed.corpus.tokenizers import gpt2_byte_pairs
+from jspeed.data import Shards, Stage, TokenLoader, canonical_mask, open_shards
 from jspeed.data.find_shards import map_tokens
+from jspeed.errors import BadInput
 from jspeed.fields import File
 from jspeed.files import write_whole
 
@@ -190,6 +192,17 @@ def memory(shards: Shards) -> Iterator[Row]:
     yield Row("mapped growth over an epoch", most, "MB", two, "two shards")
 
 
+def masks(times: int) -> Iterator[Row]:
+    """Seconds to build the canonical mask of GPT-2's vocabulary, which tiktoken must have or be able to fetch."""
+    pairs = gpt2_byte_pairs()
+    for threads in (1, 2):
+        began = time.process_time()
+        took = median(times, partial(canonical_mask, pairs, 50_304, threads)) / 1e3
+        each = (time.process_time() - began) / times
+        yield Row(f"canonical mask, CPU time of {threads} thread(s)", each, "s", 1, f"316 MB, mean of {times}")
+        yield Row(f"canonical mask, {threads} thread(s)", took, "s", None, f"median of {times}")
+
+
 def memmap(shards: Shards, steps: int) -> Iterator[np.ndarray]:
     """The same batches from np.memmap: an index of each shard's document starts, slices, concatenations."""
     todo = [shape for shape in SHAPES for _ in range(steps)]
@@ -286,6 +299,10 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
             against_others(shards, steps),
         ):
             rows += part
+    try:
+        rows += masks(5)
+    except BadInput as error:
+        print(f"note: no row of the canonical mask: {error}")
     show(rows)
     if json_:
         machine = {"cpus": cores(), "machine": platform.machine(), "python": platform.python_version()}

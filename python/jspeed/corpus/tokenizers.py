@@ -182,6 +182,12 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
     return Tokenizer(name, encoding.n_vocab, encoding.eot_token, encode, decode, special=special)
 
 
+def gpt2_byte_pairs() -> list[bytes]:
+    """Return GPT-2's tokens by id, empty for ``<|endoftext|>``. Raises BadInput where they cannot be fetched."""
+    gpt2 = tiktoken_tokenizer("gpt2")
+    return [gpt2.decode([token]) for token in range(gpt2.vocab_size)]
+
+
 def file_tokenizer(path: Path) -> Tokenizer:
     """Return the tokenizer of a ``tokenizer.json``; its name contains the file's hash, and ``content`` is the file.
 

@@ -1,6 +1,6 @@
 """Token shards and the batches made of them. Only ``batches`` imports jax."""
 
-from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader
+from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader, canonical_mask
 from jspeed.data.document_sharding import shard
 from jspeed.data.errors import (
     DocOverflowError,
@@ -27,6 +27,7 @@ __all__ = [
     "StateMismatchError",
     "TokenLoader",
     "TokenRangeError",
+    "canonical_mask",
     "find_split",
     "open_shards",
     "shard",

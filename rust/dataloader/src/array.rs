@@ -1,4 +1,4 @@
-//! Parts of a batch as read-only `NumPy` arrays that share its memory and keep it alive.
+//! Parts of a batch, or bytes, as read-only `NumPy` arrays that share its memory and keep it alive.
 
 use std::ffi::c_int;
 use std::sync::Arc;
@@ -22,12 +22,14 @@ pub enum Field {
     LossMask,
 }
 
-/// A read-only buffer of bytes that keeps its batch alive.
-#[pyclass(frozen, module = "jspeed._dataloader")]
-pub struct Array {
-    batch: Arc<core::Batch>,
-    field: Field,
+enum Content {
+    Part(Arc<core::Batch>, Field),
+    Bytes(Vec<u8>),
 }
+
+/// A read-only buffer of bytes that keeps what they belong to alive.
+#[pyclass(frozen, module = "jspeed._dataloader")]
+pub struct Array(Content);
 
 impl Array {
     /// The `NumPy` array of a part of a batch.
@@ -44,20 +46,34 @@ impl Array {
             Field::NumDocs => ("i4", None),
             Field::LossMask => ("?", Some(lane_len)),
         };
-        let buffer = Bound::new(py, Self { batch: Arc::clone(batch), field })?;
-        let flat = py.import("numpy")?.call_method1("frombuffer", (buffer, dtype))?;
+        Self(Content::Part(Arc::clone(batch), field)).shaped(py, dtype, columns)
+    }
+
+    /// The `NumPy` array of rows of so many bytes.
+    pub fn of_bytes(py: Python<'_>, bytes: Vec<u8>, columns: usize) -> PyResult<Bound<'_, PyAny>> {
+        Self(Content::Bytes(bytes)).shaped(py, "u1", Some(columns))
+    }
+
+    fn shaped<'py>(
+        self,
+        py: Python<'py>,
+        dtype: &str,
+        columns: Option<usize>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let flat = py.import("numpy")?.call_method1("frombuffer", (Bound::new(py, self)?, dtype))?;
         columns.map_or(Ok(flat.clone()), |columns| flat.call_method1("reshape", (-1, columns)))
     }
 
     fn bytes(&self) -> &[u8] {
-        match self.field {
-            Field::Tokens => match self.batch.tokens() {
+        match &self.0 {
+            Content::Part(batch, Field::Tokens) => match batch.tokens() {
                 Tokens::U16(tokens) => core::buffer::bytes_of(tokens),
                 Tokens::U32(tokens) => core::buffer::bytes_of(tokens),
             },
-            Field::DocOffsets => core::buffer::bytes_of(self.batch.doc_offsets()),
-            Field::NumDocs => core::buffer::bytes_of(self.batch.num_docs()),
-            Field::LossMask => core::buffer::bytes_of(self.batch.loss_mask()),
+            Content::Part(batch, Field::DocOffsets) => core::buffer::bytes_of(batch.doc_offsets()),
+            Content::Part(batch, Field::NumDocs) => core::buffer::bytes_of(batch.num_docs()),
+            Content::Part(batch, Field::LossMask) => core::buffer::bytes_of(batch.loss_mask()),
+            Content::Bytes(bytes) => bytes,
         }
     }
 }
@@ -75,7 +91,7 @@ impl Array {
         // A length in memory always fits.
         let len = isize::try_from(bytes.len()).unwrap_or(isize::MAX);
         // SAFETY: the interpreter passes a valid view or null, which is refused. The view owns a reference to the
-        // frozen object, which owns the batch whose memory it shows, read-only.
+        // frozen object, which owns the memory that it shows, read-only.
         let filled = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, len, 1, flags) };
         if filled == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

@@ -2,6 +2,7 @@
 
 use jspeed_dataloader_core as core;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 
 mod array;
@@ -42,12 +43,27 @@ fn header(py: Python<'_>, tokens: i32, wide: bool) -> Bound<'_, PyBytes> {
     PyBytes::new(py, &core::header::encode(tokens, width))
 }
 
+/// Which token is never written directly after which other one, as bits; see the stubs.
+#[pyfunction]
+#[pyo3(signature = (tokens, size, threads=1))]
+fn canonical_mask(
+    py: Python<'_>,
+    tokens: Vec<PyBackedBytes>,
+    size: usize,
+    threads: usize,
+) -> PyResult<Bound<'_, PyAny>> {
+    let mask = detached(py, move || core::canonical::canonical_mask(&tokens, size, threads))?;
+    array::Array::of_bytes(py, mask, size / 8)
+}
+
 #[pymodule(gil_used = false)]
 mod _dataloader {
     #[pymodule_export]
     const HEADER_BYTES: usize = super::core::header::BYTES;
     #[pymodule_export]
     use super::batch::Batch;
+    #[pymodule_export]
+    use super::canonical_mask;
     #[pymodule_export]
     use super::header;
     #[pymodule_export]

@@ -4,6 +4,8 @@
 //! [`lanes::Stream`] produces batches one after
 //! the other, and [`Loader`] runs a stream ahead of its consumer. What a stream yields depends on the shards
 //! and the configuration only: never on the process count, the prefetch depth or timing.
+//!
+//! Beside it, [`canonical`] tells which tokens a tokenizer never writes one after the other.
 #![deny(missing_docs)]
 
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
@@ -11,6 +13,7 @@ compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
 pub mod arguments;
 pub mod buffer;
+pub mod canonical;
 pub mod catalog;
 pub mod config;
 pub mod error;
