@@ -69,10 +69,6 @@ class ParamSpec:
         return self.axes[:1] in (("layer",), ("matrix",))
 
 
-def _rows_of(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-    return table_VD[ids_BT]
-
-
 @dataclass(frozen=True)
 class Context:
     """What ``forward`` and ``loss`` get besides parameters and tokens.
@@ -87,7 +83,8 @@ class Context:
     ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split). ``head_chunk``: how many
     tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a
     ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its
-    layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat.
+    layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an evaluation of a
+    ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow id p are set.
     """
 
     stage: Stage
@@ -101,9 +98,10 @@ class Context:
     first_row: jax.Array | int = 0
     pieces: int = 1
     head_chunk: int | None = None
-    fetch: Callable[[jax.Array, jax.Array], jax.Array] = _rows_of
+    fetch: Callable[[jax.Array, jax.Array], jax.Array] = lambda table_VD, ids_BT: table_VD[ids_BT]
     owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
+    impossible: jax.Array | None = None
 
     def use_fp8(self, asked: str) -> bool:
         """Whether to use FP8 by a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).
@@ -182,7 +180,8 @@ class Recipe:
     parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: it updates those whose ``every`` divides
     it. ``row_optimizers()`` gives the optimizer of each lazily updated table (:class:`jspeed.optim.rows`), which
     ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place
-    after the last step, on the clock, those in ``keep_norm`` with the norm from before.
+    after the last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``: evaluations get
+    ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be its tokens.
     """
 
     name: FolderName
@@ -210,6 +209,7 @@ class Recipe:
     row_optimizers: Callable[[], Mapping[str, Any]] = dict
     averages: tuple[Any, ...] = ()
     keep_norm: tuple[str, ...] = ()
+    canonical: bool = False
 
     @property
     def lazy(self) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from jspeed.model.positions import frequencies, yarn
 from jspeed.model.sampled import candidates
 from jspeed.optim.schedules import jumps, through
 from jspeed.recipes import r92
+from jspeed.run.find_recipe import find
 
+from ..toys import TOYS
 from .test_r62_r89 import TABLE, by_group
 
 
@@ -176,3 +178,28 @@ def test_cadences_that_do_not_fit_are_refused():
     recipe = dataclasses.replace(r92.RECIPE, stages=(r92.STAGES[0], *stages))
     with pytest.raises(r.BadInput, match="let that stage start with a multiple of both"):
         recipe.validate()
+
+
+def test_canonical_evaluation(monkeypatch):
+    """By one field: impossible logits are -60 after the cap, in what the losses say."""
+    found = find("r92", [*TOYS["r92"], "CANONICAL=True"], trace=False).recipe
+    assert found.canonical and not r92.RECIPE.canonical
+    rng = np.random.default_rng(0)
+    x_BTD, head_VD = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((2, 24, 32), (272, 32)))
+    names = found.loss.__globals__
+    monkeypatch.setitem(names, "hidden", lambda params, tokens_BT, ctx: x_BTD)
+    tokens = rng.integers(0, 272, size=(2, 25))
+    bits = rng.uniform(size=(384, 384)) < 0.3
+    bits[tokens[:, :-1], tokens[:, 1:]] = False
+    impossible = jnp.asarray(np.packbits(bits, axis=1, bitorder="little"))
+    losses = []
+    for known in (None, impossible):
+        ctx = r.Context(found.stages[-1], training=False, impossible=known)
+        arguments = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.ones((2, 24)), ctx
+        losses.append(np.asarray(found.loss({"head": head_VD}, *arguments)[1], np.float64))
+    z = np.asarray(found.forward({"head": head_VD}, arguments[0], ctx), np.float64)
+    assert 0 < z.min() and z.max() < 23
+    z = np.where(bits[tokens[:, :-1]][..., :272], -60.0, z)
+    own = np.take_along_axis(z, tokens[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(losses[1], np.log(np.exp(z).sum(-1)) - own, atol=1e-5)
+    assert np.all(losses[1] < losses[0])

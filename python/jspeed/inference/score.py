@@ -77,6 +77,8 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
     padded, run = compile_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
+    if pairs := evaluate.byte_pairs(recipe, tokenizer.name):
+        validation.impossible = evaluate.impossible(recipe, pairs, model.mesh)
     loss = evaluate.validation_loss(run, model.params, validation)
     if not math.isfinite(loss):
         raise BadInput(f"the loss of {model.recipe.name} on {folder} is {loss}: no figure of a model; give another")

@@ -8,8 +8,7 @@ What        Against r89: layers without attention or MLP, narrow heads, four val
 Departures  r89's; negatives start at lane x V / 8 + step x columns, there where the search of the step before ended;
             gradients of n-grams add up in fp32 and travel in every step, there once an update in fp16 and bf16; FP8
             scales are measured or delayed by 1.8 to 16, there constant or by 1.03 to 1.25, and gradients of queries,
-            keys and values are e5m2, there e4m3; logits are bf16, there e4m3; the value tables' and the averages' sums
-            are fp32. Targets are not checked against a canonical tokenisation: record 92's pool of runs was not either.
+            keys and values are e5m2, there e4m3; logits are bf16, not e4m3; sums of value tables and averages fp32.
 Source      modded-nanogpt record 92 (ANVIL2), 39.914 s on 8xH100 (n = 18, 3.27731): the six files in the run log
             records/track_1_short/2026-08-30_ANVIL2/this_pr/01b2f094-4536-479c-b0dd-cb14eba4844c.txt (4f5270e5).
 Hardware    8xH100: not run here.
@@ -134,6 +133,7 @@ EVAL_TOKENS = 10_485_760
 EVAL_LEN = 262_144
 EVAL_WINDOW = 20  # blocks in LONG_LAYERS
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
+CANONICAL = False  # as in record 92's pool of runs; True: evaluation rules out what GPT-2's tokenizer never writes (91)
 
 STARTS = (0, *accumulate(STEPS))
 TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
@@ -329,8 +329,9 @@ def loss(
     both are over a part of the vocabulary until the last stages."""
     head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
     x_BTD = hidden(params, tokens_BT, ctx)
+    score = partial(cross_entropy, head, params["head"], x_BTD, cap=CAP)
     if not ctx.training:
-        return cross_entropy(head, params["head"], x_BTD, targets_BT, weights_BT, cap=CAP, chunk=EVAL_CHUNK)
+        return score(targets_BT, weights_BT, chunk=EVAL_CHUNK, after=(tokens_BT, ctx.impossible))
     # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
@@ -338,8 +339,7 @@ def loss(
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
     if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
-        arguments = head, params["head"], x_BTD, targets_NBT, weights_NBT
-        return cross_entropy(*arguments, cap=CAP, chunk=ctx.head_chunk)
+        return score(targets_NBT, weights_NBT, chunk=ctx.head_chunk)
     parts = []
     for lane in range(len(tokens_BT)):
         start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
@@ -446,4 +446,5 @@ RECIPE = Recipe(
     row_optimizers=row_optimizers,
     averages=averages(),
     keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
+    canonical=CANONICAL,
 )

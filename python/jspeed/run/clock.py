@@ -1,11 +1,12 @@
 """The training clock: the only module that reads the time, and the rule of what is timed.
 
 The rule. Everything up to the clock's start is untimed: imports, data preparation, compilation, warm-up on dummy
-tokens, and the rebuilding of the initial state. The clock starts when that state is ready on the devices. From
-then on every second is timed, data loading and host work included, except pauses that carry a name (evaluation,
-checkpoint). A resumed run continues the ledger that its checkpoint holds; steps lost after it are not in there, so
-that a track which ranks seconds does not take it. Before a pause, and before the clock stops after the last step,
-the host waits until the training state is ready, so that no queued step escapes. The final evaluation and the probes
+tokens, and the rebuilding of the initial state. The clock starts when that state is ready on the devices. From then on
+every second is timed, data loading and host work included, except pauses that carry a name (evaluation, checkpoint). A
+resumed run continues the ledger that its checkpoint holds; steps lost after it are not in there, so that a track which
+ranks seconds does not take it. Before a pause, and before the clock stops after the last step, the host waits until the
+training state is ready, so that no queued step escapes, and so is, in a canonical recipe, the table of what is
+impossible, which a thread begins to make once the first step has been dispatched. The final evaluation and the probes
 come after the stop. The ledger lists every section in order with its name, its seconds and whether it was timed; its
 entries add up to the wall time.
 """

@@ -1,6 +1,6 @@
 """Validation loss on a fixed set of tokens, the same for every batch size and number of devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -11,22 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jspeed.data import Shards, TokenLoader
+from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, gpt2_byte_pairs
+from jspeed.data import Shards, TokenLoader, canonical_mask
 from jspeed.errors import BadInput
-from jspeed.parallel.mesh import batch_rows, put
+from jspeed.parallel.mesh import batch_rows, put, replicated
 from jspeed.recipe import Context, Recipe
 from jspeed.record import remarks
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device
-from jspeed.run.compute.program import Program
+from jspeed.run.compute.program import Program, impossible_shape
 from jspeed.run.compute.step import evaluate, mean_weight, without_jit
 
 
-@dataclass(frozen=True)
+@dataclass
 class ValidationSet:
     """The first ``tokens`` validation tokens as rows on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
 
-    ``first`` is the first row on the host; ``mean_weight`` is the mean weight of a target in the loss.
+    ``first`` is the first row on the host; ``mean_weight`` is the mean weight of a target in the loss. ``impossible``
+    is that of :class:`~jspeed.recipe.Context` for a canonical recipe; until it is known nothing is impossible.
     """
 
     rows: jax.Array
@@ -34,6 +36,7 @@ class ValidationSet:
     count: int
     tokens: int
     mean_weight: float = 1.0
+    impossible: jax.Array | None = None
 
 
 class Holdout(NamedTuple):
@@ -106,10 +109,44 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
     full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)
     full[: len(rows)] = rows
     array = put(full, batch_rows(mesh))
-    return ValidationSet(array, full[0], len(rows), len(rows) * recipe.eval_len, float(mean_weight(recipe, rows)))
+    nothing = None
+    if recipe.canonical:
+        zeros = jax.jit(partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh))
+        nothing = zeros()
+    tokens, mean = len(rows) * recipe.eval_len, float(mean_weight(recipe, rows))
+    return ValidationSet(array, full[0], len(rows), tokens, mean, nothing)
 
 
-def validation_loss(evaluate: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:
+def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:
+    """Return GPT-2's tokens if ``recipe`` is canonical, else none.
+
+    Raises :class:`BadInput` where they cannot be had, and for data of another ``tokenizer`` or separator.
+    """
+    if not recipe.canonical:
+        return ()
+    what = f"recipe {recipe.name} is canonical, which needs"
+    if tokenizer != GPT2["tokenizer"]:
+        raise BadInput(
+            f"{what} tokens of gpt2, and the data hold those of {tokenizer or 'an unknown tokenizer'}; prepare them "
+            "with --tokenizer gpt2, or --set CANONICAL=False"
+        )
+    if recipe.data.bos_id != GPT2_BOS:
+        raise BadInput(f"{what} separator {GPT2_BOS} and it has {recipe.data.bos_id}; --set BOS={GPT2_BOS}")
+    try:
+        return gpt2_byte_pairs()
+    except BadInput as error:
+        raise BadInput(f"{what} the vocabulary: {error}, or --set CANONICAL=False") from None
+
+
+def impossible(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
+    """Return on all devices what GPT-2's tokenizer never writes: uint8 ``[V, V / 8]``, made by one core in Rust.
+
+    It has 316 MB for GPT-2's vocabulary. May run in a thread of its own: most of the time without Python's lock.
+    """
+    return jax.block_until_ready(put(canonical_mask(pairs, impossible_shape(recipe)[0]), replicated(mesh)))
+
+
+def validation_loss(evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet) -> float:
     """Return the (weighted) mean loss in nats per token: fp32 within a row, float64 over rows."""
     return _mean(evaluate, params, validation)
 
@@ -141,6 +178,6 @@ def compile_accuracy(recipe: Recipe, mesh: Mesh, layout: str, device: Device, ro
         raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None
 
 
-def _mean(measure: Callable[[Any, jax.Array], jax.Array], params: Any, validation: ValidationSet) -> float:
-    rows = jax.device_get(measure(params, validation.rows))
+def _mean(measure: Callable[..., jax.Array], params: Any, validation: ValidationSet) -> float:
+    rows = jax.device_get(measure(params, validation.rows, validation.impossible))
     return float(np.mean(rows[: validation.count], dtype=np.float64)) / validation.mean_weight

@@ -54,7 +54,7 @@ class Setup:
     """A run that is ready to start; ``recipe`` has --target-loss applied, ``state`` is the first one.
 
     ``identity`` is what a checkpoint must share to be resumed; ``record`` is that of the checkpoint resumed from, or
-    None; ``kernels`` is what the preflight found."""
+    None; ``kernels`` is what the preflight found. ``byte_pairs`` are GPT-2's tokens, of a recipe that is canonical."""
 
     options: Options
     found: LoadedRecipe
@@ -76,6 +76,7 @@ class Setup:
     record: dict[str, Any] | None
     at_start: StartEvidence
     kernels: Kernels
+    byte_pairs: Sequence[bytes] = ()
 
 
 def set_up(options: Options, clock: Clock, console: Console) -> Setup:
@@ -94,9 +95,8 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     limits = [memory for memory in gather("memory", device.memory) if memory]
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
-    device = dataclasses.replace(
-        device, own_kernels=device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on")
-    )
+    own_kernels = device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on")
+    device = replace(device, own_kernels=own_kernels)
     parts = tuple(micro_batches(recipe, stage, mesh, device, options.micro_batch) for stage in recipe.stages)
     with clock.section("data"):
         folder = data_folder(recipe, options.data)
@@ -106,6 +106,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         tokenizer = found.fields["tokens"]["tokenizer"] if "tokens" in found.fields else TOKENIZERS.get(needs.name)
         fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
         check_fits(folder, manifest, (shards, val_shards), *fits)
+        byte_pairs = evaluate.byte_pairs(recipe, manifest["tokenizer"] if manifest else tokenizer)
         rows = evaluate.read_rows(val_shards, recipe)
         holdout = evaluate.read_holdout(val_shards, recipe)
         all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
@@ -157,7 +158,7 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
             with clock.section("warm-up"), output.waiting(console, "warming up"):
                 fresh = checksum(program.init(seed))
                 validation = evaluate.to_devices(rows, program.eval_rows, recipe, mesh)
-                fitted = warm_up_fits(program, recipe, mesh, validation.rows)
+                fitted = warm_up_fits(program, recipe, mesh, validation)
             if fitted:
                 break
             checked = replace(checked, device=replace(device, memory=program.need - 1))
@@ -207,14 +208,15 @@ def set_up(options: Options, clock: Clock, console: Console) -> Setup:
         record=record,
         at_start=at_start,
         kernels=checked.record(),
+        byte_pairs=byte_pairs,
     )
 
 
-def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> bool:
+def warm_up_fits(program: Program, recipe: Recipe, mesh: Mesh, validation: evaluate.ValidationSet) -> bool:
     """Warm up; return False, on all processes, where one runs out of memory that no other waits for in a collective."""
     failure = None
     try:
-        warm_up(program, recipe, mesh, rows)
+        warm_up(program, recipe, mesh, validation.rows, validation.impossible)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise

@@ -4,6 +4,7 @@ import gc
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
@@ -24,7 +25,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
-from jspeed.run.evaluate import validation_accuracy, validation_loss
+from jspeed.run.evaluate import impossible, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish
 from jspeed.run.options import Options
@@ -91,6 +92,19 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     limit = 60 * (setup.options.max_minutes or math.inf)
     unread: tuple[int, int, jax.Array] | None = None
 
+    pool = ThreadPoolExecutor(1)
+    building: Future[jax.Array] | None = None
+
+    def build() -> Future[jax.Array] | None:
+        """Start to build what is impossible, in a canonical recipe, in a thread."""
+        pairs = setup.byte_pairs
+        return pool.submit(impossible, recipe, pairs, setup.mesh) if pairs else None
+
+    def built() -> None:
+        """Wait for it, on the clock: none of it is built in a pause."""
+        if building:
+            setup.validation.impossible = building.result()
+
     def read() -> None:
         nonlocal unread
         if unread:
@@ -109,12 +123,15 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
         read()
         if progress.status == "diverged":  # a good checkpoint would make room for this one
             return
+        built()
         with clock.section("checkpoint", wait_for=state):
             record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
             checkpoints.save(progress.steps, state, record)
         saved = progress.steps
 
     clock.start(state)
+    if begun:
+        building = build()
     if progress.steps >= last_step < recipe.steps:
         progress.end("stopped")
     for stage, execute in islice(
@@ -122,6 +139,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     ):
         if progress.steps % recipe.eval_every == 0 and not progress.at_validation:
             read()
+            built()
             with clock.section("evaluation", wait_for=state):
                 loss = validation_loss(program.evaluate, state["params"], setup.validation)
                 progress.validated(loss, validation_accuracy(program, state["params"], setup.validation))
@@ -136,6 +154,8 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
                 break
         if every and progress.steps % math.lcm(every, recipe.period) == 0 and progress.steps > saved:
             save()
+        if setup.options.profile:
+            built()
         profile.before(progress.steps, state)
         before = now()
         batch = next(setup.loader)
@@ -143,6 +163,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
         state, metrics = execute(state, to_global(batch, rows, recipe.data.dtype))
         progress.data_wait_seconds += loaded - before
         progress.dispatch_seconds += now() - loaded
+        building = building or build()  # not before the pause of the first evaluation
         read()
         progress.steps += 1
         progress.tokens += recipe.tokens_per_step(stage)
@@ -160,6 +181,7 @@ def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Chec
     profile.close(state)
     if begun < progress.steps == recipe.steps:
         state = program.at_end(state)
+    built()
     clock.stop(state)
     wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
     try:

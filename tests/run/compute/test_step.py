@@ -189,7 +189,7 @@ def test_a_constant_loss_stays_what_it_is():
     _, losses = run(recipe, mesh_of(1), 1000, batches(recipe, 2))
     assert losses == [5.0, 5.0]
     rows = evaluate.ValidationSet(jnp.zeros((100_000, 2), jnp.uint16), np.zeros(2, np.uint16), 99_999, 99_999)
-    assert evaluate.validation_loss(lambda params, rows: jnp.full(len(rows), 5.0), {}, rows) == 5.0
+    assert evaluate.validation_loss(lambda params, rows, _: jnp.full(len(rows), 5.0), {}, rows) == 5.0
 
 
 def test_gradients_of_micro_batches_are_summed_in_fp32():

@@ -24,15 +24,7 @@ from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_o
 from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 from jspeed.run.compute.split_lanes import piece_length
-from jspeed.run.compute.step import (
-    State,
-    at_end,
-    evaluate,
-    init_state,
-    lazy_specs,
-    train_step,
-    without_jit,
-)
+from jspeed.run.compute.step import State, at_end, evaluate, init_state, lazy_specs, train_step, without_jit
 
 GPU_COMPILES = 2  # at a time
 WARM_UPS = 2  # of each executable
@@ -46,23 +38,23 @@ class Program:
 
     ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
-    fp32 scalar}). ``evaluate(params, rows)``: tokens ``[eval_rows, eval_len + 1]`` -> fp32 mean loss of each row, the
-    last ones padding; ``accuracy`` likewise, if asked for. ``at_end(state)``, donated, after the last step: averages of
-    weights take their place. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss
-    ``head_chunk`` (None: all), and layers are recomputed for their gradients with ``remat``. ``parts``: micro-batches
-    of a device in each stage.
+    fp32 scalar}). ``evaluate(params, rows, impossible)``: tokens ``[eval_rows, eval_len + 1]``, and ``[V, V / 8]`` bits
+    or None, -> fp32 mean loss of each row, the last ones padding; ``accuracy`` likewise, if asked for.
+    ``at_end(state)``, donated, after the last step: averages of weights take their place. In the last stage a device
+    takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk`` (None: all), and layers are recomputed for
+    their gradients with ``remat``. ``parts``: micro-batches of a device in each stage.
     """
 
     init: Callable[[jax.Array], State]
     steps: tuple[tuple[StepProgram, ...], ...]
-    evaluate: Callable[[Any, jax.Array], jax.Array]
+    evaluate: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
     at_end: Callable[[State], State]
     micro_tokens: int
     eval_rows: int
     head_chunk: int | None = None
     remat: bool = False
     parts: tuple[int, ...] = ()
-    accuracy: Callable[[Any, jax.Array], jax.Array] | None = None
+    accuracy: Callable[..., jax.Array] | None = None
 
     @property
     def need(self) -> int:
@@ -191,7 +183,7 @@ def fit(
     """
     wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
     own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
-    limit = device.memory or math.inf
+    limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
     numbers = [parts for parts in divisions(recipe, stage, mesh) if parts >= wanted]
     too_much = 0  # bytes that the micro-batch asked for would need
 
@@ -285,11 +277,19 @@ def lower_evaluation(
     state, _ = state_shardings(recipe, layout, mesh)
     parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
     tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
+    whole = replicated(mesh)
+    bits = jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole) if recipe.canonical else None
 
-    def evaluation(params: Any, rows: jax.Array) -> jax.Array:
-        return evaluate(recipe, ctx, layout, parts, mesh, params, rows)
+    def evaluation(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
+        return evaluate(recipe, ctx, layout, parts, mesh, params, rows, impossible)
 
-    return padded, jax.jit(evaluation, out_shardings=replicated(mesh)).lower(state["params"], tokens)
+    return padded, jax.jit(evaluation, out_shardings=whole).lower(state["params"], tokens, bits)
+
+
+def impossible_shape(recipe: Recipe) -> tuple[int, int]:
+    """Return the shape of ``Context.impossible``: a row an id, a bit an id, both rounded up to a multiple of 128."""
+    size = -(-recipe.data.vocab_size // 128) * 128
+    return size, size // 8
 
 
 def eval_context(recipe: Recipe, device: Device) -> Context:
@@ -339,7 +339,7 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
     return sharded, shardings
 
 
-def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> None:
+def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array, impossible: Any = None) -> None:
     """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls on the first step."""
     state = program.init(put(np.zeros((), np.uint32), replicated(mesh)))
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
@@ -348,4 +348,5 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array) -> No
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)
     state = program.at_end(state)
-    jax.block_until_ready([each(state["params"], rows) for each in (program.evaluate, program.accuracy) if each])
+    evaluations = [each for each in (program.evaluate, program.accuracy) if each]
+    jax.block_until_ready([each(state["params"], rows, impossible) for each in evaluations])

@@ -232,24 +232,34 @@ def piecewise_gradients(
 
 
 def evaluate(
-    recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, params: Any, rows: jax.Array
+    recipe: Recipe,
+    ctx: Context,
+    layout: str,
+    parts: int,
+    mesh: Mesh,
+    params: Any,
+    rows: jax.Array,
+    impossible: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time."""
+    """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time.
+
+    ``impossible`` is that of the context."""
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), **fetcher(recipe, mesh, cuts))
 
-    def on_device(params: Any, rows: jax.Array) -> jax.Array:
-        whole = gather_parameters(recipe, gather, params, cuts, later)
+    def on_device(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
+        whole, now = gather_parameters(recipe, gather, params, cuts, later), replace(ctx, impossible=impossible)
 
         def losses(part: jax.Array) -> jax.Array:
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
-            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, ctx)[1]
+            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, now)[1]
             return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
 
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])
         return jax.lax.map(losses, tokens).reshape(-1)
 
-    return shard_map_over_rows(mesh, on_device, (rows_only(cuts), rows_spec(mesh)), rows_spec(mesh))(params, rows)
+    specs = rows_only(cuts), rows_spec(mesh), PartitionSpec()
+    return shard_map_over_rows(mesh, on_device, specs, rows_spec(mesh))(params, rows, impossible)
 
 
 def weigh(recipe: Recipe, tokens: jax.Array, x_BT: jax.Array) -> jax.Array:
@@ -266,14 +276,16 @@ def mean_weight(recipe: Recipe, tokens: Any) -> Any:
 
 
 def replicated_on_all_devices(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
-    """Return jitted ``function(gathered params in their compute dtype, array, ctx)``; all devices do the same work."""
+    """Return jitted ``function(gathered params in their compute dtype, array, ctx)``, whose third argument is the
+    ``impossible`` of ctx; all devices do the same work."""
     cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
     ctx = replace(ctx, **fetcher(recipe, mesh, cuts))
 
-    def on_device(params: Any, array: jax.Array) -> Any:
-        return function(gather_parameters(recipe, gather_all, params, cuts), array, ctx)
+    def on_device(params: Any, array: jax.Array, impossible: jax.Array | None) -> Any:
+        gathered = gather_parameters(recipe, gather_all, params, cuts)
+        return function(gathered, array, replace(ctx, impossible=impossible))
 
-    return jax.jit(shard_map_over_rows(mesh, on_device, (rows_only(cuts), whole), whole))
+    return jax.jit(shard_map_over_rows(mesh, on_device, (rows_only(cuts), whole, whole), whole))
 
 
 def device_of_rows(mesh: Mesh) -> jax.Array:

@@ -64,6 +64,7 @@ def of_holdout(setup: Setup, holdout: evaluate.Holdout, params: Any) -> Holdout:
     """Evaluate the track's second range of the validation tokens by the program of the first; every process must."""
     first, rows = holdout
     validation = evaluate.to_devices(rows, setup.program.eval_rows, setup.recipe, setup.mesh)
+    validation.impossible = setup.validation.impossible
     loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
     sha256 = sha256_of_ids(ids_of(rows), setup)
     return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}

@@ -98,7 +98,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     """
     # Changed inputs have other documents, of any length.
     recipe, length = replace(setup.recipe, eval_max_doc_len=None), setup.recipe.eval_len
-    ctx = eval_context(recipe, setup.device)
+    ctx, impossible = eval_context(recipe, setup.device), setup.validation.impossible
 
     def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
         inputs, targets = both[:1], both[1:]
@@ -108,7 +108,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
-        found = jax.device_get(probe(params, put(both, replicated(setup.mesh))))[0]
+        found = jax.device_get(probe(params, put(both, replicated(setup.mesh)), impossible))[0]
         if not np.isfinite(found).all():  # which would compare as no leak
             raise FloatingPointError("a loss of the row or of its changed inputs is not finite")
         return found
@@ -119,7 +119,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         changed[0, cut:] = (changed[0, cut:] + 1) % recipe.vocab_size
         difference = np.abs(measured(changed) - before)
         leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
-    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.mesh))).jaxpr)
+    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.mesh)), impossible).jaxpr)
     return {
         "causality": {"passed": leak <= LEAK and moved > 0, "leak": leak, "moved": moved},
         "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
@@ -140,7 +140,8 @@ def callbacks(jaxpr: Any) -> list[str]:
 
 
 def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
-    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole vocabulary.
+    """Compare the loss with the log-softmax of ``forward``'s logits: it must be one over the whole vocabulary, or, of a
+    canonical recipe, over all of it that is possible.
 
     Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's shape.
     """
@@ -149,13 +150,17 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
 
     def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        log_p = jax.nn.log_softmax(recipe.forward(whole, inputs, ctx).astype(jnp.float32), axis=-1)
+        logits = recipe.forward(whole, inputs, ctx).astype(jnp.float32)
+        if ctx.impossible is not None:
+            bits = jnp.unpackbits(ctx.impossible[inputs], axis=-1, count=logits.shape[-1], bitorder="little")
+            logits = jnp.where(bits == 1, -jnp.inf, logits)
+        log_p = jax.nn.log_softmax(logits, axis=-1)
         expected = -jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
         found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
         return jnp.mean(found), jnp.mean(expected)
 
     probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.mesh, both)
     tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
-    found, expected = jax.device_get(probe(params, tokens))
+    found, expected = jax.device_get(probe(params, tokens, setup.validation.impossible))
     error = abs(float(found - expected))
     return {"passed": error <= SAME_LOSS, "error": error}
