@@ -57,9 +57,9 @@ def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
 
 
 RECIPE = Recipe(
-    "pairs", None, "own", Data("mine", vocab_size=50_257, bos_id=50_256), 20.0, PARAMETERS, forward, loss,
+    "pairs", None, Data("mine", vocab_size=50_257, bos_id=50_256), 20.0, PARAMETERS, forward, loss,
     partial(optax.adam, 0.03), (Stage(6, 16),), lanes=4, eval_every=2, eval_tokens=256, eval_len=32,
-    attention_width=1, layers=1, canonical=CANONICAL,
+    attention_width=1, layers=1, canonical=CANONICAL, track="own",
 )
 '''
 
