@@ -1,6 +1,7 @@
 """Load a trained model from a run directory, a checkpoint, an exported folder or Hugging Face's GPT-2."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import safetensors
 from jax.sharding import Mesh
 
 from jspeed.corpus.gpt2_tokenizer import gpt2_facts
@@ -20,7 +22,7 @@ from jspeed.recipe import Recipe
 from jspeed.run.checkpoint import damage, restore, steps_in
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.compute.step import to_compute_dtype
-from jspeed.run.export import FILE, Tensors, gathered, read_parameters
+from jspeed.run.export import FILE, LEFT_OUT, STEP, Tensors, gathered, read_parameters
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.run.model_config import find_trained, read_config
 
@@ -59,7 +61,8 @@ class Model:
 
 
 def load_model(path: Path, mesh: Mesh | None = None) -> Model:
-    """Load a run directory (its final parameters, or its newest undamaged checkpoint), one checkpoint of it
+    """Load a run directory (its final parameters, where large tables are left out the checkpoint of its last step,
+    where there are none its newest undamaged checkpoint), one checkpoint of it
     (``RUN/checkpoints/STEP``), an exported folder, or a folder with GPT-2 as Hugging Face has it.
 
     The parameters are on ``mesh`` (default: this process's first device), sharded by the default layout. Raises
@@ -78,6 +81,9 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     found = find_trained(run_dir, config)
     facts = facts_of(run_dir, config, found.recipe)
     _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
+    about = metadata_of(path / FILE)
+    if LEFT_OUT in about and (run_dir / "checkpoints" / about[STEP]).is_dir():
+        step = int(about[STEP])
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
         arrays = read_parameters(path, found.recipe)
         params = jax.tree.map(put, arrays, shardings["params"])
@@ -85,6 +91,13 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
         params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
     require_finite(params, path)
     return Model(found, params, mesh, facts, run_dir, config.get("model_type") == "gpt2")
+
+
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file, nothing where it cannot be read."""
+    with suppress(safetensors.SafetensorError, OSError, ValueError), safetensors.safe_open(file, "np") as opened:
+        return opened.metadata() or {}
+    return {}
 
 
 def facts_of(folder: Path, config: Mapping[str, Any], recipe: Recipe) -> TokenizerFacts:

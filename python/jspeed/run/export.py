@@ -28,6 +28,7 @@ BF16 = np.dtype(jnp.bfloat16)
 HASH_KEY = "sha256"  # in the metadata of our own files: the file's hash, taken with HASH_PLACEHOLDER there
 HASH_ENTRY, HASH_PLACEHOLDER = b'"sha256":"%s"', b"0" * 64
 OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}  # metadata of our files; Hugging Face's say "pt"
+LEFT_OUT, STEP = "left_out", "step"  # in the metadata of our own files: tables that it does not hold; steps made
 Tensors = dict[str, np.ndarray]
 
 # Parameters of a recipe that is a GPT-2 (gpt2) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
@@ -199,7 +200,7 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
         tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}  # one array, two names
         tensors = from_gpt2(tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False)
     specs = dict(leaves(recipe.parameters))
-    _same_names(path, tensors, specs, recipe)
+    _same_names(path, tensors, specs, recipe, metadata.get(LEFT_OUT, ""))
     arrays = {}
     for name, spec in specs.items():
         array = tensors[name]
@@ -258,13 +259,12 @@ def departures(path: Path, found: LoadedRecipe, tokenizer: Mapping[str, Any]) ->
         yield f"how the parameters of {path} were trained is not known: {error}"
 
 
-def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe: Recipe) -> None:
+def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe: Recipe, left_out: str) -> None:
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
-        raise BadInput(
-            f"{path} lacks {missing[0]} of recipe {recipe.name}{nearest(missing[0], extra)}; use the recipe "
-            "it was trained with"
-        )
+        remedy = "give a checkpoint of its run, which has it" if left_out else "use the recipe it was trained with"
+        what = f"{left_out}, too large for it" if left_out else missing[0]
+        raise BadInput(f"{path} lacks {what}, of recipe {recipe.name}{nearest(missing[0], extra)}; {remedy}")
     if extra:
         raise BadInput(
             f"{path} holds {extra[0]}, which recipe {recipe.name} does not have; use the recipe it was trained with"

@@ -19,8 +19,7 @@ from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
 from jspeed.record.run_json import write_run
 from jspeed.record.schema import SCHEMA, Probe, Unsealed, count_parameters
-from jspeed.run import export
-from jspeed.run.best import keep_best
+from jspeed.run import best, export
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
 from jspeed.run.evaluate import validation_accuracy, validation_loss
@@ -53,7 +52,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
                     progress.failed.append(str(error))
                 if setup.options.keep_best and progress.at_validation:
                     with clock.section("checkpoint"):
-                        keep_best(setup, progress, state["params"])
+                        best.keep_best(setup, progress, state["params"])
             with clock.section("probes"), output.waiting(console, "validity probes"):
                 probe_results = probes.run_all(setup, state, loss)
             if setup.holdout and len(setup.holdout.rows):
@@ -64,7 +63,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
     tensors: export.Tensors | None = None
     if state and progress.status != "diverged" and progress.interrupted_by != 143:
         with clock.section("parameters"):
-            tensors = export.gathered(state["params"])
+            tensors = best.to_write(recipe, state["params"])
     val_loss = None
     if progress.status in ("finished", "stopped"):
         val_loss = progress.curve[-1]["val_loss"]
@@ -154,7 +153,7 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
         run["data"]["python"] = source["python"]
     parts: list[Callable[[], object]] = [lambda: write_run(setup.run_dir, run)]  # most important first
     if tensors:
-        about = export.own_metadata(setup.found)
+        about = best.metadata(setup.found, progress.steps)
         parts.append(lambda: export.save(setup.run_dir / export.FILE, tensors, about))
     unit = unit_of(setup.manifest)
     parts.append(lambda: draw(setup, progress, unit, run))
@@ -168,6 +167,9 @@ def finish(setup: Setup, progress: Progress, state: State | None, console: Conso
             failed.append(str(error))
     for line in output.closing(run, setup.run_dir, unit):
         console.print(line, soft_wrap=True)
+    if tensors and best.large_tables(recipe):
+        saved = (setup.run_dir / "checkpoints" / str(progress.steps)).is_dir()
+        console.print(best.note_on_large_tables(recipe, saved), soft_wrap=True)
     if failed:
         raise BadInput(f"the run ended, but {'; '.join(failed)}")
     return exit_code(setup, progress, reached)
