@@ -28,7 +28,9 @@ def device(mesh):
     return NamedSharding(mesh(1), PartitionSpec())
 
 
-def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, sampled=None, canonical=False):
+def compiled(
+    device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, sampled=None, canonical=False, kept_at=None
+):
     """Compile the loss (and gradients) of ``tokens`` in ``rows`` rows, weighed as a step of 8 x ``tokens`` is.
 
     ``sampled``: how many tokens of the vocabulary are scored exactly, 1 in how many of the others, by what order, and
@@ -40,7 +42,7 @@ def compiled(device, tokens, scales, cap, *, rows=1, chunk=None, gradient=True, 
         arguments = partial(fp8.head, scales=scales), w, x, targets, weights
         if sampled:
             return sampled_cross_entropy(*arguments, draw(targets[0, 0], VOCAB, *sampled), cap=cap, chunk=chunk)
-        return cross_entropy(*arguments, cap=cap, chunk=chunk, after=after or None)
+        return cross_entropy(*arguments, cap=cap, chunk=chunk, after=after or None, kept_at=kept_at)
 
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
@@ -90,6 +92,13 @@ def test_fp8_head(device, tokens, rows, cap):
     assert made(program, size) == {"bf16": 1, "f8e5m2": 2}
     # The logits' 2 bytes and the gradients' 1 + 1; 3% for operands.
     assert program.memory_analysis().temp_size_in_bytes < 1.03 * 4 * size
+
+
+def test_fp8_head_whose_logits_are_e4m3(device):
+    """Their matmul writes them."""
+    program, size = compiled(device, 16_384, SCALES, sigmoid_cap(15.0), kept_at=0.5), 16_384 * VOCAB
+    assert len(gemms(program)) == 3 and made(program, size) == {"f8e4m3fn": 1, "f8e5m2": 2}
+    assert program.memory_analysis().temp_size_in_bytes < 1.03 * 3 * size
 
 
 @pytest.mark.parametrize("cap", [sigmoid_cap(15.0), None], ids=["sigmoid", "none"])

@@ -76,6 +76,25 @@ def test_value_and_gradients(case, chunk, cap):
     np.testing.assert_allclose(ours(params, x)[1], loss, atol=1e-5)
 
 
+def test_logits_kept_in_e4m3_make_loss_and_gradient(case):
+    params, x, targets, weights = case
+    exact = np.asarray(x @ params["w"] + params["b"])
+    rounded = np.asarray(2 * exact, jnp.float8_e4m3fn).astype(np.float64) / 2
+    z, slope = BENDS["root"](rounded)
+    p = np.exp(z - z.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    hit = np.eye(40)[np.asarray(targets)]
+    dlogits = np.asarray(weights, np.float64)[..., None] * (p - hit) * slope
+
+    def total(x, kept_at=0.5):
+        return cross_entropy(head, params, x, targets, weights, cap=CAPS["root"], kept_at=kept_at)
+
+    (_, loss), dx = jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+    np.testing.assert_allclose(loss, -np.log((p * hit).sum(-1)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dx, dlogits @ np.asarray(params["w"], np.float64).T, atol=5e-5)
+    np.testing.assert_array_equal(total(x)[1], total(x, None)[1])  # without a gradient nothing is rounded
+
+
 @pytest.mark.parametrize("cap", CAPS)
 def test_gradients_are_those_of_the_plain_formula(case, cap):
     params, x, targets, weights = case

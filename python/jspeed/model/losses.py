@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jspeed.model.fp8 import E4M3_MAX
+
 Head = Callable[[Any, jax.Array], jax.Array]
 
 UNLIKELY = 83.0
@@ -82,6 +84,7 @@ def cross_entropy(
     chunk: int | None = None,
     copies: Copies | None = None,
     after: tuple[jax.Array, jax.Array | None] | None = None,
+    kept_at: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return (sum of ``weights_BT`` x loss: fp32 scalar, loss: fp32 ``[B, T]`` in nats, without a gradient).
 
@@ -105,6 +108,9 @@ def cross_entropy(
     ``after``: (the token before each target ``[B, T]``, ``Context.impossible``), in an evaluation. Where there are bits
     of what cannot follow, the softmax is over the other ids, and the logit of an id that can not is ``UNLIKELY`` below
     the highest, which no target of canonical tokens meets.
+
+    ``kept_at`` s: under differentiation logits are kept as e4m3, divided by s, which must not be 1, and so rounded they
+    make loss and gradient: half of the bytes of bf16, which an FP8 matmul of cuBLASLt writes itself.
     """
     targets_BTN, weights_BTN = targets_last(targets_BT, weights_BT)
     copied: tuple[jax.Array, ...] = ()
@@ -114,7 +120,7 @@ def cross_entropy(
         weights_BTN = jnp.concatenate([weights_BTN, jnp.zeros_like(weights_BTN[..., :1])], axis=-1)
     if after and after[1] is not None:
         return _evaluated(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN, *after)
-    return _cross_entropy(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN)
+    return _cross_entropy(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
 
 def look_ahead(targets_BT: jax.Array, weights_BT: jax.Array, shares_N: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -142,8 +148,8 @@ def with_prefix(
     return jnp.concatenate([targets_NBT, targets]), jnp.concatenate([weights_NBT, weights])
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _cross_entropy(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
     return _evaluated(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN)
 
 
@@ -160,17 +166,20 @@ def _evaluated(
     return total(loss_BTN, weights_BTN), loss_BTN[..., 0]
 
 
-def _forward(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_BTN):
+def _forward(head, cap, chunk, kept_at, head_params, x_BTD, copied, targets_BTN, weights_BTN):
     largest, share_BTN = shares(weights_BTN)
 
     def of_chunk(dhead, x_BtD, targets_BtN, share_BtN, *copied_Bt):
         logits_BtV, pull = jax.vjp(head, head_params, x_BtD)
+        dtype = logits_BtV.dtype
+        kept_BtV = logits_BtV if kept_at is None else as_e4m3(logits_BtV, kept_at)
+        logits_BtV, again_BtV = (scaled_to(x, dtype, kept_at) for x in (kept_BtV, keep_low_precision(kept_BtV)))
         loss_BtN, shift_Bt, sum_Bt = _loss(logits_BtV, targets_BtN, cap)
         loss_BtN, pull_mix = _mix(loss_BtN, copied_Bt)
         share_BtN, dcopied = pull_mix(share_BtN)
         scale_Bt = jnp.sum(share_BtN, axis=-1) / sum_Bt
         hits_BtV = _hits(targets_BtN, share_BtN, logits_BtV.shape)
-        new, dx_BtD = pull(dlogits(keep_low_precision(logits_BtV), hits_BtV, scale_Bt, shift_Bt, cap))
+        new, dx_BtD = pull(dlogits(again_BtV, hits_BtV, scale_Bt, shift_Bt, cap))
         dhead = jax.tree.map(lambda total, part: total + part.astype(jnp.float32), dhead, new)
         return dhead, (loss_BtN, (dx_BtD, *dcopied))
 
@@ -182,7 +191,7 @@ def _forward(head, cap, chunk, head_params, x_BTD, copied, targets_BTN, weights_
     return (total(loss_BTN, weights_BTN), loss_BTN[..., 0]), (grads, largest)
 
 
-def _backward(head, cap, chunk, saved, cotangents):
+def _backward(head, cap, chunk, kept_at, saved, cotangents):
     return *rescale_gradients(saved, cotangents), None, None
 
 
@@ -271,6 +280,21 @@ def keep_low_precision(logits_BTV: jax.Array) -> jax.Array:
     Without it XLA keeps the loss's fp32 logits for the gradient, twice the bytes of the bf16 ones.
     """
     return jax.lax.optimization_barrier(logits_BTV) if logits_BTV.dtype.itemsize < 4 else logits_BTV
+
+
+def as_e4m3(logits_BTV: jax.Array, scale: float) -> jax.Array:
+    """Return ``logits_BTV / scale`` in e4m3, clipped.
+
+    In this form XLA has the FP8 matmul before it write e4m3: it wants a factor in the matmul's dtype, and the clipping.
+    """
+    factor, largest = (jnp.asarray(x, logits_BTV.dtype) for x in (1 / scale, E4M3_MAX))
+    kept_BTV = jnp.clip(logits_BTV * factor, -largest, largest).astype(jnp.float8_e4m3fn)
+    return jax.lax.optimization_barrier(kept_BTV)
+
+
+def scaled_to(kept_BTV: jax.Array, dtype: Any, scale: float | None) -> jax.Array:
+    """Undo :func:`as_e4m3`, which a ``scale`` of None was not."""
+    return kept_BTV if scale is None else kept_BTV.astype(dtype) * jnp.asarray(scale, dtype)
 
 
 def dlogits(
