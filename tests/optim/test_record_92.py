@@ -89,13 +89,17 @@ def test_adam_whose_betas_change_is_adam_while_they_do_not():
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-def test_averages_start_move_and_take_the_weights_place():
+@pytest.mark.parametrize("among", [(0, 1, 2, 3), None, ()], ids=["all", "each", "unknown"])
+def test_averages_start_move_and_take_the_weights_place(among):
+    """In a program for all steps, in one for each, and where it is not known which steps it makes."""
     rates = np.array([0, 1.0, 0, 0.25])
     averages = Average(rates, {"a": 0.5}), Average(rates, {"a": 1.0, "b": 0.0})
     steps = [{"a": jnp.full(2, value), "b": jnp.arange(3.0)} for value in (5.0, 2.0, 7.0, 4.0)]
     means = zeros(averages, steps[0])
     for step, params in enumerate(steps):
-        means = jax.jit(lambda m, p, s: after_step(averages, m, p, s))(means, params, jnp.int32(step))
+        means = jax.jit(lambda m, p, s, n=step: after_step(averages, m, p, s, (n,) if among is None else among))(
+            means, params, jnp.int32(step)
+        )
     np.testing.assert_allclose(means[0]["a"], 2.5)
     shipped = at_end(averages, means, steps[-1], ())
     np.testing.assert_allclose(shipped["a"], 2.5)  # half of 2.5 and 4, then all of 2.5
@@ -108,5 +112,5 @@ def test_weights_that_stay_come_back():
     averages = (Average(np.array([1.0, 0.3, 0.3]), {"a": 0.65}),)
     means = zeros(averages, params)
     for step in range(3):
-        means = after_step(averages, means, params, jnp.int32(step))
+        means = after_step(averages, means, params, jnp.int32(step), range(3))
     np.testing.assert_allclose(at_end(averages, means, params, ("a",))["a"], params["a"], rtol=1e-6)

@@ -19,6 +19,10 @@ class Average(NamedTuple):
     rates: NDArray[np.float64]
     blends: Mapping[str, float]
 
+    def moves(self, steps: Sequence[int]) -> NDArray[np.bool_]:
+        """Return in which of ``steps`` it moves."""
+        return np.take(self.rates, np.asarray(steps, int), mode="clip") > 0
+
 
 def zeros(averages: Sequence[Average], params: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
     """Return where the means are kept, fp32."""
@@ -26,19 +30,22 @@ def zeros(averages: Sequence[Average], params: Mapping[str, jax.Array]) -> list[
 
 
 def after_step(
-    averages: Sequence[Average], means: Any, params: Mapping[str, jax.Array], step: jax.Array
+    averages: Sequence[Average], means: Any, params: Mapping[str, jax.Array], step: jax.Array, among: Sequence[int]
 ) -> list[dict[str, jax.Array]]:
-    """Return the means after step ``step``."""
+    """Return the means after step ``step``, which is one of ``among`` (empty: unknown): a mean that moves in none of
+    them, or in all, needs no branch in the program."""
 
     def one(average: Average, mean: dict[str, jax.Array]) -> dict[str, jax.Array]:
         rate = jnp.asarray(average.rates, jnp.float32)[step]
         named = {name: params[name] for name in mean}
-        return jax.lax.cond(
-            rate > 0,
-            lambda mean: jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), mean, named),
-            lambda mean: mean,
-            mean,
-        )
+
+        def moved(mean: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return jax.tree.map(lambda a, p: a + rate * (p.astype(jnp.float32) - a), mean, named)
+
+        moves = set(average.moves(among).tolist())
+        if len(moves) == 1:
+            return moved(mean) if True in moves else mean
+        return jax.lax.cond(rate > 0, moved, lambda mean: mean, mean)
 
     return [one(*pair) for pair in zip(averages, means, strict=True)]
 

@@ -44,12 +44,14 @@ def row_adam(
         correction = jnp.sqrt(1 - beta ** (state.step + 1))
         named: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
         fresh_R = (1 - beta) * jnp.mean(jnp.square(grads_RD), axis=1)
-        square_V = (beta * state.square_V).at[rows_R].add(fresh_R, mode="drop", **named)
-        square_R = square_V.at[rows_R].get(mode="fill", fill_value=0, **named)
+        square_V = beta * state.square_V
+        square_R = square_V.at[rows_R].get(mode="fill", fill_value=0, **named) + fresh_R
+        square_V = square_V.at[rows_R].set(square_R, mode="drop", **named)
         old_RD = table_VD.at[rows_R].get(mode="fill", fill_value=0, **named).astype(jnp.float32)
         change_RD = (rate * correction / (jnp.sqrt(square_R) + eps))[:, None] * grads_RD
         fraction = weight_decay(state.step) * jnp.square(rate)
-        change_RD += jnp.where(change_RD * old_RD > 0, fraction * old_RD, 0)
+        # No select: XLA would share its zeros with those that sums of gradients start from, and write and read them.
+        change_RD += fraction * old_RD * (change_RD * old_RD > 0)
         new_RD = (old_RD - change_RD).astype(table_VD.dtype)
         return table_VD.at[rows_R].set(new_RD, mode="drop", **named), RowState(state.step + 1, square_V)
 

@@ -82,14 +82,14 @@ class Pending(NamedTuple):
 
 
 def pending(sink: Sink, part: int, size: int) -> Pending:
-    """Return ``sink`` in ``size`` rows: longer where it is shorter, else with equal rows summed.
+    """Return ``sink`` in ``size`` rows, at most its own: where these are fewer, equal rows are summed.
 
     Gradients are NaN where more than ``size`` different rows are in it.
     """
     high, low = jnp.moveaxis(sink.rows_R2, -1, 0).astype(jnp.int32)
-    rows_R, grads_RD, short = HIGH * high + low, sink.grads_RD, size - len(high)
-    if short >= 0:
-        return Pending(jnp.pad(rows_R, (0, short), constant_values=part), jnp.pad(grads_RD, ((0, short), (0, 0))))
+    rows_R, grads_RD = HIGH * high + low, sink.grads_RD
+    if size == len(rows_R):
+        return Pending(rows_R, grads_RD)
     rows_R, sums_RD = distinct(Pending(rows_R, grads_RD), part)
     fits = jnp.where(rows_R[size] < part, jnp.nan, 1)
     return Pending(jnp.minimum(rows_R[:size], part), (fits * sums_RD[:size]).astype(grads_RD.dtype))
@@ -101,7 +101,8 @@ def joined(parts: list[Pending]) -> Pending:
 
 
 def distinct(found: Pending, part: int) -> Pending:
-    """Sum the gradients of equal rows, in fp32: ascending rows, then numbers past the ``part``, all different."""
+    """Sum the gradients of equal rows, in fp32: ascending rows, then numbers past the ``part``, all different, whose
+    gradients mean nothing."""
     rows_R, grads_RD = found
     count = jnp.arange(len(rows_R), dtype=jnp.int32)
     order_R = jnp.argsort(rows_R)
@@ -112,5 +113,4 @@ def distinct(found: Pending, part: int) -> Pending:
     first_R = jnp.searchsorted(number_R, count, method="scan_unrolled")
     last = len(rows_R) - 1
     first_rows_R = jnp.where(first_R <= last, sorted_R[jnp.minimum(first_R, last)], part)
-    used_R = first_rows_R < part
-    return Pending(jnp.where(used_R, first_rows_R, part + count), jnp.where(used_R[:, None], sums_RD, 0))
+    return Pending(jnp.where(first_rows_R < part, first_rows_R, part + count), sums_RD)

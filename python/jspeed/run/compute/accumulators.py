@@ -7,6 +7,8 @@ carries the rows that the steps have named and their gradients, one list for eac
 """
 
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate as running_sums
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.parallel.layout import owned, partitions
 from jspeed.parallel.lazy_table import Pending, joined, pending, sink_size
-from jspeed.recipe import Context, ParamSpec, Recipe, leaves, map_specs
+from jspeed.recipe import Context, ParamSpec, Recipe, Stage, leaves, map_specs
 
 Carry = dict[str, dict[str, Any]]
 
@@ -100,11 +102,12 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
         age, old = _age(recipe, ctx, path), sums[path]
         due = age == spec.updated_after(ctx.stage) - 1
         if spec.lookups:
-            new = pending(found[path], copies[path].shape[0], old.rows_R.shape[-1])
-            waiting = [Pending(*(a[0, n] for a in old)) for n in range(age)]
+            size = min(len(found[path].rows_R2), old.rows_R.shape[-1])  # the same in all steps of a stage
+            new = pending(found[path], copies[path].shape[0], size)
+            waiting = [Pending(*(a[0, n, :size] for a in old)) for n in range(age)]
             found[path] = joined([*waiting, new])
             if not due:
-                sums[path] = Pending(*(a.at[0, age].set(b) for a, b in zip(old, new, strict=True)))
+                sums[path] = Pending(*(a.at[0, age, :size].set(b) for a, b in zip(old, new, strict=True)))
             continue
         if age > 0:
             found[path] = old[0] + found[path]
@@ -112,6 +115,34 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
             whole_carried[path], sums[path] = copies[path], found[path][None]
     grads = jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(found.values()))
     return grads, {"whole": whole_carried, "sums": sums}
+
+
+def number_due(recipe: Recipe, stage: Stage, phase: int) -> int:
+    """Return the number by which a step's updates are due: of the parameters whose ``every`` divides it."""
+    last = (phase + 1) % (stage.every or recipe.period) == 0
+    return recipe.period if last else phase + 1
+
+
+def first_alike(recipe: Recipe, stage: Stage, phase: int) -> int:
+    """Return the first phase whose step is the same program as that of ``phase``: for every parameter it is as long
+    since the last update, and the same ones are due."""
+    own = updates(recipe, stage, phase)
+    return next(n for n in range(phase + 1) if updates(recipe, stage, n) == own)
+
+
+def updates(recipe: Recipe, stage: Stage, phase: int) -> tuple[tuple[int, bool], ...]:
+    """Return for each parameter (steps since its last update, whether this step updates it)."""
+    due = number_due(recipe, stage, phase)
+    every = leaves(recipe.parameters)
+    return tuple((phase % spec.updated_after(stage), due % spec.every == 0) for _, spec in every)
+
+
+def steps_of(recipe: Recipe, stage: Stage, phase: int) -> list[int]:
+    """Return the steps, from 0, of the program of ``phase`` in all stages that are ``stage`` but for their length."""
+    phases = [n for n in range(recipe.period) if first_alike(recipe, stage, n) == first_alike(recipe, stage, phase)]
+    ends = zip(recipe.stages, running_sums(each.steps for each in recipe.stages), strict=True)
+    spans = [range(end - each.steps, end) for each, end in ends if replace(each, steps=stage.steps) == stage]
+    return [step for span in spans for step in span if step % recipe.period in phases]
 
 
 def by_path(recipe: Recipe, tree: Any) -> dict[str, Any]:

@@ -89,19 +89,21 @@ def compile_program(
     if without_jit():
         return eager_program(recipe, mesh, layout, micro_batch, rows, device)
     init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
-    jobs = [(stage, phase) for stage in recipe.stages for phase in range(recipe.period)]
-    fitted = compile_all(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), jobs, device)
-    last, period = fitted[-1], recipe.period
-    every = [attempt.program for attempt in fitted]
+    alike, period = partial(accumulators.first_alike, recipe), recipe.period
+    jobs = [(stage, alike(stage, phase)) for stage in recipe.stages for phase in range(period)]
+    unlike = [job for n, job in enumerate(jobs) if jobs.index(job) == n]
+    done = compile_all(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), unlike, device)
+    fitted = [done[unlike.index(job)] for job in jobs]
+    last, every = fitted[-1], [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, mesh, layout)
     padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
-    numbers = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
+    parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     end: Callable[[State], State] = lambda state: state  # noqa: E731
     if recipe.averages:
         end = jax.jit(partial(at_end, recipe), donate_argnums=0, out_shardings=shardings).lower(shapes).compile()
-    return Program(init, steps, evaluation, end, micro_tokens, padded, last.head_chunk, last.remat, numbers)
+    return Program(init, steps, evaluation, end, micro_tokens, padded, last.head_chunk, last.remat, parts)
 
 
 def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], device: Device) -> list[Attempt]:

@@ -65,8 +65,7 @@ def train_step(
         ctx = replace(ctx, layer=jax.checkpoint)
     parts = 1 if "pipe" in mesh.shape else parts
 
-    last = (ctx.phase + 1) % (ctx.stage.every or recipe.period) == 0
-    due = recipe.period if last else ctx.phase + 1
+    due = accumulators.number_due(recipe, ctx.stage, ctx.phase)
 
     def on_device(
         params: Any, kept: accumulators.Carry, rows: Any, step: jax.Array, tokens: jax.Array
@@ -98,7 +97,8 @@ def train_step(
     with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).shards_matrices else nullcontext():
         updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
     params = with_lazy(recipe, optax.apply_updates(old, updates), tables)
-    means = averages.after_step(recipe.averages, state["means"], params, state["step"])
+    steps = accumulators.steps_of(recipe, ctx.stage, ctx.phase) if recipe.averages else ()
+    means = averages.after_step(recipe.averages, state["means"], params, state["step"], steps)
     done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "carry": kept}
     return done | {"rows": rows, "means": means}, {"loss": jnp.mean(row_losses) / mean}
 
