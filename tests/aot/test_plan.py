@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from jspeed.plan import predict
-from jspeed.plan.compile import Step, compile_stages, hardware_for, memory_by_kind, with_stage
+from jspeed.plan.compile import Step, compile_stages, hardware_for, lower, memory_by_kind, with_stage
 from jspeed.plan.plan import describe_stage, make_plan
-from jspeed.plan.target import parse_target
+from jspeed.plan.target import parse_target, without_machine_code
+from jspeed.run.compute import compiler
 from jspeed.run.find_recipe import find
 
 from .test_recipes import compiled
@@ -72,6 +73,16 @@ def test_memory_is_the_compilers(mesh):
     assert sum(kinds.values()) == step.memory["peak"]
     needed = sum(kinds[kind] for kind in ("parameters", "optimizer", "batch"))
     assert needed == pytest.approx(step.memory["arguments"], abs=4096)  # alignment
+
+
+def test_a_plan_needs_no_machine_code(mesh):
+    """The same text and memory with the pretended assembler and LLVM's least effort."""
+    hardware, recipe = hardware_for(EIGHT, "zero1"), find(BAD).recipe
+    lowered = lower(recipe, recipe.stages[0], hardware, 1)
+    assert without_machine_code().keys() == {"xla_gpu_cuda_data_dir", "xla_backend_optimization_level"}
+    real, quick = (compiler.compiled(lowered, hardware.device, more) for more in (None, without_machine_code()))
+    assert real.as_text() == quick.as_text()
+    assert compiler.memory_needed(real) == compiler.memory_needed(quick)
 
 
 @pytest.mark.parametrize(

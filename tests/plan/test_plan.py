@@ -16,13 +16,15 @@ import jspeed.plan.plan
 from jspeed.errors import BadInput
 from jspeed.fields import check_json
 from jspeed.parallel.mesh import make_mesh
-from jspeed.plan import predict
-from jspeed.plan.compile import Hardware, compile_stages, compile_that_fits
+from jspeed.plan import describe_stage, predict
+from jspeed.plan.compile import Hardware, by_difference, compile_stages, compile_that_fits
 from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devices, search
 from jspeed.plan.schema import Allocation, Kind, Plan, Time
-from jspeed.plan.target import parse_target
+from jspeed.plan.target import parse_target, without_machine_code
 from jspeed.plan.views import tables, terminal
+from jspeed.recipes import r89, r92
 from jspeed.run.compute import compiler, memory_fallbacks, program
+from jspeed.run.compute.accumulators import first_alike, updates
 from jspeed.run.compute.compiler import DoesNotFit
 from jspeed.run.compute.device import Device
 from jspeed.run.find_recipe import find
@@ -156,10 +158,10 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
     build = compiler.compiled
     largest = [True]
 
-    def refuses(lowered, device):
+    def refuses(lowered, device, more):
         if largest.pop() if largest else False:
             raise DoesNotFit(12 * 10**9)
-        return build(lowered, device)
+        return build(lowered, device, more)
 
     monkeypatch.setattr(compiler, "compiled", refuses)
     monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
@@ -220,13 +222,14 @@ def tried(monkeypatch):
         return SimpleNamespace(as_text=lambda: str((tokens, head_chunk)), need=1000 * tokens - 10 * (head_chunk or 0))
 
     monkeypatch.setattr(jspeed.plan.compile, "lower", lower)
-    monkeypatch.setattr(compiler, "compiled", lambda lowered, device: lowered)
+    monkeypatch.setattr(compiler, "compiled", lambda lowered, device, more: lowered)
     monkeypatch.setattr(jspeed.plan.compile.compiler, "memory_needed", lambda step: step.need)
     return found
 
 
 def test_a_plan_compiles_as_a_run_does(monkeypatch):
-    """The same program with the same options of XLA; ``bench.py gpu`` takes :func:`program.fit` too."""
+    """The same program with the same options of XLA, but for machine code, which a plan does without; ``bench.py gpu``
+    takes :func:`program.fit` too."""
     given, compile_it = [], jax.stages.Lowered.compile
 
     def compile_here(lowered, compiler_options=None):
@@ -240,7 +243,9 @@ def test_a_plan_compiles_as_a_run_does(monkeypatch):
     program.fit(recipe, recipe.stages[0], hardware.mesh, hardware.layout, gpu, None)
     program.compile_evaluation(recipe, hardware.mesh, hardware.layout, gpu, 512, 8)
     (options, planned), (_, run), _ = given
-    assert options and [also for also, _ in given] == [options] * 3 and planned == run
+    of_run = [also for also, _ in given[1:]]
+    assert of_run[0] and of_run == [of_run[0]] * 2 and planned == run
+    assert options == of_run[0] | without_machine_code()
 
 
 def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
@@ -275,3 +280,30 @@ def test_stages_of_several_lengths_take_their_own(tried):
     for stage, tokens in zip(recipe.stages, (8192, 8192, 12_288, 12_288), strict=True):
         taken = compile_that_fits(recipe, stage, taking(hardware, 65_536))
         assert recipe.tokens_per_step(stage) // 8 // taken.parts == tokens and taken.head_chunk is None
+
+
+def test_steps_that_are_one_program_and_steps_that_are_sums():
+    """Record 92 updates tables every second step, later every fourth: 28 steps, 24 programs, 16 of them compiled.
+
+    The first of the second stage is that of the third, and seven are sums of three others.
+    """
+    recipe = r92.RECIPE
+    found = [[first_alike(recipe, stage, phase) for phase in range(4)] for stage in recipe.stages]
+    assert found == [[0, 1, 0, 1]] * 2 + [[0, 1, 2, 3]] * 5
+    numbers = [4 * stage + phase for stage, phases in enumerate(found) for phase in sorted(set(phases))]
+    sums = by_difference(recipe, numbers)
+    second = {4 * stage + 1: (4 * stage, 4 * 3 + 1, 4 * 3) for stage in (4, 5, 6)}
+    third = {4 * stage + 2: (4 * stage, 4 * 2 + 2, 4 * 2) for stage in (3, 4, 5, 6)}
+    assert len(numbers) == 24 and sums == second | third and len(sums) == 7
+    assert updates(recipe, recipe.stages[1], 0) == updates(recipe, recipe.stages[2], 0)
+    assert not by_difference(r89.RECIPE, list(range(r89.RECIPE.period * len(r89.STAGES))))
+
+
+def test_a_sum_of_stages():
+    gather, scatter = ({"kind": kind, "bytes": 1, "axis": "data", "dtype": "bf16", "source": "a"} for kind in "gs")
+    a, more, less = (
+        {"flops": {"bf16": 5.0}, "collectives": [gather]},
+        {"flops": {"bf16": 3.0, "f32": 1.0}, "collectives": [gather, scatter]},
+        {"flops": {"bf16": 2.0}, "collectives": [gather]},
+    )
+    assert describe_stage._sum(a, more, less) == {"flops": {"bf16": 6.0, "f32": 1.0}, "collectives": [gather, scatter]}

@@ -17,9 +17,10 @@ from jspeed.plan import MEMORY_FRACTION, hlo
 from jspeed.plan.cost import Kernel, kernels, with_windows
 from jspeed.plan.custom_calls.attention import workspace_bytes
 from jspeed.plan.schema import Allocation
-from jspeed.plan.target import Cluster, pretend, target_mesh
+from jspeed.plan.target import Cluster, pretend, target_mesh, without_machine_code
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
+from jspeed.run.compute.accumulators import first_alike, steps_of, updates
 from jspeed.run.compute.device import GPUS, USABLE, Device, device_of, divisions, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
@@ -34,7 +35,8 @@ class Step:
     parts: int  # micro-batches
     text: str  # optimised HLO
     memory: dict[Allocation, int]  # bytes
-    shared: bool = False  # compiled for another stage that differs from this one in attention windows alone
+    shared: bool = False  # not compiled: that of another stage, or step, which differs in nothing that is read here
+    changed: "tuple[Step, Step] | None" = None  # not compiled: this one, more the first of these, less the second
     windows: tuple[tuple[int, int], ...] = ()  # (window that was compiled, window of this stage)
     head_chunk: int | None = None  # tokens of a row that the head's loss takes at once; None: all
     remat: bool = False  # whether layers are recomputed for their gradients because memory is short
@@ -86,27 +88,41 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
     """Compile each stage's steps as :func:`compile_that_fits` does, as many programs a stage as the recipe's period.
 
     Stages that differ only in attention windows share one program. This is checked: the StableHLO of the first and the
-    last stage of a group must be identical apart from the windows.
+    last stage of a group must be identical apart from the windows. Steps of a stage that update the same parameters
+    after as many steps are one program, as in a run. Of others :func:`by_difference` leaves some out.
     """
     stages, period = programs(recipe), recipe.period
+    alike_to = {
+        number: first
+        for number, stage in enumerate(stages)
+        if (first := number - number % period + first_alike(recipe, stage, number % period)) != number
+    }
+    changes = by_difference(recipe, [number for number in range(len(stages)) if number not in alike_to])
     groups: dict[tuple, list[int]] = {}
     for number, stage in enumerate(stages):
-        groups.setdefault((stage.lane_len, stage.max_docs, stage.scored, stage.every, number % period), []).append(
-            number
-        )
+        if number in alike_to or number in changes:
+            continue
+        what = stage.lane_len, stage.max_docs, stage.scored, updates(recipe, stage, number % period)
+        groups.setdefault((*what, *moving(recipe, stage, number % period)), []).append(number)
     copies: dict[int, int] = {}
     # Lowering is single-threaded; XLA compiles in the pool meanwhile.
     with pretend(hardware.cluster.target), ThreadPoolExecutor(cores()) as pool:
 
-        def start(number: int) -> Future[Attempt]:
-            return pool.submit(compile_that_fits, recipe, stages[number], hardware, micro_batch, number % period)
+        def build(number: int) -> tuple[Step, Attempt | None]:
+            attempt = compile_that_fits(recipe, stages[number], hardware, micro_batch, number % period)
+            return step_of(stages[number], attempt), attempt if number in compared else None
 
+        def start(number: int) -> Future[tuple[Step, Attempt | None]]:
+            return pool.submit(build, number)
+
+        compared = {members[-1] for members in groups.values() if len(members) > 1}
         jobs = {members[-1]: start(members[-1]) for members in groups.values()}
         for first, *rest in (members for members in groups.values() if len(members) > 1):
             last = rest[-1]
             alike = all(_windows(stages[last], stages[n]) is not None for n in (first, *rest))
             if alike:
-                taken = jobs[last].result()
+                taken = jobs[last].result()[1]
+                assert taken
                 how = add_remat(hardware) if taken.remat else hardware
                 lowered = lower(recipe, stages[first], how, taken.parts, first % period, taken.head_chunk)
                 alike = len({WINDOW.sub(r"\1", program_.as_text()) for program_ in (taken.lowered, lowered)}) == 1
@@ -115,10 +131,44 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
                 copies |= dict.fromkeys(others, last)
             else:
                 jobs |= {n: start(n) for n in others}
-        found = {number: step_of(stages[number], job.result()) for number, job in jobs.items()}
-    for number, last in copies.items():
+        found = {number: job.result()[0] for number, job in jobs.items()}
+    for number, last in [*copies.items(), *alike_to.items()]:
         found[number] = with_stage(found[last], stages[number])
+    for number, (base, other, less) in changes.items():
+        changed = found[other], found[less]
+        found[number] = replace(found[base], stage=stages[number], shared=True, changed=changed)
     return [found[number] for number in range(len(stages))]
+
+
+def by_difference(recipe: Recipe, numbers: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+    """Return which programs of a recipe with a longer period need not be compiled, by number: (base, other, less).
+
+    Of the steps of a stage the first updates least and the last most. Those between them differ from the first in
+    gathers, updates, averages and sums of gradients of whole parameters, whatever the stage's batch. So they are
+    compiled for one stage of those with an equal ``every`` and equal averages, the longest: in another one such a step
+    is the first, more that of the longest stage (``other``), less the first of that.
+    """
+    period, stages = recipe.period, recipe.stages
+    found = {}
+    for number in numbers:
+        stage, phase = divmod(number, period)
+        ends = [n % period for n in numbers if n // period == stage]
+        if phase in (ends[0], ends[-1]):
+            continue
+        moved = moving(recipe, stages[stage], phase)
+        alike = [n for n, s in enumerate(stages) if s.every == stages[stage].every]
+        alike = [n for n in alike if moving(recipe, stages[n], phase) == moved]
+        model = max(alike, key=lambda n: stages[n].steps)
+        if model != stage:
+            start = model * period
+            found[number] = stage * period + ends[0], start + phase, start + ends[0]
+    return found
+
+
+def moving(recipe: Recipe, stage: Stage, phase: int) -> tuple[bool, ...]:
+    """Return which averages of weights move in some of the steps of a stage and phase."""
+    steps = steps_of(recipe, stage, phase) if recipe.averages else ()
+    return tuple(bool(average.moves(steps).any()) for average in recipe.averages)
 
 
 def last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> Step:
@@ -185,7 +235,8 @@ def tries(
     def lowered(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         return lower(recipe, stage, add_remat(hardware) if remat else hardware, parts, phase, head_chunk)
 
-    measure = partial(compiler.measured, partial(compiler.compiled, device=hardware.device))
+    build = partial(compiler.compiled, device=hardware.device, more=without_machine_code())
+    measure = partial(compiler.measured, build)
     return attempts(recipe, stage, hardware.mesh, numbers, hardware.limit, lowered, measure)
 
 

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -15,9 +15,37 @@ from jspeed.recipe import Recipe, leaves
 from jspeed.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.stage import Stage
 
+ADD_UP = "flops flops_by_dtype flops_by_part bytes_moved kernels collectives time_ms roofline_ms fitted_ms".split()
+
 
 def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> StagePlan:
-    """One stage of the plan."""
+    """One stage of the plan; of a step with ``changed`` all that adds up is a sum."""
+    found: Any = _of_program(recipe, hardware, number, step)
+    if step.changed:
+        other, less = (_of_program(recipe, hardware, number, each) for each in step.changed)
+        found |= {name: _sum(found[name], dict(other)[name], dict(less)[name]) for name in ADD_UP}
+        found["predicted_ms"] = [*predict.predicted_range(found["fitted_ms"])]
+    return found
+
+
+def _sum(a: Any, more: Any, less: Any) -> Any:
+    """``a + more - less`` of numbers, dicts of them, or lists, whose items that ``less`` has are taken out of ``more``.
+
+    Of dicts keys that only ``less`` has stay as they are in ``a``.
+    """
+    if isinstance(a, dict):
+        return {key: _sum(a.get(key, 0), more.get(key, 0), less.get(key, 0)) for key in {**a, **more}}
+    if isinstance(a, list):
+        return a + [item for item in more if _key(item) not in map(_key, less)]
+    return a + more - less
+
+
+def _key(collective: CollectiveRow) -> tuple[Any, ...]:
+    return tuple(collective[name] for name in ("kind", "bytes", "axis", "dtype", "source"))
+
+
+def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> StagePlan:
+    """One stage of the plan, of the program of ``step``."""
     cluster, stage, kernels = hardware.cluster, step.stage, step.kernels
     total, collectives = predict.times(kernels, cluster)
     computing = [kernel for kernel in kernels if not kernel.collective]

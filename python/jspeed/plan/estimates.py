@@ -20,7 +20,7 @@ from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, lanes_of_device, micro_batches
 from jspeed.run.compute.program import state_shardings
 from jspeed.run.find_recipe import find
-from jspeed.sizes import active_matmul_parameters, is_matrix
+from jspeed.sizes import active_matmul_parameters, attention_widths, is_matrix
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2; GPT-3: Brown et al. 2020,
 # table 2.1, its batch of 3.2 M tokens as 1,536 lanes so that 512 devices divide it, its 300 G tokens.
@@ -162,7 +162,7 @@ def flops_without_mask(recipe: Recipe, stage: Stage) -> int:
 
     ``6 N + 12 x layers x width x lane length``, N the active matmul parameters (PaLM, arXiv 2204.02311, appendix B).
     """
-    return 6 * active_matmul_parameters(recipe, stage) + 12 * recipe.layers * recipe.attention_width * stage.lane_len
+    return 6 * active_matmul_parameters(recipe, stage) + 12 * sum(attention_widths(recipe)) * stage.lane_len
 
 
 def zero3_bytes(parameters: int, devices: int) -> dict[str, float]:

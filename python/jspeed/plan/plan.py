@@ -278,8 +278,13 @@ def warnings(hardware: Hardware, steps: Sequence[Step], workspace: int, answers:
     if any(step.shared for step in steps):
         found.append(
             f"{len(steps)} stages, {compiled_count(steps)} compiled: the others differ in attention windows alone "
-            "(checked on the first and the last program), so their kernels, bytes and memory are those of the compiled "
-            "one"
+            "(checked on the first and the last program), or in nothing, so their kernels, bytes and memory are those "
+            "of the compiled one"
+        )
+    if summed := sum(step.changed is not None for step in steps):
+        found.append(
+            f"{summed} of the others update other parameters than the one whose memory and largest arrays they have: "
+            "times, FLOPs and bytes are its own and what that changes in the longest stage, where it was compiled"
         )
     if hardware.device.attention in ("cudnn", "cudnn_lanes"):
         size = f"{workspace / 1e9:.2f} GB of workspace"

@@ -64,7 +64,7 @@ class StagePlan(MicroBatch):
     steps: int
     tokens_per_step: int  # of all devices
     micro_batches: int  # in a step
-    compiled: bool  # False: it shares another stage's program
+    compiled: bool  # False: it shares another program, or is a sum of several
     memory_bytes: dict[Allocation, Bytes]  # as the compiler allocates it
     memory_by_kind: dict[str, Bytes]  # the values sum to the peak
     attention_workspace_bytes: Bytes  # of the call of cuDNN that takes most, while it runs; part of the temporaries

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -60,10 +60,16 @@ def options_for(platform: str) -> dict[str, Any] | None:
     return given if platform in GPUS else None
 
 
-def compiled(lowered: jax.stages.Lowered, device: Device) -> jax.stages.Compiled:
-    """Compile for ``device`` with the options of this file. Raises :class:`DoesNotFit` where the compiler says so."""
+def compiled(lowered: jax.stages.Lowered, device: Device, more: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compile for ``device`` with the options of this file, and ``more`` on a GPU.
+
+    Raises :class:`DoesNotFit` where the compiler says so.
+    """
+    options = options_for(device.platform)
+    if more and device.platform in GPUS:
+        options = {**(options or {}), **more}
     try:
-        return lowered.compile(compiler_options=options_for(device.platform))
+        return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         needed = re.search(r"RESOURCE_EXHAUSTED.*?\bhbm\b.*?([\d.]+)G\b", str(error), re.IGNORECASE | re.DOTALL)
         if device.platform != "tpu" or needed is None:
