@@ -35,8 +35,8 @@ class ParamSpec:
 
     The array is stored and updated in ``dtype``; the forward pass sees it in ``compute`` (``None``: as stored), cast
     once a step. ``padding`` matrices at the end of a bank are unused; they make its length a multiple of the devices
-    that share it. ``every`` is the steps between two updates; the gradients of all of them are summed. ``twin`` is the
-    name of the parameter whose initial value this one copies.
+    that share it. FLOPs leave out ``unread`` numbers. ``every`` is the steps between two updates; the gradients of all
+    of them are summed. ``twin`` is the name of the parameter whose initial value this one copies.
 
     A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its rows, in one call of
     ``Context.fetch``, and only those that have been named are read or written by its own optimizer
@@ -53,6 +53,7 @@ class ParamSpec:
     every: Count = 1
     twin: str | None = None
     lookups: CountOrZero = 0
+    unread: CountOrZero = 0
 
     def updated_after(self, stage: Stage) -> int:
         """Return the steps between two updates in ``stage``."""
@@ -173,15 +174,16 @@ class Recipe:
     ``eval_len``, with ``eval_windows`` instead of the last stage's windows if they are given. A run sets
     ``eval_max_doc_len``, their longest document in tokens, by its data.
 
-    ``alike``: all layers are the same function, applied by ``ctx.blocks``. Only such layers can be gathered one by one,
-    or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B, T]``, 0 or
-    more): losses are then weighted means, over the whole global batch in training. None: equal weights. ``heads``, the
-    number of attention heads, is needed for an export as GPT-2. ``sample``: what to sample after a run. Where
-    parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: it updates those whose ``every`` divides
-    it. ``row_optimizers()`` gives the optimizer of each lazily updated table (:class:`jspeed.optim.rows`), which
-    ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their place
-    after the last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``: evaluations get
-    ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be its tokens.
+    ``attention_width`` (of all heads, the mean of queries and values) counts FLOPs, or ``attention_widths`` of each
+    layer. ``alike``: all layers are the same function, applied by ``ctx.blocks``. Only such layers can be gathered one
+    by one, or spread over a pipeline. ``weigh(tokens_BT, targets_BT)`` returns the weight of each target (fp32 ``[B,
+    T]``, 0 or more): losses are then weighted means, over the whole global batch in training. None: equal weights.
+    ``heads``, the number of attention heads, is needed for an export as GPT-2. ``sample``: what to sample after a run.
+    Where parameters have ``every`` above 1, ``optimizer().update`` is given ``due``: it updates those whose ``every``
+    divides it. ``row_optimizers()`` gives the optimizer of each lazily updated table (:class:`jspeed.optim.rows`),
+    which ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their
+    place after the last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
+    evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be its tokens.
     """
 
     name: FolderName
@@ -200,6 +202,7 @@ class Recipe:
     attention_width: Count
     layers: Annotated[int, integer(1, MOST_LAYERS)]
     track: FolderPath | None = None
+    attention_widths: tuple[CountOrZero, ...] = ()
     eval_windows: tuple[Count, ...] = ()
     eval_max_doc_len: Count | None = None
     alike: bool = False
@@ -290,10 +293,11 @@ class Recipe:
                 yield f"stage {number} has an attention window of {max(stage.windows)} {lane} at most that"
             if block and block % stage.lane_len:
                 yield f"shuffle block of {block} tokens is not a multiple of the lane length {stage.lane_len}"
-        windows = [(f"stage {number}", stage.windows) for number, stage in enumerate(self.stages, 1)]
-        for where, listed in [*windows, ("eval_windows", self.eval_windows)]:
+        lists = [(f"stage {number} lists {{}} attention windows", s.windows) for number, s in enumerate(self.stages, 1)]
+        lists.append(("eval_windows lists {} attention windows", self.eval_windows))
+        for what, listed in [*lists, ("attention_widths lists {}", self.attention_widths)]:
             if listed and len(listed) != self.layers:
-                yield f"{where} lists {len(listed)} attention windows for {self.layers} layers; give one for each layer"
+                yield f"{what.format(len(listed))} for {self.layers} layers; give one for each layer"
         if self.eval_tokens < self.eval_len:
             yield f"eval_tokens is {self.eval_tokens}, less than one row of eval_len={self.eval_len}; give more"
 

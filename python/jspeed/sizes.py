@@ -72,7 +72,7 @@ def active_matmul_parameters(recipe: Recipe, stage: Stage) -> int:
     """Number of :func:`matmul_parameters` that multiply a token in training: shapes are :func:`scored_shape`."""
 
     def active(spec: ParamSpec) -> int:
-        return spec.size * math.prod(scored_shape(spec, stage)) // math.prod(spec.shape)
+        return (spec.size - spec.unread) * math.prod(scored_shape(spec, stage)) // math.prod(spec.shape)
 
     return sum(active(spec) for _, spec in leaves(recipe.parameters) if is_matrix(spec))
 
@@ -84,15 +84,22 @@ def mean_context(stage: Stage, window: int | None) -> float:
     return (window * (window + 1) / 2 + (length - window) * window) / length
 
 
+def attention_widths(recipe: Recipe) -> tuple[int, ...]:
+    """Return the width of attention in each layer."""
+    return recipe.attention_widths or (recipe.attention_width,) * recipe.layers
+
+
 def flops_per_token(recipe: Recipe, stage: Stage) -> float:
     """Training FLOPs per token, forward and backward: 6 x active matmul parameters + 12 x width x keys seen, per layer.
 
     The attention term counts two matmuls (scores, values) of 2 x width FLOPs per key, three times (forward and two in
-    the backward pass), for the keys that the causal mask and the window leave. It counts attention in every layer, also
-    in the one without it that r21, r29, r62, r89 and their children have: 0.8 % (r62, r89) to 1.8 % (r21) too much.
+    the backward pass), for the keys that the causal mask and the window leave. It counts attention in every layer that
+    ``attention_widths`` does not leave out, so also in the one without it that r21, r29, r62, r89 and their children
+    have: 0.8 % (r62, r89) to 1.8 % (r21) too much.
     """
     windows = stage.windows or (None,) * recipe.layers
-    attention = sum(12 * recipe.attention_width * mean_context(stage, window) for window in windows)
+    pairs = zip(attention_widths(recipe), windows, strict=True)
+    attention = sum(12 * width * mean_context(stage, window) for width, window in pairs)
     return 6 * active_matmul_parameters(recipe, stage) + attention
 
 

@@ -36,7 +36,7 @@ def test_parameters_by_group():
         "mudd_bias": 2 * 14,
         "gates": 2 * 64 * 768 + 2 * 23 * 64,
         "gates_bias": 2 * 23 + 1,
-        "largest": 11 * 4,  # measurements, no parameters
+        "largest": 11 * 5,  # measurements, no parameters
     }
     assert sizes.parameter_count(r92.PARAMETERS) == pytest.approx(65.27e9, rel=1e-3)
     assert {name: spec.shape[0] for name, spec in r92.PARAMETERS.items() if spec.axes[:1] == ("matrix",)} == {
@@ -44,6 +44,17 @@ def test_parameters_by_group():
         "values_outs": 16,
         "mlp": 24,
     }
+
+
+def test_flops():
+    """Matmul weights that a token meets, in millions, as tabulated for the reference recipe (section 0), and attention
+    by hand: 3 layers of 576 channels and 2 of 384 in the short window, 2 of 768 in the long one."""
+    stages = [r92.RECIPE.stages[number] for number in (0, 3, 4, 6)]
+    for stage, expected in zip(stages, (67.8, 71.0, 78.8, 98.6), strict=True):
+        assert sizes.active_matmul_parameters(r92.RECIPE, stage) / 1e6 == pytest.approx(expected, abs=0.35)
+    short, long = (sizes.mean_context(stages[0], window) for window in (129, 385))
+    whole = 6 * sizes.active_matmul_parameters(r92.RECIPE, stages[0]) + 12 * (2496 * short + 1536 * long)
+    assert sizes.flops_per_token(r92.RECIPE, stages[0]) == pytest.approx(whole)
 
 
 def test_stages():
