@@ -3,7 +3,7 @@
 What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them comes
             next, a padding id of the head how likely that is; their mixture replaces the softmax in the loss of the
             next token, in training and evaluation (which looks back 8,192 tokens). Rows and signs of n-grams are hashed
-            from the first token of like text: Table, " table" and tables' first letters in capitals share theirs.
+            from the first token of like text: Table, " table" and TABLE share theirs.
 Departures  Of PR 379: keys lie within a window, not in the query's block and the one before it.
 Source      r92; the pointer of PR 379 and the classes of PR 375 of modded-nanogpt, both open in October 2026.
 Hardware    8xH100: not run here.
@@ -135,7 +135,7 @@ EVAL_POINTER_WINDOW = 8192  # tokens
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
 STARTS = (0, *accumulate(STEPS))
-TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
+TOTAL, LAST, HEAD_WIDTH, NARROW = sum(STEPS), LAYERS - 1, WIDTH // HEADS, len(ATTENDING) - len(LONG_LAYERS)
 FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)  # whose MLP is where in the bank
 CAP = asymmetric_cap(23.0, 5.0, 7.5)
 # Gates: layers that have it, how many numbers it is, what they start at.
@@ -145,9 +145,9 @@ GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS))
 # What the last layer mixes, in the order of use, and what is added after it.
 GAIN = 1.1**0.5
 MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8)
-HEAD_SCALES = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448)
+HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5  # any power of two but 1
 LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
-LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 0.0])
+LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
 # The steps in which tables are updated.
@@ -155,14 +155,15 @@ STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
 UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
 
 
-def bank(init: initializers.Initializer, group: str, count: int, *shape: int) -> ParamSpec:
-    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can share them."""
-    padding = -count % LANES
+def bank(init: initializers.Initializer, group: str, count: int, *shape: int, halves: int = 0) -> ParamSpec:
+    """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can share them. Of
+    ``halves`` layers half is read, WIDTH^2 numbers."""
+    padding, unread = -count % LANES, WIDTH**2 * halves
 
     def draw(key: jax.Array, shape: Any, dtype: Any) -> jax.Array:
         return init(key, shape, dtype) * (jnp.arange(shape[0]) < count)[:, None, None]
 
-    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), draw, group, COMPUTE, padding)
+    return ParamSpec((count + padding, *shape), ("matrix", "in", "out"), draw, group, COMPUTE, padding, unread=unread)
 
 
 def slow(start: Any, group: str, *shape: int) -> ParamSpec:
@@ -179,8 +180,8 @@ PARAMETERS = {
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
     "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), small, "tables", COMPUTE, every=4),
     "ngrams": ParamSpec((NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2),
-    "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH),
-    "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH),
+    "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW),
+    "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)),
     "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
     "value_gates": slow(zeros, "value_gates", VALUE_TABLES - 1, GATE_WIDTH, HEADS),
     "smear_gate": slow(zeros, "smear", 1, GATE_WIDTH),
@@ -202,8 +203,8 @@ PARAMETERS = {
     "pointer_gain": slow(1.0, "pointer"),
     "pointer_none": slow(initializers.normal(POINTER_WIDTH**-0.5), "pointer", POINTER_WIDTH),
     # No parameter: largest numbers in the step before, for FP8. Of each MLP its activation and the gradients that enter
-    # its matmuls, of a layer's queries, keys and values their gradient. Every scale starts at 1.
-    "largest": ParamSpec((len(FEEDS), 4), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
+    # its matmuls, of a layer's queries and keys, and of its values, their gradient. Every scale starts at 1.
+    "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
 }
 
 
@@ -241,17 +242,18 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
         out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
         own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
-        weights_DE = own_scale * jnp.concatenate([x.reshape(WIDTH, -1) for x in (queries_keys, value)], axis=1)
+        # Two matmuls: kernels take queries and keys apart from values, and give such gradients.
+        weights = [own_scale * x.reshape(WIDTH, -1) for x in (queries_keys, value)]
         if largest is None:
-            y_BTE = a_BTD @ weights_DE
+            y_BTE, v_BTE = (a_BTD @ weights_DE for weights_DE in weights)
         else:
-            of_y = largest[number, 3]
-            y_BTE = fp8.measured_matmul(a_BTD, weights_DE.T, of_y, share, LARGEST_NORMED, own_kernels=kernels)
+            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=kernels)
+            y_BTE, v_BTE = map(multiply, (weights_DE.T for weights_DE in weights), largest[number, 3:])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
         fused = kernels and long
         turned = angles, positions_TP, fused, documents.offsets, long
-        q_BTHK, k_BTHK = queries_and_keys(y_BTE[..., : 2 * HEADS * width], (*lanes, HEADS, width), *turned)
-        v_BTHK = y_BTE[..., 2 * HEADS * width :].reshape(*lanes, HEADS, -1) + more
+        q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
+        v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
         path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=fused)
@@ -285,8 +287,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         if layer == GATES_FROM:
             gates |= named(coefficients(x_BTD, params, "gates", 1, params["gates_scale"]), GATES[1])
         before, after = params["layer_scales"][layer], params["post_scales"][layer]
-        if layer <= SHARED_FROM:
-            from_BTD = x_BTD
+        from_BTD = x_BTD if layer <= SHARED_FROM else outputs[SHARED_FROM]
         if layer == SKIP_INTO:
             skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
             x_BTD = blend((1, x_BTD), (skip_BT, outputs[SKIP_FROM]))
@@ -303,8 +304,6 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         fed = [number for number, fed_layer in enumerate(FEEDS) if fed_layer == layer]
         x_BTD = blend((before[1], x_BTD), *((1, feed(a_BTD, number, after[1])) for number in fed))
         outputs.append(x_BTD)
-        if layer == SHARED_FROM:  # what all later layers attend from
-            from_BTD = x_BTD
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
     c = jnp.moveaxis(coefficients(x_BTD, params, "mudd", 0, MUDD_SCALE), -1, 0)
@@ -348,12 +347,12 @@ def loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Return (weighted sum, loss of every token in nats); in training the sum counts all targets, over a lane, and
     both are over a part of the vocabulary until the last stages."""
-    head = partial(fp8.head, scales=HEAD_SCALES if ctx.use_fp8(FP8) else None)
+    scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
+    score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
     x_BTD = hidden(params, tokens_BT, ctx)
     copies = pointer.copies(COPY, targets_BT=targets_BT, **pointing(params, x_BTD, tokens_BT, ctx))
-    mixed = partial(cross_entropy, head, cap=CAP, chunk=ctx.head_chunk if ctx.training else EVAL_CHUNK)
     if not ctx.training:
-        return mixed(params["head"], x_BTD, targets_BT, weights_BT, copies=copies)
+        return score(params["head"], x_BTD, targets_BT, weights_BT, chunk=EVAL_CHUNK, copies=copies)
     # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
     targets_NBT, weights_NBT = look_ahead(targets_BT, ctx.stage.lane_len * weights_BT, shares)
@@ -361,7 +360,7 @@ def loss(
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
     if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
-        return mixed(params["head"], x_BTD, targets_NBT, weights_NBT, copies=copies)
+        return score(params["head"], x_BTD, targets_NBT, weights_NBT, chunk=ctx.head_chunk, copies=copies)
     parts = []
     for lane in range(len(tokens_BT)):
         start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
@@ -370,8 +369,8 @@ def loss(
         places_N1T = place_V[targets_N1T].clip(0)
         weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
         of_lane = Copies(copies.target_BT[lane, None], copies.none_BT[lane, None], place_V[COPY])
-        table = lookup(params["head"], ids_C)
-        parts.append(mixed(table, x_BTD[lane, None], places_N1T, weights_N1T, copies=of_lane))
+        arguments = lookup(params["head"], ids_C), x_BTD[lane, None], places_N1T, weights_N1T
+        parts.append(score(*arguments, chunk=ctx.head_chunk, copies=of_lane))
     totals, losses = zip(*parts, strict=True)
     return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
 
@@ -442,6 +441,7 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
+WIDTHS = [(layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS)) for layer in range(LAYERS)]
 ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
 STAGES = tuple(
     Stage(*row, scored=min(COLUMNS[number], VOCAB), every=TABLES_EVERY[number], own=number)
@@ -465,6 +465,7 @@ RECIPE = Recipe(
     eval_len=EVAL_LEN,
     attention_width=WIDTH,
     layers=LAYERS,
+    attention_widths=tuple(WIDTH // 4 * quarters for quarters in WIDTHS),
     eval_windows=windows_of(EVAL_WINDOW, SHORT_WINDOWS[-1]),
     row_optimizers=row_optimizers,
     averages=averages(),
