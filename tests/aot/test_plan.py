@@ -75,8 +75,9 @@ def test_memory_is_the_compilers(mesh):
     assert needed == pytest.approx(step.memory["arguments"], abs=4096)  # alignment
 
 
-def test_a_plan_needs_no_machine_code(mesh):
+def test_a_plan_needs_no_machine_code(mesh, monkeypatch):
     """The same text and memory with the pretended assembler and LLVM's least effort."""
+    monkeypatch.delenv("XLA_FLAGS")  # XLA has read them
     hardware, recipe = hardware_for(EIGHT, "zero1"), find(BAD).recipe
     lowered = lower(recipe, recipe.stages[0], hardware, 1)
     assert without_machine_code().keys() == {"xla_gpu_cuda_data_dir", "xla_backend_optimization_level"}
