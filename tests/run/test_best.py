@@ -10,6 +10,7 @@ from jspeed.record.run_json import read_run
 from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import steps_in
 from jspeed.run.export import load
+from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -38,8 +39,8 @@ def test_a_run_stops_at_its_target(tmp_path):
 def test_the_best_change_only_when_validation_improves(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "recipe.py").write_text("")
-    found = SimpleNamespace(recipe=SimpleNamespace(name="toy"), hash="0" * 64)
-    setup = SimpleNamespace(run_dir=tmp_path, found=found)
+    found = find("stdlib", TOY)
+    setup = SimpleNamespace(run_dir=tmp_path, found=found, recipe=found.recipe)
     progress = SimpleNamespace(losses=[], steps=0, failed=[])
     kept = []
     for step, loss in enumerate([3.0, 2.5, 2.6, 2.5, 2.4, 9.0]):
