@@ -7,6 +7,7 @@ use pyo3::types::PyBytes;
 
 mod array;
 mod batch;
+mod index;
 mod loader;
 mod shards;
 
@@ -66,6 +67,8 @@ mod _dataloader {
     use super::canonical_mask;
     #[pymodule_export]
     use super::header;
+    #[pymodule_export]
+    use super::index::{ContextIndex, Matches};
     #[pymodule_export]
     use super::loader::TokenLoader;
     #[pymodule_export]

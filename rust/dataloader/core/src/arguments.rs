@@ -274,7 +274,7 @@ fn least_common_multiple(a: usize, b: usize) -> usize {
     (a / x).saturating_mul(b)
 }
 
-fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
+pub(crate) fn in_range<T: TryFrom<i64>>(name: &str, value: i64, low: i64, high: i64) -> Result<T, Error> {
     let bound = if high == i64::MAX { format!("at least {low}") } else { format!("from {low} to {high}") };
     T::try_from(value).ok().filter(|_| (low..=high).contains(&value)).ok_or_else(|| {
         Error::argument(format!("{name} should be {bound} but is {value}; choose another value"))

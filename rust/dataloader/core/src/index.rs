@@ -1,0 +1,380 @@
+//! What followed this context earlier: an index of the documents that a run has trained on.
+//!
+//! Every position is stored once: its token and, for each length of context, the position where the same context stood
+//! before it the last time. A [`Table`] of each length knows where every context occurred last, so the earlier
+//! occurrences of a context are one chain, latest first, of that context alone: before a position is put into a chain,
+//! its tokens are compared with the stored ones. A hash decides where to look, never what is found.
+//!
+//! Contexts are shared among threads by their hashes, so a chain is in the order of positions for any number of them.
+
+use std::cmp::Reverse;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use bytemuck::Zeroable;
+use bytemuck::allocation::try_zeroed_slice_box;
+
+use crate::Error;
+use crate::arguments::in_range;
+use crate::scan::Tokens;
+
+mod contexts;
+mod table;
+
+use contexts::Contexts;
+use table::{Table, part};
+
+/// Positions that a thread handles at a time: their cache misses overlap, and what is known of them fits the cache.
+const CHUNK: usize = 512;
+
+/// The arguments of an index as the caller gave them.
+#[derive(Debug, Clone)]
+pub struct IndexArguments {
+    /// Tokens that it has room for.
+    pub capacity: i64,
+    /// Tokens of a context, each from 1 to 255.
+    pub lengths: Vec<i64>,
+    /// How many occurrences of a context count, the latest, from 1 to 255.
+    pub recent: i64,
+    /// How many different next tokens are told, from 1 to `recent`.
+    pub top: i64,
+    /// The token that starts a document.
+    pub bos_id: i64,
+    /// Threads that push and query.
+    pub threads: i64,
+}
+
+/// The index.
+pub struct ContextIndex {
+    /// By length, the shortest first.
+    tables: Vec<Table>,
+    /// For each position its token, then for each table the last earlier position with the same context, or 0.
+    rows: Box<[AtomicU32]>,
+    capacity: usize,
+    recent: usize,
+    top: usize,
+    bos: u32,
+    threads: usize,
+    tokens: usize,
+    steps: u64,
+}
+
+/// The answers to a query, one after the other for each of its tokens.
+pub struct Found<'a> {
+    /// Tokens of the longest context that occurred, 0 for none.
+    pub lengths: &'a mut [u8],
+    /// Its occurrences, the latest `recent`.
+    pub occurrences: &'a mut [u8],
+    /// What followed it, `top` of them: the most frequent first, and of equally many the latest first; then 0.
+    pub tokens: &'a mut [u32],
+    /// How often each did; 0 where there is none.
+    pub counts: &'a mut [u8],
+}
+
+impl<'a> Found<'a> {
+    /// Bytes of the answers to `positions` questions.
+    #[must_use]
+    pub fn bytes(positions: usize, top: usize) -> usize {
+        positions * (2 + 5 * top)
+    }
+
+    /// Answers in that many bytes, zeros: `tokens`, `counts`, `occurrences` and `lengths`, one after the other.
+    ///
+    /// # Panics
+    /// When `memory` has another size or is not aligned to 4 bytes.
+    #[must_use]
+    pub fn new(memory: &'a mut [u8], positions: usize, top: usize) -> Self {
+        assert_eq!(memory.len(), Self::bytes(positions, top));
+        let (tokens, rest) = memory.split_at_mut(positions * top * size_of::<u32>());
+        let (counts, rest) = rest.split_at_mut(positions * top);
+        let (occurrences, lengths) = rest.split_at_mut(positions);
+        Self { lengths, occurrences, tokens: bytemuck::cast_slice_mut(tokens), counts }
+    }
+
+    /// Those of every [`CHUNK`] positions.
+    fn chunks(self, top: usize) -> impl Iterator<Item = Found<'a>> {
+        let tokens = self.tokens.chunks_mut(CHUNK * top).zip(self.counts.chunks_mut(CHUNK * top));
+        let lengths = self.lengths.chunks_mut(CHUNK).zip(self.occurrences.chunks_mut(CHUNK));
+        lengths.zip(tokens).map(|((lengths, occurrences), (tokens, counts))| Found {
+            lengths,
+            occurrences,
+            tokens,
+            counts,
+        })
+    }
+}
+
+/// A chain that is followed: whose answer it is, in which table, and where its next occurrence is.
+struct Walk {
+    answer: usize,
+    table: usize,
+    position: u32,
+}
+
+impl ContextIndex {
+    /// An empty index, with all the memory that it will ever take.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an argument out of its range, or more memory than there is.
+    pub fn new(given: &IndexArguments) -> Result<Self, Error> {
+        let capacity = in_range("capacity", given.capacity, 1, u32::MAX.into())?;
+        let mut lengths = given
+            .lengths
+            .iter()
+            .map(|&len| in_range("a length of context", len, 1, u8::MAX.into()))
+            .collect::<Result<Vec<u8>, _>>()?;
+        lengths.sort_unstable();
+        lengths.dedup();
+        if lengths.is_empty() {
+            return Err(Error::argument("lengths is empty; name at least one length of context, as [6, 10, 20]"));
+        }
+        let tables = lengths.iter().map(|&len| Table::new(len, capacity)).collect::<Result<Vec<_>, _>>()?;
+        Ok(Self {
+            rows: zeroed(capacity * (1 + tables.len()))?,
+            tables,
+            capacity,
+            recent: in_range("recent", given.recent, 1, u8::MAX.into())?,
+            top: in_range("top", given.top, 1, given.recent)?,
+            bos: in_range("bos_id", given.bos_id, 0, u32::MAX.into())?,
+            threads: in_range("threads", given.threads, 1, 1024)?,
+            tokens: 0,
+            steps: 0,
+        })
+    }
+
+    /// Tokens that were pushed.
+    #[must_use]
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Tokens that it has room for.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.capacity
+    }
+
+    /// Steps that were pushed.
+    #[must_use]
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Different next tokens that an answer tells.
+    #[must_use]
+    pub fn top(&self) -> usize {
+        self.top
+    }
+
+    /// Bytes of memory when it is full: 4, and 16 for each length, a token.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let slots = self.tables.len() * Table::slots(self.capacity);
+        self.rows.len() * size_of::<AtomicU32>() + slots * size_of::<u64>()
+    }
+
+    /// Add the documents of step `step`, rows of `row_len` tokens, which all queries of later steps see.
+    ///
+    /// A document begins with the document marker or a row, and ends where the next one begins: neither a context
+    /// nor what follows it is in two documents.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] when steps do not follow each other or the index is full; nothing has changed then.
+    pub fn push(&mut self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
+        self.check(step, tokens, row_len)?;
+        if tokens.len() > self.capacity - self.tokens {
+            return Err(Error::argument(format!(
+                "step {step} has {} tokens, but the index holds {} and has room for {} in all; make it with a capacity \
+                 of all tokens of the run",
+                tokens.len(),
+                self.tokens,
+                self.capacity
+            )));
+        }
+        let start = self.tokens;
+        for (index, row) in self.rows[start * self.stride()..].chunks(self.stride()).take(tokens.len()).enumerate() {
+            row[0].store(tokens.at(index), Relaxed);
+        }
+        self.tokens += tokens.len();
+        self.steps += 1;
+        let index = &*self;
+        in_threads(index.threads, |thread| {
+            for chunk in chunks(tokens.len()) {
+                let contexts = index.contexts(&chunk, row_len, tokens);
+                for number in 0..index.tables.len() {
+                    index.link(number, thread, chunk.clone(), &contexts, tokens, start);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    /// Answer what followed the context up to each token of rows of `row_len` tokens, in the steps before `step`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] unless exactly the steps before `step` were pushed.
+    pub fn query(&self, step: u64, tokens: Tokens<'_>, row_len: usize, found: Found<'_>) -> Result<(), Error> {
+        self.check(step, tokens, row_len)?;
+        let work = Mutex::new(chunks(tokens.len()).zip(found.chunks(self.top)));
+        in_threads(self.threads, |_| {
+            loop {
+                let next = work.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((chunk, mut found)) = next else { break };
+                self.answer(&chunk, tokens, row_len, &mut found);
+            }
+        });
+        Ok(())
+    }
+
+    fn check(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
+        if row_len == 0 || tokens.len() % row_len != 0 {
+            return Err(Error::argument(format!("{} tokens are no rows of {row_len}", tokens.len())));
+        }
+        if step != self.steps {
+            return Err(Error::argument(format!(
+                "step {step} should see the steps before it and no other, but the index holds {} steps; query a step \
+                 before it is pushed, and push each once, in order",
+                self.steps
+            )));
+        }
+        Ok(())
+    }
+
+    /// Words of a position.
+    fn stride(&self) -> usize {
+        1 + self.tables.len()
+    }
+
+    /// Words of a position: its token, and its links.
+    fn row(&self, position: u32) -> &[AtomicU32] {
+        &self.rows[position as usize * self.stride()..][..self.stride()]
+    }
+
+    fn contexts(&self, chunk: &Range<usize>, row_len: usize, tokens: Tokens<'_>) -> Contexts {
+        let longest = self.tables.last().map_or(0, |table| table.len.into());
+        Contexts::new(chunk, row_len, longest, self.bos, |at| tokens.at(at))
+    }
+
+    /// Whether the tokens before `end` are those before the stored `position`.
+    fn same(&self, position: u32, len: u8, end: usize, tokens: Tokens<'_>) -> bool {
+        let len = usize::from(len);
+        let stored = self.rows[(position as usize - len) * self.stride()..].iter().step_by(self.stride());
+        stored.zip(end - len..end).all(|(stored, at)| stored.load(Relaxed) == tokens.at(at))
+    }
+
+    /// Put the positions of a chunk, those whose contexts are this thread's, into the chains of a table.
+    fn link(
+        &self,
+        number: usize,
+        thread: usize,
+        chunk: Range<usize>,
+        contexts: &Contexts,
+        tokens: Tokens<'_>,
+        start: usize,
+    ) {
+        let table = &self.tables[number];
+        let deep = chunk.filter(|&at| contexts.depth(at) > table.len.into());
+        let hashed = deep.map(|at| (at, table.hash(contexts, at)));
+        let own: Vec<_> = hashed.filter(|&(_, hash)| part(hash, self.threads) == thread).collect();
+        table.fetch(own.iter().map(|&(_, hash)| hash));
+        for (at, hash) in own {
+            let position = narrow(start + at);
+            let last = table.insert(hash, position, |last| self.same(last, table.len, at, tokens));
+            self.row(position)[1 + number].store(last, Relaxed);
+        }
+    }
+
+    /// Answer the questions of one chunk.
+    fn answer(&self, chunk: &Range<usize>, tokens: Tokens<'_>, row_len: usize, found: &mut Found<'_>) {
+        let contexts = self.contexts(chunk, row_len, tokens);
+        let mut walks = self.longest(chunk, &contexts, tokens, found);
+        let mut next: Vec<Vec<(u32, u8)>> = vec![Vec::new(); chunk.len()];
+        // All chains a step further at a time: their cache misses overlap.
+        for _ in 0..self.recent {
+            walks.retain_mut(|walk| {
+                let row = self.row(walk.position);
+                count(&mut next[walk.answer], row[0].load(Relaxed));
+                found.occurrences[walk.answer] += 1;
+                walk.position = row[1 + walk.table].load(Relaxed);
+                walk.position != 0
+            });
+        }
+        let answers = found.tokens.chunks_mut(self.top).zip(found.counts.chunks_mut(self.top));
+        for (mut next, (tokens, counts)) in next.into_iter().zip(answers) {
+            next.sort_by_key(|&(_, count)| Reverse(count));
+            for (slot, (token, count)) in next.into_iter().take(self.top).enumerate() {
+                (tokens[slot], counts[slot]) = (token, count);
+            }
+        }
+    }
+
+    /// The chains of the longest contexts of a chunk that occurred. A context occurred only where its shorter ones did.
+    fn longest(
+        &self,
+        chunk: &Range<usize>,
+        contexts: &Contexts,
+        tokens: Tokens<'_>,
+        found: &mut Found<'_>,
+    ) -> Vec<Walk> {
+        let mut last: Vec<Option<Walk>> = chunk.clone().map(|_| None).collect();
+        let mut open: Vec<usize> = chunk.clone().collect();
+        for (number, table) in self.tables.iter().enumerate() {
+            open.retain(|&at| contexts.depth(at) >= table.len.into());
+            let hash = |at| table.hash(contexts, at + 1);
+            table.fetch(open.iter().map(|&at| hash(at)));
+            open.retain(|&at| {
+                let (_, position) = table.find(hash(at), |last| self.same(last, table.len, at + 1, tokens));
+                if position != 0 {
+                    let answer = at - chunk.start;
+                    last[answer] = Some(Walk { answer, table: number, position });
+                    found.lengths[answer] = table.len;
+                }
+                position != 0
+            });
+        }
+        last.into_iter().flatten().collect()
+    }
+}
+
+/// Count one more `token` among those seen, which are in the order of their first.
+fn count(seen: &mut Vec<(u32, u8)>, token: u32) {
+    match seen.iter_mut().find(|(other, _)| *other == token) {
+        Some((_, count)) => *count += 1,
+        None => seen.push((token, 1)),
+    }
+}
+
+/// Positions `0..len` in chunks.
+fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+    (0..len).step_by(CHUNK).map(move |start| start..len.min(start + CHUNK))
+}
+
+/// Call `work` in so many threads, this one among them.
+fn in_threads(threads: usize, work: impl Fn(usize) + Sync) {
+    std::thread::scope(|scope| {
+        let work = &work;
+        for thread in 1..threads {
+            scope.spawn(move || work(thread));
+        }
+        work(0);
+    });
+}
+
+/// Positions are below the capacity, which fits.
+fn narrow(position: usize) -> u32 {
+    u32::try_from(position).unwrap_or(u32::MAX)
+}
+
+/// Zeros, which take memory when they are written to.
+fn zeroed<T: Zeroable>(count: usize) -> Result<Box<[T]>, Error> {
+    try_zeroed_slice_box(count).map_err(|()| {
+        Error::argument(format!(
+            "the index needs {} MB in one piece, which this machine does not have; lower its capacity",
+            count * size_of::<T>() / 1_000_000
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,61 @@
+//! The contexts of a chunk of positions: how many tokens of its document each has, and hashes of them.
+
+use std::ops::Range;
+
+use crate::shuffle::mix;
+
+/// Odd, with bits all over: the factor of a polynomial hash modulo 2^64.
+const BASE: u64 = 0x9e37_79b9_7f4a_7c15;
+/// Unit tests keep so few bits that most contexts collide: their answers must be exact all the same.
+const KEPT: u64 = if cfg!(test) { 0xfe00_0000_0000_007f } else { u64::MAX };
+
+pub struct Contexts {
+    /// The position of the first value.
+    first: usize,
+    /// Tokens of the document up to and including each position, as far as was looked.
+    depths: Vec<usize>,
+    /// The hash of all tokens before each position.
+    prefixes: Vec<u64>,
+}
+
+impl Contexts {
+    /// Those of `chunk` in rows of `row_len` tokens, none longer than `longest`. A document begins with `bos` or a row.
+    pub fn new(
+        chunk: &Range<usize>,
+        row_len: usize,
+        longest: usize,
+        bos: u32,
+        token: impl Fn(usize) -> u32,
+    ) -> Self {
+        let first = chunk.start.saturating_sub(longest);
+        let count = chunk.end - first;
+        let (mut depths, mut prefixes) = (Vec::with_capacity(count), Vec::with_capacity(count + 1));
+        let (mut depth, mut prefix, mut column) = (0, 0u64, first % row_len);
+        for at in first..chunk.end {
+            let token = token(at);
+            prefixes.push(prefix);
+            prefix = prefix.wrapping_mul(BASE).wrapping_add(token.into());
+            depth = if column == 0 || token == bos { 1 } else { depth + 1 };
+            depths.push(depth);
+            column = if column + 1 == row_len { 0 } else { column + 1 };
+        }
+        prefixes.push(prefix);
+        Self { first, depths, prefixes }
+    }
+
+    /// Tokens of the document up to and including `at`: exact, or more than `longest`.
+    pub fn depth(&self, at: usize) -> usize {
+        self.depths[at - self.first]
+    }
+
+    /// Hash of the tokens before `end`, as many as `power` belongs to.
+    pub fn hash(&self, end: usize, len: usize, power: u64) -> u64 {
+        let end = end - self.first;
+        mix(self.prefixes[end].wrapping_sub(self.prefixes[end - len].wrapping_mul(power))) & KEPT
+    }
+}
+
+/// The factor by which a hash grows over `len` tokens.
+pub fn power(len: usize) -> u64 {
+    (0..len).fold(1, |power, _| BASE.wrapping_mul(power))
+}
