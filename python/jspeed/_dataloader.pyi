@@ -9,7 +9,17 @@ from typing import Any, Final, Literal, Protocol, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HEADER_BYTES", "Batch", "Shards", "Shuffle", "TokenLoader", "canonical_mask", "header"]
+__all__ = [
+    "HEADER_BYTES",
+    "Batch",
+    "ContextIndex",
+    "Matches",
+    "Shards",
+    "Shuffle",
+    "TokenLoader",
+    "canonical_mask",
+    "header",
+]
 
 HEADER_BYTES: Final[int]
 """Size of a shard's header: its tokens begin there."""
@@ -232,3 +242,96 @@ class TokenLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> None: ...
+
+@final
+class Matches:
+    """What :meth:`ContextIndex.query` found for each position of its rows; read-only arrays."""
+
+    @property
+    def lengths(self) -> NDArray[np.uint8]:
+        """(rows, tokens): length of the longest context that occurred earlier, in tokens; 0 where none did."""
+    @property
+    def occurrences(self) -> NDArray[np.uint8]:
+        """(rows, tokens): how often it did; ``recent`` stands for that or more."""
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """(rows, tokens, top): what followed its latest ``recent`` occurrences, each token once.
+
+        The most frequent comes first, of equally frequent ones the latest; 0 where there are fewer.
+        """
+    @property
+    def counts(self) -> NDArray[np.uint8]:
+        """(rows, tokens, top): how often each of ``tokens`` followed; 0 where there are fewer."""
+
+@final
+class ContextIndex:
+    """What followed this context earlier: an index of the documents of the steps so far. No recipe uses it yet.
+
+    A context is the last tokens of a document up to a position; it never reaches into the document before, which ends
+    where ``bos_id`` or a row of the batch begins, and what followed it is in the same document too. Answers are exact:
+    contexts are compared token by token. They do not depend on the number of threads.
+
+    The index holds what was pushed and nothing else, and says so: ``push`` and ``query`` name the step that they belong
+    to, and fail unless exactly the steps before it were pushed. So a step sees earlier steps only, and a validation
+    between steps sees all trained tokens when its rows are queried and never pushed:
+
+        index = ContextIndex(capacity=steps * tokens_a_step)
+        for batch in loader:
+            found = index.query(batch.step, batch.tokens[:, :-1])
+            index.push(batch.step, batch.tokens)
+
+    Where each of several processes has some of the lanes, each of their indices knows the documents of those alone. A
+    run that resumes pushes the earlier batches again.
+
+    Args:
+        capacity: Tokens of all rows that are ever pushed. All memory is taken at once: 4 bytes a token, and 16 more for
+            each length, for three lengths and 330 million tokens 17.2 GB.
+        lengths: Tokens of the contexts to look for, each from 1 to 255; the longest that occurred is the one told.
+        recent: How many occurrences of a context count, the latest ones; at most 255.
+        top: How many different next tokens are told, at most ``recent``.
+        bos_id: The token that starts a document; by default GPT-2's <|endoftext|>.
+        threads: Threads of a call; None for as many as this process may use cores.
+
+    Raises:
+        BadInput: An argument is out of its range, or the memory is more than the machine has.
+    """
+
+    def __new__(
+        cls,
+        capacity: int,
+        *,
+        lengths: Sequence[int] = (6, 10, 20),
+        recent: int = 96,
+        top: int = 8,
+        bos_id: int = 50_256,
+        threads: int | None = None,
+    ) -> Self: ...
+    def push(self, step: int, rows: _Tokens) -> None:
+        """Add the documents of a step: ``rows`` (rows, tokens) uint16 or uint32, with each row's last target.
+
+        Other Python threads run meanwhile; queries of theirs wait.
+
+        Raises:
+            BadInput: ``step`` is not ``steps``, the rows do not fit into ``capacity``, or are no such array; then
+                nothing has changed.
+        """
+    def query(self, step: int, rows: _Tokens) -> Matches:
+        """Look up the context up to and including each token of ``rows`` (rows, tokens) in the steps before ``step``.
+
+        Other Python threads run meanwhile, and may query too.
+
+        Raises:
+            BadInput: ``step`` is not ``steps``, or ``rows`` are no such array.
+        """
+    @property
+    def steps(self) -> int:
+        """Steps that were pushed, which is the next one."""
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were pushed."""
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, however many tokens there are."""

@@ -10,6 +10,7 @@ from jspeed.standard_streams import interruptible, without_logs
 
 BENCHES = {
     "loader": ("loader", "The token loader on synthetic shards; exit code 1 when a gate does not hold"),
+    "index": ("index", "The index of contexts: tokens a second and core; exit code 1 when it is too slow for a step"),
     "cpu": ("cpu", "Recipes to their end in turn, A B A B: their timed seconds"),
     "gpu": ("gpu", "A training step of recipes: milliseconds, MFU, memory, kernels; or a race against another program"),
     "fused": ("fused", "Milliseconds of each own kernel and of its reference, as XLA compiles it"),

@@ -1,6 +1,6 @@
 """Token shards and the batches made of them. Only ``batches`` imports jax."""
 
-from jspeed._dataloader import Batch, Shards, Shuffle, TokenLoader, canonical_mask
+from jspeed._dataloader import Batch, ContextIndex, Matches, Shards, Shuffle, TokenLoader, canonical_mask
 from jspeed.data.document_sharding import shard
 from jspeed.data.errors import (
     DocOverflowError,
@@ -16,8 +16,10 @@ from jspeed.stage import Stage
 
 __all__ = [
     "Batch",
+    "ContextIndex",
     "DocOverflowError",
     "LoaderForkedError",
+    "Matches",
     "ShardError",
     "ShardFormatError",
     "ShardTruncatedError",

@@ -26,7 +26,9 @@ use contexts::Contexts;
 use table::{Table, part};
 
 /// Positions that a thread handles at a time: their cache misses overlap, and what is known of them fits the cache.
-const CHUNK: usize = 512;
+const CHUNK: usize = 128;
+/// Bytes of a page of memory, or less.
+const PAGE: usize = 4096;
 
 /// The arguments of an index as the caller gave them.
 #[derive(Debug, Clone)]
@@ -129,15 +131,22 @@ impl ContextIndex {
         if lengths.is_empty() {
             return Err(Error::argument("lengths is empty; name at least one length of context, as [6, 10, 20]"));
         }
-        let tables = lengths.iter().map(|&len| Table::new(len, capacity)).collect::<Result<Vec<_>, _>>()?;
+        let threads = in_range("threads", given.threads, 1, 1024)?;
+        let recent = in_range("recent", given.recent, 1, u8::MAX.into())?;
+        let top = in_range("top", given.top, 1, given.recent)?;
+        let bos = in_range("bos_id", given.bos_id, 0, u32::MAX.into())?;
+        let tables = lengths.iter().map(|&len| Table::new(len, capacity, threads));
+        let tables = tables.collect::<Result<Vec<_>, _>>()?;
+        let rows =
+            zeroed(capacity * (1 + tables.len()), threads, |word| AtomicU32::store(word, 0, Relaxed))?;
         Ok(Self {
-            rows: zeroed(capacity * (1 + tables.len()))?,
             tables,
+            rows,
             capacity,
-            recent: in_range("recent", given.recent, 1, u8::MAX.into())?,
-            top: in_range("top", given.top, 1, given.recent)?,
-            bos: in_range("bos_id", given.bos_id, 0, u32::MAX.into())?,
-            threads: in_range("threads", given.threads, 1, 1024)?,
+            recent,
+            top,
+            bos,
+            threads,
             tokens: 0,
             steps: 0,
         })
@@ -167,7 +176,7 @@ impl ContextIndex {
         self.top
     }
 
-    /// Bytes of memory when it is full: 4, and 16 for each length, a token.
+    /// Bytes of memory, empty or full: 4, and 16 for each length, a token of capacity.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let slots = self.tables.len() * Table::slots(self.capacity);
@@ -366,14 +375,19 @@ fn narrow(position: usize) -> u32 {
     u32::try_from(position).unwrap_or(u32::MAX)
 }
 
-/// Zeros, which take memory when they are written to.
-fn zeroed<T: Zeroable>(count: usize) -> Result<Box<[T]>, Error> {
-    try_zeroed_slice_box(count).map_err(|()| {
+/// So many zeros, in memory that the system has given by then: `touch` writes one, and is called for one of every page.
+fn zeroed<T: Zeroable + Sync>(count: usize, threads: usize, touch: fn(&T)) -> Result<Box<[T]>, Error> {
+    let zeros: Box<[T]> = try_zeroed_slice_box(count).map_err(|()| {
         Error::argument(format!(
             "the index needs {} MB in one piece, which this machine does not have; lower its capacity",
-            count * size_of::<T>() / 1_000_000
+            count / 1_000_000 * size_of::<T>()
         ))
-    })
+    })?;
+    let share = count.div_ceil(threads);
+    in_threads(threads, |thread| {
+        zeros.iter().skip(thread * share).take(share).step_by(PAGE / size_of::<T>()).for_each(touch);
+    });
+    Ok(zeros)
 }
 
 #[cfg(test)]

@@ -21,8 +21,9 @@ impl Table {
         contexts + contexts / 2 + 1
     }
 
-    pub fn new(len: u8, contexts: usize) -> Result<Self, Error> {
-        Ok(Self { len, power: power(len.into()), slots: zeroed(Self::slots(contexts))? })
+    pub fn new(len: u8, contexts: usize, threads: usize) -> Result<Self, Error> {
+        let slots = zeroed(Self::slots(contexts), threads, |slot| AtomicU64::store(slot, 0, Relaxed))?;
+        Ok(Self { len, power: power(len.into()), slots })
     }
 
     /// The hash of the context before `end`.

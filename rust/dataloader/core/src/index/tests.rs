@@ -222,6 +222,6 @@ fn arguments_are_checked() {
         let error = ContextIndex::new(&wrong).err().unwrap().to_string();
         assert!(error.contains(text), "{error}");
     }
-    let error = zeroed::<u64>(isize::MAX.unsigned_abs() / 8).unwrap_err().to_string();
+    let error = zeroed::<u64>(isize::MAX.unsigned_abs() / 8, 1, |_| ()).unwrap_err().to_string();
     assert!(error.contains("lower its capacity"), "{error}");
 }

@@ -1,0 +1,93 @@
+"""Benchmark the index of contexts: tokens a second and core, and what a step of a record would take, by arithmetic."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jspeed._dataloader import ContextIndex, Matches
+from jspeed.data import find_split
+from jspeed.data.find_shards import map_tokens
+
+from .loader import BOS, Row, show
+
+ROWS = 8
+STEP = ROWS * 49_152  # tokens of the record's longest step
+STEP_MS = 20
+
+
+def repeating_text(tokens: int) -> np.ndarray:
+    """Return documents of Zipf-distributed tokens, a fifth of them in passages of 8 to 64 copied from earlier."""
+    rng = np.random.default_rng(0)
+    chances = np.cumsum(1 / (np.arange(BOS) + 2.7))
+    text = np.searchsorted(chances / chances[-1], rng.random(tokens)).astype(np.uint16)
+    for at in np.sort(rng.integers(1000, tokens - 64, tokens // 180)):
+        length, source = rng.integers(8, 65), rng.integers(0, at - 64)
+        text[at : at + length] = text[source : source + length]
+    text[rng.integers(0, tokens, tokens // 690)] = BOS
+    return text
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU seconds of the process, all threads."""
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def steps(text: np.ndarray, first: int, count: int) -> Iterator[np.ndarray]:
+    """So many steps of ``text`` from its token ``first`` on."""
+    for start in range(first, first + count * STEP, STEP):
+        yield text[start : start + STEP].reshape(ROWS, -1)
+
+
+def measured(text: np.ndarray, held: int, threads: int) -> tuple[float, float, ContextIndex, Matches]:
+    """CPU seconds a token of push and of query once ``held`` tokens are there, medians of three steps."""
+    index = ContextIndex(held + 3 * STEP, threads=threads)
+    whole = held // STEP
+    for rows in steps(text, 0, whole):
+        index.push(index.steps, rows)
+    index.push(index.steps, text[None, whole * STEP : held])
+    found, took = [], []
+    for rows in steps(text, held, 3):
+        query = cpu_seconds(lambda rows=rows: found.append(index.query(index.steps, rows)))
+        took.append((cpu_seconds(lambda rows=rows: index.push(index.steps, rows)), query))
+    push, query = np.median(took, 0) / STEP
+    return float(push), float(query), index, found[0]
+
+
+def rows(text: np.ndarray, held: int) -> Iterator[Row]:
+    """What there is to say of an index of ``held`` tokens."""
+    push, query, index, found = measured(text, held, 1)
+    at = f"{held / 1e6:g} M tokens held"
+    yield Row("push", 1e-6 / push, "M tokens/s and core", None, f"{at}, {1e9 * push:.0f} ns a token")
+    yield Row("query", 1e-6 / query, "M tokens/s and core", None, f"{at}, {1e9 * query:.0f} ns a token")
+    matched, times = found.lengths > 0, found.occurrences
+    note = f"of at least 6 tokens; {times[matched].mean():.3g} occurrences each"
+    yield Row("positions whose context occurred", 100 * float(matched.mean()), "%", None, note)
+    yield Row("memory", index.nbytes / index.capacity, "bytes a token of capacity", 52.1)
+    for cores in (16, 96):
+        push, query, *_ = measured(text, held, cores)
+        note = f"arithmetic: CPU time of {cores} threads / {cores}"
+        yield Row(
+            f"a step of {STEP:,} tokens on {cores} cores", 1e3 * STEP * (push + query) / cores, "ms", STEP_MS, note
+        )
+
+
+def index(data: Path | None = None, quick: bool = False) -> int:
+    """Measure the index of contexts; exit code 1 when it would not fit beside a step of 20 ms.
+
+    Args:
+        data: A folder of shards of GPT-2 tokens whose training text to use, instead of made-up text.
+        quick: After 1 million tokens only, not 10 million.
+    """
+    sizes = (1_000_000,) if quick else (1_000_000, 10_000_000)
+    need = sizes[-1] + 3 * STEP
+    if data:
+        text = np.concatenate([map_tokens(path) for path in find_split(data, "train").paths])[:need]
+    else:
+        text = repeating_text(need)
+    found = [row for held in sizes for row in rows(text, held)]
+    show(found)
+    return int(any(row.passed is False for row in found))
