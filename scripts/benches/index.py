@@ -9,6 +9,7 @@ import numpy as np
 from jspeed._dataloader import ContextIndex, Matches
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
+from jspeed.errors import BadInput
 
 from .loader import BOS, Row, show
 
@@ -85,7 +86,12 @@ def index(data: Path | None = None, quick: bool = False) -> int:
     sizes = (1_000_000,) if quick else (1_000_000, 10_000_000)
     need = sizes[-1] + 3 * STEP
     if data:
-        text = np.concatenate([map_tokens(path) for path in find_split(data, "train").paths])[:need]
+        shards = find_split(data, "train")
+        if shards.num_tokens < need:
+            raise BadInput(
+                f"{data} has {shards.num_tokens:,} training tokens, but {need:,} are needed; give --quick or more"
+            )
+        text = np.concatenate([map_tokens(path, shards.dtype) for path in shards.paths])[:need]
     else:
         text = repeating_text(need)
     found = [row for held in sizes for row in rows(text, held)]

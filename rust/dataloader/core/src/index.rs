@@ -9,6 +9,7 @@
 
 use std::cmp::Reverse;
 use std::ops::Range;
+use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
@@ -107,6 +108,9 @@ impl<'a> Found<'a> {
     }
 }
 
+/// Pushed tokens that one thread links, and the hashes of the contexts before them.
+type Share = Vec<(usize, u64)>;
+
 /// A chain that is followed: whose answer it is, in which table, and where its next occurrence is.
 struct Walk {
     answer: usize,
@@ -201,21 +205,21 @@ impl ContextIndex {
                 self.capacity
             )));
         }
-        let start = self.tokens;
-        for (index, row) in self.rows[start * self.stride()..].chunks(self.stride()).take(tokens.len()).enumerate() {
-            row[0].store(tokens.at(index), Relaxed);
-        }
-        self.tokens += tokens.len();
-        self.steps += 1;
-        let index = &*self;
+        let (index, start) = (&*self, self.tokens);
+        let block = tokens.len().div_ceil(index.threads);
+        let shares = in_threads(index.threads, |thread| {
+            let bound = |thread: usize| tokens.len().min(thread * block);
+            index.store(bound(thread)..bound(thread + 1), tokens, row_len)
+        });
         in_threads(index.threads, |thread| {
-            for chunk in chunks(tokens.len()) {
-                let contexts = index.contexts(&chunk, row_len, tokens);
-                for number in 0..index.tables.len() {
-                    index.link(number, thread, chunk.clone(), &contexts, tokens, start);
+            for number in 0..index.tables.len() {
+                for shares in &shares {
+                    index.link(number, &shares[number * index.threads + thread], tokens);
                 }
             }
         });
+        self.tokens = start + tokens.len();
+        self.steps += 1;
         Ok(())
     }
 
@@ -260,6 +264,11 @@ impl ContextIndex {
         &self.rows[position as usize * self.stride()..][..self.stride()]
     }
 
+    /// The position that a token gets which is pushed next; below the capacity, which fits.
+    fn position(&self, at: usize) -> u32 {
+        u32::try_from(self.tokens + at).unwrap_or(u32::MAX)
+    }
+
     fn contexts(&self, chunk: &Range<usize>, row_len: usize, tokens: Tokens<'_>) -> Contexts {
         let longest = self.tables.last().map_or(0, |table| table.len.into());
         Contexts::new(chunk, row_len, longest, self.bos, |at| tokens.at(at))
@@ -272,25 +281,32 @@ impl ContextIndex {
         stored.zip(end - len..end).all(|(stored, at)| stored.load(Relaxed) == tokens.at(at))
     }
 
-    /// Put the positions of a chunk, those whose contexts are this thread's, into the chains of a table.
-    fn link(
-        &self,
-        number: usize,
-        thread: usize,
-        chunk: Range<usize>,
-        contexts: &Contexts,
-        tokens: Tokens<'_>,
-        start: usize,
-    ) {
+    /// Store pushed tokens, and return those to link: for each table, what is for each thread.
+    fn store(&self, block: Range<usize>, tokens: Tokens<'_>, row_len: usize) -> Vec<Share> {
+        let contexts = self.contexts(&block, row_len, tokens);
+        let mut shares = vec![Share::new(); self.tables.len() * self.threads];
+        for at in block {
+            self.row(self.position(at))[0].store(tokens.at(at), Relaxed);
+            for (number, table) in self.tables.iter().enumerate() {
+                if contexts.depth(at) > table.len.into() {
+                    let hash = table.hash(&contexts, at);
+                    shares[number * self.threads + part(hash, self.threads)].push((at, hash));
+                }
+            }
+        }
+        shares
+    }
+
+    /// Put pushed tokens into the chains of a table.
+    fn link(&self, number: usize, share: &[(usize, u64)], tokens: Tokens<'_>) {
         let table = &self.tables[number];
-        let deep = chunk.filter(|&at| contexts.depth(at) > table.len.into());
-        let hashed = deep.map(|at| (at, table.hash(contexts, at)));
-        let own: Vec<_> = hashed.filter(|&(_, hash)| part(hash, self.threads) == thread).collect();
-        table.fetch(own.iter().map(|&(_, hash)| hash));
-        for (at, hash) in own {
-            let position = narrow(start + at);
-            let last = table.insert(hash, position, |last| self.same(last, table.len, at, tokens));
-            self.row(position)[1 + number].store(last, Relaxed);
+        for chunk in share.chunks(CHUNK) {
+            table.fetch(chunk.iter().map(|&(_, hash)| hash));
+            for &(at, hash) in chunk {
+                let position = self.position(at);
+                let last = table.insert(hash, position, |last| self.same(last, table.len, at, tokens));
+                self.row(position)[1 + number].store(last, Relaxed);
+            }
         }
     }
 
@@ -359,20 +375,15 @@ fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> + Clone {
     (0..len).step_by(CHUNK).map(move |start| start..len.min(start + CHUNK))
 }
 
-/// Call `work` in so many threads, this one among them.
-fn in_threads(threads: usize, work: impl Fn(usize) + Sync) {
+/// What `work` returns in each of so many threads, this one among them.
+fn in_threads<T: Send>(threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let work = &work;
-        for thread in 1..threads {
-            scope.spawn(move || work(thread));
-        }
-        work(0);
-    });
-}
-
-/// Positions are below the capacity, which fits.
-fn narrow(position: usize) -> u32 {
-    u32::try_from(position).unwrap_or(u32::MAX)
+        let others: Vec<_> = (1..threads).map(|thread| scope.spawn(move || work(thread))).collect();
+        let mut results = vec![work(0)];
+        results.extend(others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))));
+        results
+    })
 }
 
 /// So many zeros, in memory that the system has given by then: `touch` writes one, and is called for one of every page.
