@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,11 +32,11 @@ def repeating_text(tokens: int) -> np.ndarray:
     return text
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """CPU seconds of the process, all threads."""
+def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU seconds of the process, all threads, and what ``work`` returned."""
     began = time.process_time()
-    work()
-    return time.process_time() - began
+    result = work()
+    return time.process_time() - began, result
 
 
 def steps(text: np.ndarray, first: int, count: int) -> Iterator[np.ndarray]:
@@ -50,12 +52,13 @@ def measured(text: np.ndarray, held: int, threads: int) -> tuple[float, float, C
     for rows in steps(text, 0, whole):
         index.push(index.steps, rows)
     index.push(index.steps, text[None, whole * STEP : held])
-    found, took = [], []
+    took = []
     for rows in steps(text, held, 3):
-        query = cpu_seconds(lambda rows=rows: found.append(index.query(index.steps, rows)))
-        took.append((cpu_seconds(lambda rows=rows: index.push(index.steps, rows)), query))
+        query, found = cpu_seconds(partial(index.query, index.steps, rows))
+        push, _ = cpu_seconds(partial(index.push, index.steps, rows))
+        took.append((push, query))
     push, query = np.median(took, 0) / STEP
-    return float(push), float(query), index, found[0]
+    return push, query, index, found
 
 
 def rows(text: np.ndarray, held: int) -> Iterator[Row]:
@@ -65,12 +68,12 @@ def rows(text: np.ndarray, held: int) -> Iterator[Row]:
     yield Row("push", 1e-6 / push, "M tokens/s and core", None, f"{at}, {1e9 * push:.0f} ns a token")
     yield Row("query", 1e-6 / query, "M tokens/s and core", None, f"{at}, {1e9 * query:.0f} ns a token")
     matched, times = found.lengths > 0, found.occurrences
-    note = f"of at least 6 tokens; {times[matched].mean():.3g} occurrences each"
+    note = f"6 tokens or more, {times[matched].mean():.3g} times"
     yield Row("positions whose context occurred", 100 * float(matched.mean()), "%", None, note)
     yield Row("memory", index.nbytes / index.capacity, "bytes a token of capacity", 52.1)
     for cores in (16, 96):
         push, query, *_ = measured(text, held, cores)
-        note = f"arithmetic: CPU time of {cores} threads / {cores}"
+        note = f"by arithmetic: CPU time of {cores} threads"
         yield Row(
             f"a step of {STEP:,} tokens on {cores} cores", 1e3 * STEP * (push + query) / cores, "ms", STEP_MS, note
         )
