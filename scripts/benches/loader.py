@@ -173,13 +173,14 @@ def resuming(shards: Shards, steps: int) -> Iterator[Row]:
     yield Row("resume and first batch, worst step", max(with_read), "ms", None, f"to step {inner[-1]['step']}")
 
 
+def megabytes(field: str) -> float:
+    """What Linux says of this process's memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1000
+
+
 def memory(shards: Shards) -> Iterator[Row]:
     """Megabytes by which the process grows over an epoch: its heap, and mapped pages."""
-
-    def megabytes(field: str) -> float:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1000
-
     with TokenLoader(shards, align="bos", bos_id=BOS, lane_len=16_384, max_doc_len=896) as loader:
         next(loader)
         heap, mapped, most = megabytes("RssAnon"), megabytes("RssFile"), 0.0

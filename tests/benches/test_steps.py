@@ -31,6 +31,13 @@ def test_the_loader_is_measured(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_index_is_measured():
+    done = bench("index", "--quick")
+    assert done.returncode == ("FAIL" in done.stdout), done.stderr
+    assert done.stdout.count("\n") == 7 and done.stdout.count("by arithmetic") == 2
+
+
+@pytest.mark.slow
 def test_steps_are_measured_and_a_recipe_that_cannot_be_does_not_stop_the_others(shards, tmp_path):
     odd = tmp_path / "odd.py"
     odd.write_text(STDLIB.read_text().replace("lanes=LANES", "lanes=LANES + 1").replace('name="stdlib"', 'name="odd"'))

@@ -8,6 +8,7 @@
 //! Contexts are shared among threads by their hashes, so a chain is in the order of positions for any number of them.
 
 use std::cmp::Reverse;
+use std::hint::black_box;
 use std::ops::Range;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -133,7 +134,9 @@ impl ContextIndex {
         lengths.sort_unstable();
         lengths.dedup();
         if lengths.is_empty() {
-            return Err(Error::argument("lengths is empty; name at least one length of context, as [6, 10, 20]"));
+            return Err(Error::argument(
+                "lengths is empty; name at least one length of context, as [6, 10, 20]",
+            ));
         }
         let threads = in_range("threads", given.threads, 1, 1024)?;
         let recent = in_range("recent", given.recent, 1, u8::MAX.into())?;
@@ -141,19 +144,8 @@ impl ContextIndex {
         let bos = in_range("bos_id", given.bos_id, 0, u32::MAX.into())?;
         let tables = lengths.iter().map(|&len| Table::new(len, capacity, threads));
         let tables = tables.collect::<Result<Vec<_>, _>>()?;
-        let rows =
-            zeroed(capacity * (1 + tables.len()), threads, |word| AtomicU32::store(word, 0, Relaxed))?;
-        Ok(Self {
-            tables,
-            rows,
-            capacity,
-            recent,
-            top,
-            bos,
-            threads,
-            tokens: 0,
-            steps: 0,
-        })
+        let rows = zeroed(capacity * (1 + tables.len()), threads, |word| AtomicU32::store(word, 0, Relaxed))?;
+        Ok(Self { tables, rows, capacity, recent, top, bos, threads, tokens: 0, steps: 0 })
     }
 
     /// Tokens that were pushed.
@@ -205,7 +197,7 @@ impl ContextIndex {
                 self.capacity
             )));
         }
-        let (index, start) = (&*self, self.tokens);
+        let index = &*self;
         let block = tokens.len().div_ceil(index.threads);
         let shares = in_threads(index.threads, |thread| {
             let bound = |thread: usize| tokens.len().min(thread * block);
@@ -218,7 +210,7 @@ impl ContextIndex {
                 }
             }
         });
-        self.tokens = start + tokens.len();
+        self.tokens += tokens.len();
         self.steps += 1;
         Ok(())
     }
@@ -227,7 +219,13 @@ impl ContextIndex {
     ///
     /// # Errors
     /// [`Error::Argument`] unless exactly the steps before `step` were pushed.
-    pub fn query(&self, step: u64, tokens: Tokens<'_>, row_len: usize, found: Found<'_>) -> Result<(), Error> {
+    pub fn query(
+        &self,
+        step: u64,
+        tokens: Tokens<'_>,
+        row_len: usize,
+        found: Found<'_>,
+    ) -> Result<(), Error> {
         self.check(step, tokens, row_len)?;
         let work = Mutex::new(chunks(tokens.len()).zip(found.chunks(self.top)));
         in_threads(self.threads, |_| {
@@ -315,8 +313,9 @@ impl ContextIndex {
         let contexts = self.contexts(chunk, row_len, tokens);
         let mut walks = self.longest(chunk, &contexts, tokens, found);
         let mut next: Vec<Vec<(u32, u8)>> = vec![Vec::new(); chunk.len()];
-        // All chains a step further at a time: their cache misses overlap.
         for _ in 0..self.recent {
+            // All chains go a step further at a time, so that their cache misses overlap.
+            black_box(walks.iter().fold(0, |sum, walk| sum ^ self.row(walk.position)[0].load(Relaxed)));
             walks.retain_mut(|walk| {
                 let row = self.row(walk.position);
                 count(&mut next[walk.answer], row[0].load(Relaxed));
@@ -371,7 +370,7 @@ fn count(seen: &mut Vec<(u32, u8)>, token: u32) {
 }
 
 /// Positions `0..len` in chunks.
-fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> + Clone {
+fn chunks(len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..len).step_by(CHUNK).map(move |start| start..len.min(start + CHUNK))
 }
 
@@ -381,7 +380,9 @@ fn in_threads<T: Send>(threads: usize, work: impl Fn(usize) -> T + Sync) -> Vec<
         let work = &work;
         let others: Vec<_> = (1..threads).map(|thread| scope.spawn(move || work(thread))).collect();
         let mut results = vec![work(0)];
-        results.extend(others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))));
+        results.extend(
+            others.into_iter().map(|other| other.join().unwrap_or_else(|panic| resume_unwind(panic))),
+        );
         results
     })
 }

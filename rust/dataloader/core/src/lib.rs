@@ -1,4 +1,4 @@
-//! Token shards to training batches: the stream of jspeed, in plain Rust.
+//! Token shards to training batches: the stream of jspeed, in plain Rust; and [`ContextIndex`], which remembers them.
 //!
 //! [`Catalog`] validates the shard files, [`Sources`] mixes sets of them, [`Config`] is the checked request,
 //! [`lanes::Stream`] produces batches one after

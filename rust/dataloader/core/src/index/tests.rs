@@ -17,7 +17,9 @@ struct Model(HashMap<Vec<u16>, Vec<u16>>);
 impl Model {
     fn push(&mut self, rows: &[Vec<u16>], lengths: &[i64]) {
         for document in rows.iter().flat_map(|row| documents(row)) {
-            for (at, len) in (0..document.len()).flat_map(|at| lengths.iter().map(move |&len| (at, count(len)))) {
+            for (at, len) in
+                (0..document.len()).flat_map(|at| lengths.iter().map(move |&len| (at, count(len))))
+            {
                 if at >= len {
                     self.0.entry(document[at - len..at].to_vec()).or_default().push(document[at]);
                 }
@@ -27,14 +29,17 @@ impl Model {
 
     fn query(&self, rows: &[Vec<u16>], given: &IndexArguments) -> Vec<Told> {
         let documents = rows.iter().flat_map(|row| documents(row));
-        documents.flat_map(|document| (1..=document.len()).map(move |end| self.told(&document[..end], given))).collect()
+        documents
+            .flat_map(|document| (1..=document.len()).map(move |end| self.told(&document[..end], given)))
+            .collect()
     }
 
     fn told(&self, context: &[u16], given: &IndexArguments) -> Told {
         let fits = given.lengths.iter().map(|&len| count(len)).filter(|&len| len <= context.len());
         let known = fits.filter_map(|len| Some((len, self.0.get(&context[context.len() - len..])?)));
         let Some((len, next)) = known.max_by_key(|&(len, _)| len) else { return (0, 0, Vec::new()) };
-        let latest: Vec<u32> = next.iter().rev().take(count(given.recent)).map(|&token| token.into()).collect();
+        let latest: Vec<u32> =
+            next.iter().rev().take(count(given.recent)).map(|&token| token.into()).collect();
         let mut told: Vec<(u32, u8)> = Vec::new();
         for &token in &latest {
             if told.iter().all(|&(other, _)| other != token) {
@@ -77,14 +82,22 @@ fn query(index: &ContextIndex, rows: &[Vec<u16>]) -> Vec<Told> {
     let (count, top) = (tokens.len(), index.top());
     let (mut lengths, mut occurrences) = (vec![0; count], vec![0; count]);
     let (mut next, mut counts) = (vec![0; count * top], vec![0; count * top]);
-    let found =
-        Found { lengths: &mut lengths, occurrences: &mut occurrences, tokens: &mut next, counts: &mut counts };
+    let found = Found {
+        lengths: &mut lengths,
+        occurrences: &mut occurrences,
+        tokens: &mut next,
+        counts: &mut counts,
+    };
     index.query(index.steps(), Tokens::U32(&tokens), rows[0].len(), found).unwrap();
     let told = |at: usize| {
         let pairs = next[at * top..].iter().zip(&counts[at * top..]).take(top);
         let filled = pairs.clone().take_while(|&(_, &count)| count > 0).count();
         assert!(pairs.clone().skip(filled).all(|(&token, &count)| token == 0 && count == 0));
-        (lengths[at], occurrences[at].into(), pairs.take(filled).map(|(&token, &count)| (token, count)).collect())
+        (
+            lengths[at],
+            occurrences[at].into(),
+            pairs.take(filled).map(|(&token, &count)| (token, count)).collect(),
+        )
     };
     (0..count).map(told).collect()
 }
@@ -94,7 +107,8 @@ fn text(tokens: usize, seed: u64, len: u64) -> Vec<u16> {
     let mut all: Vec<u16> = Vec::new();
     while all.len() < tokens {
         let (at, size) = (all.len() as u64, all.len());
-        let draw = |of: u64, lane: u64| count(i64::try_from(crate::shuffle::draw(of, seed, at, lane)).unwrap());
+        let draw =
+            |of: u64, lane: u64| count(i64::try_from(crate::shuffle::draw(of, seed, at, lane)).unwrap());
         if draw(len, 0) == 0 {
             all.push(BOS);
         } else if size > 100 && draw(20, 1) == 0 {
@@ -155,7 +169,9 @@ fn a_hundred_thousand_tokens_and_any_number_of_threads() {
         .into();
     for step in 0..10 {
         model.push(&rows(step * 10_000), &lengths);
-        indices.iter_mut().for_each(|index| push(index, &rows(step * 10_000)).unwrap());
+        for index in &mut indices {
+            push(index, &rows(step * 10_000)).unwrap();
+        }
     }
     let expected = model.query(&rows(100_000), &given(1, &lengths));
     assert!(expected.iter().filter(|told| told.0 == 6).count() > 1000);
@@ -204,7 +220,10 @@ fn memory_is_what_is_stated_and_no_more_is_taken() {
     push(&mut index, &[vec![1, 2, 3, 4], vec![1, 2, 3, 4]]).unwrap();
     let before = query(&index, &[vec![1, 2, 3]]);
     let error = push(&mut index, &[vec![1, 2, 5]]).unwrap_err().to_string();
-    assert!(error.contains("step 1 has 3 tokens, but the index holds 8 and has room for 10 in all"), "{error}");
+    assert!(
+        error.contains("step 1 has 3 tokens, but the index holds 8 and has room for 10 in all"),
+        "{error}"
+    );
     assert_eq!(query(&index, &[vec![1, 2, 3]]), before);
     push(&mut index, &[vec![1, 2]]).unwrap();
 }
