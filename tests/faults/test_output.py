@@ -128,7 +128,7 @@ def test_a_disk_without_room_for_a_trace(tmp_path, variables, folder, small):
 
 @pytest.mark.parametrize("script", ["speedrun.py", "sample.py", "plan.py"])
 def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder, script):
-    """From the moment that the command line is imported: before that it is Python's own start that is interrupted."""
+    """From the first import of the command line's own: before that it is Python's start that is interrupted."""
     given = {"speedrun.py": ["--data", folder / "shards", "--run-dir", "run", *FIELDS], "sample.py": ["nowhere"]}
     path = REPOSITORY / "scripts" / script
     command = [sys.executable, "-X", "importtime", path, *given.get(script, ["stdlib", "--target", "h100x8"])]
@@ -138,6 +138,7 @@ def test_ctrl_c_while_a_script_imports_and_sets_out(tmp_path, variables, folder,
             assert process.stderr
             while b"jspeed.commands.main" not in process.stderr.readline():
                 pass
+            process.stderr.readline()
             time.sleep(delay)
             process.send_signal(signal.SIGINT)
             _, said = process.communicate(timeout=60)

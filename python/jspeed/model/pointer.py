@@ -79,7 +79,8 @@ def _attend(
     window: int,
     read: Read,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ``read(probabilities, tokens of the keys, targets of the queries)``, and the share of none."""
+    """Return ``read(probabilities, tokens of the keys, targets of the queries)``, and the share of none. ``read`` is
+    linear in the probabilities of a query."""
     if cache := active_cache():
         k_BSK = cache.append(k_BTK)
         length, size = q_BTK.shape[1], k_BSK.shape[1]
@@ -122,6 +123,10 @@ def _attend(
 def _of_block(read: Read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ) -> tuple[jax.Array, jax.Array]:
     dot = partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores_BIJ = jnp.where(seen_BIJ, dot("bik,bjk->bij", q_BIK, k_BJK), -jnp.inf)
-    none_BI1 = dot("bik,k->bi", q_BIK, none_K)[..., None]
-    p_BIJ = jax.nn.softmax(jnp.concatenate([scores_BIJ, none_BI1], axis=-1), axis=-1)
-    return read(p_BIJ[..., :-1], tokens_BJ, targets_BI), p_BIJ[..., -1]
+    none_BI = dot("bik,k->bi", q_BIK, none_K)
+    # Sums of exponentials, divided at the end: the probabilities of all keys need no array of their own.
+    shift_BI = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores_BIJ, axis=-1), none_BI))
+    e_BIJ, e_none_BI = jnp.exp(scores_BIJ - shift_BI[..., None]), jnp.exp(none_BI - shift_BI)
+    total_BI = jnp.sum(e_BIJ, axis=-1) + e_none_BI
+    found = read(e_BIJ, tokens_BJ, targets_BI)
+    return found / jnp.expand_dims(total_BI, range(2, found.ndim)), e_none_BI / total_BI
