@@ -23,7 +23,7 @@ from jspeed.cores import cores
 from jspeed.corpus.tokenizers import gpt2_byte_pairs
 from jspeed.data import Shards, Stage, TokenLoader, canonical_mask, open_shards
 from jspeed.data.find_shards import map_tokens
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, say
 from jspeed.fields import File
 from jspeed.files import write_whole
 
@@ -303,7 +303,7 @@ def loader(json_: File | None = None, quick: bool = False) -> int:
     try:
         rows += masks(5)
     except BadInput as error:
-        print(f"note: no row of the canonical mask: {error}")
+        say(f"note: no row of the canonical mask: {error}")
     show(rows)
     if json_:
         machine = {"cpus": cores(), "machine": platform.machine(), "python": platform.python_version()}

@@ -26,7 +26,7 @@ def test_the_loader_is_measured(tmp_path):
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     failed = [row for row in rows if row["passed"] is False]
     assert done.returncode == bool(failed), done.stderr
-    assert len([row for row in rows if row["below"]]) == 11 and done.stdout.count("\n") == len(rows) + 1
+    assert len([row for row in rows if row["below"]]) >= 11 and done.stdout.count("\n") == len(rows) + 1
     assert all(row["what"] in done.stdout for row in rows)
 
 
