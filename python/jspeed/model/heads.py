@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, attention, cached_mask
 from jspeed.model.kv_cache import active_cache
+from jspeed.model.layers import in_blocks, with_block_before
 
 
 def pair_heads(x_BTHK: jax.Array) -> jax.Array:
@@ -88,22 +89,13 @@ def composed(
         of_tokens = take_BTH, give_BTH.astype(v_BTHK.dtype), documents.ids
         return compose(q_BTHK, k_BTHK, v_BTHK, *of_tokens, scale=scale, window=window)
     size = min(max(128, window), length)  # of a block of queries, which sees itself and the block before
-    blocks = -(-length // size)
-
-    def cut(x_BT: jax.Array, fill: int = 0) -> jax.Array:
-        padding = [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x_BT.ndim - 2)
-        return jnp.pad(x_BT, padding, constant_values=fill).reshape(rows, blocks, size, *x_BT.shape[2:])
-
-    def with_previous(x_BNS: jax.Array, fill: int = 0) -> jax.Array:
-        before = jnp.full_like(x_BNS[:, :1], fill)
-        return jnp.concatenate([jnp.concatenate([before, x_BNS[:, :-1]], axis=1), x_BNS], axis=2)
-
-    ids_BNS = cut(documents.ids, fill=-2)
+    ids_BNS = in_blocks(documents.ids, size, fill=-2)
     query, key = jnp.arange(size)[:, None] + size, jnp.arange(2 * size)[None]
     seen = (key <= query) & (query - key < window)
-    seen = seen[None, None] & (ids_BNS[..., None] == with_previous(ids_BNS, fill=-1)[..., None, :])
-    y = _mixed(cut(q_BTHK), with_previous(cut(k_BTHK)), with_previous(cut(v_BTHK)), cut(take_BTH), seen, scale)
-    return y.reshape(rows, blocks * size, heads, width)[:, :length] * give_BTH1
+    seen = seen[None, None] & (ids_BNS[..., None] == with_block_before(ids_BNS, fill=-1)[..., None, :])
+    q_BNSHK, k_BNSHK, v_BNSHK, take_BNSH = (in_blocks(x, size) for x in (q_BTHK, k_BTHK, v_BTHK, take_BTH))
+    y = _mixed(q_BNSHK, with_block_before(k_BNSHK), with_block_before(v_BNSHK), take_BNSH, seen, scale)
+    return y.reshape(rows, -1, heads, width)[:, :length] * give_BTH1
 
 
 def _mixed(q_BNIHK, k_BNJHK, v_BNJHK, take_BNIH, seen_BNIJ, scale: float) -> jax.Array:

@@ -114,6 +114,18 @@ def token_before(tokens_BT: jax.Array, back: int, fill: int) -> jax.Array:
     return jnp.where(position_BT < 0, fill, found_BT)
 
 
+def in_blocks(x_BT: jax.Array, size: int, fill: int = 0) -> jax.Array:
+    """Cut ``[B, T, ...]`` into blocks of ``size`` tokens, the last one filled up: ``[B, N, size, ...]``."""
+    padding = [(0, 0), (0, -x_BT.shape[1] % size)] + [(0, 0)] * (x_BT.ndim - 2)
+    return jnp.pad(x_BT, padding, constant_values=fill).reshape(x_BT.shape[0], -1, size, *x_BT.shape[2:])
+
+
+def with_block_before(x_BNS: jax.Array, fill: int = 0) -> jax.Array:
+    """Put before each block the one before it, ``fill`` before the first: ``[B, N, 2S, ...]``."""
+    before = jnp.full_like(x_BNS[:, :1], fill)
+    return jnp.concatenate([jnp.concatenate([before, x_BNS[:, :-1]], axis=1), x_BNS], axis=2)
+
+
 def sparse_gate(x_BTD: jax.Array, weights: jax.Array) -> jax.Array:
     """Return the sigmoid of the first n channels @ ``weights`` (``[n]`` or ``[n, H]``): ``[B, T]`` or
     ``[B, T, H]`` (modded-nanogpt, record 28)."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jspeed.model.attention import Documents, cached_mask
 from jspeed.model.kv_cache import active_cache
+from jspeed.model.layers import in_blocks, with_block_before
 from jspeed.model.losses import Copies
 
 Read = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -89,23 +90,11 @@ def _attend(
         return _of_block(read, none_K, q_BTK, targets_BT, k_BSK, cache.cache.tokens_BS, seen_BTS)
     rows, length = tokens_BT.shape
     size = min(window, length)
-    blocks = -(-length // size)
-
-    def cut(x_BT: jax.Array, fill: int = 0) -> jax.Array:
-        """Blocks first: ``[N, B, size, ...]``."""
-        padding = [(0, 0), (0, blocks * size - length)] + [(0, 0)] * (x_BT.ndim - 2)
-        x_BNI = jnp.pad(x_BT, padding, constant_values=fill).reshape(rows, blocks, size, *x_BT.shape[2:])
-        return jnp.moveaxis(x_BNI, 1, 0)
-
-    def with_previous(x_NBI: jax.Array, fill: int = 0) -> jax.Array:
-        if blocks == 1:
-            return x_NBI
-        before = jnp.full_like(x_NBI[:1], fill)
-        return jnp.concatenate([jnp.concatenate([before, x_NBI[:-1]]), x_NBI], axis=2)
-
-    ids_NBI = cut(documents.ids, fill=-2)
-    ids_NBJ = with_previous(ids_NBI, fill=-1)
-    keys_J, queries_I = jnp.arange(ids_NBJ.shape[2]), jnp.arange(size) + ids_NBJ.shape[2] - size
+    cut = partial(in_blocks, size=size)
+    with_before = with_block_before if length > size else lambda x_BNI, fill=0: x_BNI
+    ids_BNI = cut(documents.ids, fill=-2)
+    ids_BNJ = with_before(ids_BNI, fill=-1)
+    keys_J, queries_I = jnp.arange(ids_BNJ.shape[2]), jnp.arange(size) + ids_BNJ.shape[2] - size
     back_1IJ = (queries_I[:, None] - keys_J[None])[None]
 
     @jax.checkpoint
@@ -114,10 +103,11 @@ def _attend(
         seen_BIJ = (back_1IJ > 0) & (back_1IJ <= window) & (ids_BI[..., None] == ids_BJ[:, None])
         return _of_block(read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ)
 
-    keys = with_previous(cut(k_BTK)), with_previous(cut(tokens_BT)), ids_NBJ
-    found = jax.lax.map(of_block, (cut(q_BTK), cut(targets_BT), ids_NBI, *keys))
+    keys = with_before(cut(k_BTK)), with_before(cut(tokens_BT)), ids_BNJ
+    arrays = cut(q_BTK), cut(targets_BT), ids_BNI, *keys
+    found = jax.lax.map(of_block, jax.tree.map(partial(jnp.moveaxis, source=1, destination=0), arrays))
     join = partial(jnp.moveaxis, source=0, destination=1)
-    return jax.tree.map(lambda x: join(x).reshape(rows, blocks * size, *x.shape[3:])[:, :length], found)
+    return jax.tree.map(lambda x: join(x).reshape(rows, -1, *x.shape[3:])[:, :length], found)
 
 
 def _of_block(read: Read, none_K, q_BIK, targets_BI, k_BJK, tokens_BJ, seen_BIJ) -> tuple[jax.Array, jax.Array]:
