@@ -35,7 +35,7 @@ check: .venv/check/installed
 
 # ARGS='-m slow' compiles records 62 and 89 and jspeed2 too: many minutes.
 test-aot: .venv/aot/installed
-	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot $(ARGS)
+	PYTHONPATH=.venv/aot JSPEED_TEST_AOT=1 $(BIN)/python -m pytest tests/aot --numprocesses 2 --dist loadfile $(ARGS)
 
 # The real cuDNN, asked without a GPU what it does with attention (1.7 GB to download, once): `jspeed plan` asks it too
 # where it is. Its compiler of kernels is CUDA's own, NVRTC.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jspeed.corpus.tokenise import prepare_text
+from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data import Shuffle, TokenLoader, find_split
 
 BOS = 256  # of the tokenizer "bytes"
@@ -25,7 +25,7 @@ def make(folder: Path) -> list[Path]:
         texts.mkdir()
         for number in range(400):
             (texts / f"{number:03d}.txt").write_text(f"{name} {number} {document}")
-        made.append(prepare_text([texts], folder / name, "bytes", shard_tokens=10_000, processes=1))
+        made.append(prepare_text([texts], folder / name, Tokenising("bytes", shard_tokens=10_000, processes=1)))
     return made
 
 

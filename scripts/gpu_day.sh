@@ -25,7 +25,7 @@ pack() {
   rm -rf dist && mkdir -p dist
   "$python" -m maturin build --release --quiet --out dist
   "$python" -m pip download --quiet --only-binary :all: --python-version 3.12 --platform manylinux_2_28_x86_64 \
-    --platform manylinux2014_x86_64 --platform any --dest dist 'tyro>=1.0' 'platformdirs>=4.0' && ls -s dist
+    --platform manylinux2014_x86_64 --platform any --dest dist 'platformdirs>=4.0' && ls -s dist
 }
 
 # Installs what is in dist/ and not yet here into a folder of its own, so that nothing of the image changes.

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from jspeed.commands import main
 from jspeed.commands.flags import Command, Group, choose_command, parse
 from jspeed.errors import BadInput
-from jspeed.plan.estimates import PRESETS
+from jspeed.plan.estimates import PUBLISHED
 from jspeed.plan.target import parse_target
 from jspeed.run.find_recipe import find
 from jspeed.run.options import Options, check_options
@@ -147,7 +147,7 @@ class Reader:
     def recipe(self, name: str, sets: tuple[str, ...]) -> None:
         if name.endswith(".py"):
             self.exists(name)
-        elif name not in PRESETS:
+        elif name not in PUBLISHED:
             assert find(name, sets, trace=False)
 
     def exists(self, path: str) -> None:

@@ -15,7 +15,7 @@ from jspeed.model.layers import key_of, row_keys
 from jspeed.model.ngrams import signs
 from jspeed.parallel.mesh import find_devices
 
-from .multi_process import environment, said, shards
+from .multi_process import SAME_BITS, environment, said, shards
 from .toys import TINY
 
 OTHER = {"jax_default_prng_impl": "rbg", "jax_random_seed_offset": 5, "jax_threefry_partitionable": False}
@@ -102,7 +102,7 @@ def test_a_run_with_other_settings_is_the_same(tmp_path):
         folder = tmp_path / name
         command = [*words, "--run-dir", folder, "--set", *TINY, "EVAL_EVERY=1"]
         none = {"JSPEED_CACHE": "/dev/null/none"} if settings else {}
-        given = {"env": environment() | settings | none, "cwd": tmp_path if settings else None}
+        given = {"env": environment(**SAME_BITS) | settings | none, "cwd": tmp_path if settings else None}
         done = subprocess.run(command, **given, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("is left out") == len(settings)

@@ -100,14 +100,14 @@ def code_of(name):
 @pytest.mark.slow
 def test_sizing_notebook_says_the_published_numbers(tmp_path):
     """Parameters of GPT-2 and GPT-3, 6 N D over 312e12 x 8 x 0.3 a second, the tutorial's table of GPT-3, nanoGPT's
-    grid for approach 3 and its line for approach 2."""
+    grid for approach 3, its line for approach 2, and its FLOPs of GPT-2."""
     (tmp_path / "notebook.py").write_text("\n".join(code_of("sizing.ipynb")))
     done = run(tmp_path, "notebook.py")
     assert done.returncode == 0, done.stderr
     eight = "parameters, bf16 43.65; gradients, bf16 43.65; master copy, fp32 87.30; Adam's moments, fp32 174.60"
     best = "2.21e+19 FLOPs: 326.1 M parameters, 11.29 B tokens; on the grid 316.23 M, 11.65 B"
     laws = "tokens 1.9031; D ~ N^1.04096, so for 124 M parameters 2.2924 B tokens"
-    counts = "124,439,808 parameters", "174,604,259,328 parameters"
+    counts = "124,439,808 parameters", "174,604,259,328 parameters", "874,944,921,600 FLOPs"
     for words in (*counts, "3.46 days", eight, "64 devices", "all 43.65", best, laws):
         assert words in done.stdout
 

@@ -11,8 +11,6 @@ import pytest
 
 from jspeed.commands import main
 from jspeed.files import Lines, cache_folder, read_json, write_whole
-from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute.preflight import PassedChecks
 from jspeed.run.options import Options
 
 from .multi_process import said
@@ -125,7 +123,6 @@ def test_what_needs_no_cache_folder_does_without(tmp_path, monkeypatch, capsys):
     (tmp_path / "names.txt").write_text("anna\nemma\n" * 50)
     main.call(["prepare", "names", "--input", str(tmp_path / "names.txt"), "--out", str(tmp_path / "out")])
     assert f"jspeed run microgpt-names --data {tmp_path}/out" in capsys.readouterr().out
-    PassedChecks(make_mesh()).write()
     for words in (["prepare", "names"], ["run", "stdlib"], ["run", "r29"]):
         assert "set JSPEED_CACHE to a folder you can write to" in said(lambda words=words: main.call(words))
     capsys.readouterr()

@@ -167,7 +167,7 @@ OTHERS: list[tuple[str, list[str], list[str], list[str]]] = [
     (
         "plan.py",
         ["gpt2"],
-        ["--target", "--micro-batch", "--memory-fraction", "--dollars-per-hour", "--layout", "--json"],
+        ["--target", "--micro-batch", "--mesh", "--layout", "--json"],
         [],
     ),
     ("prepare.py", ["names", "--input", "../names.txt", "--out", "out"], ["--row"], []),

@@ -79,7 +79,7 @@ def test_predicted_beside_measured(gpu_day):
     known = {
         "environment": {"seconds": 1.0, "device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "date": "2026-12-01"},
         "attention cudnn as r29": attention | {"both_ms": 4.0},
-        "attention cudnn_lanes as r29": attention | {"both_ms": 4.0 + 4 * 192 * 6 * (384 - 16) / 132 / 1e3},
+        "attention cudnn_lanes as r29": attention | {"both_ms": 4.0 + 3 * 192 * 6 * (384 - 16) / 132 / 1e3},
         "stage r29": {"seconds": 60.0, "step_ms_in_a_row": 100.0, "memory_needed": 33e9, "fp8_calls": 3,
                       "attention": "cudnn", "predicted_ms": {"matmul": 40.0, "fusion": 10.0},
                       "measured_ms": {"matmul": 50.0, "idle": 2.0}},

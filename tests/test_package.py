@@ -79,7 +79,7 @@ def test_an_installed_jspeed_trains(jspeed):
 
 def test_an_installed_jspeed_plans_and_shows(jspeed):
     assert "275,743,638" in jspeed("plan", "r29", "--no-compile").stdout
-    assert "parameters of r89" in jspeed("plan", "r89", "--no-compile").stdout  # without a network
+    assert "sizes of r89" in jspeed("plan", "r89", "--no-compile").stdout  # without a network
     assert "No records yet in records/" in jspeed("leaderboard", "show").stdout
     assert "launch" in jspeed("--help").stdout
     assert json.loads(jspeed("doctor", "--json").stdout)["jspeed"]

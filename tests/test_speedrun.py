@@ -16,7 +16,7 @@ import pytest
 from jspeed.commands import main
 from jspeed.errors import BadInput
 
-from .multi_process import QUICK, words
+from .multi_process import QUICK, SAME_BITS, words
 from .toys import TOYS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -42,12 +42,16 @@ def speedrun(cache: Path, tmp_path: Path):
     def call(*arguments: str, script: str = "speedrun.py", **options):
         command = [sys.executable, str(REPOSITORY / "scripts" / script), *map(str, arguments)]
         environment = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
-        environment |= QUICK | {"JSPEED_CACHE": str(cache), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+        environment |= options.pop("compiled", QUICK) | {
+            "JSPEED_CACHE": str(cache),
+            "JAX_PLATFORMS": "cpu",
+            "COLUMNS": "200",
+        }
         start = options.pop("start", False)
         settings = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE} | options
         if start:
             return subprocess.Popen(command, stderr=subprocess.PIPE, **settings)
-        return subprocess.run(command, stderr=subprocess.PIPE, timeout=300, **settings)
+        return subprocess.run(command, stderr=subprocess.PIPE, timeout=900, **settings)
 
     return call
 
@@ -128,28 +132,21 @@ def gpt2_like_shards(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recipe", "own", "near", "target"),
-    [
-        ("r29", ["WINDOWS=(2,4,6)", "MAX_DOC_LEN=30", "STEPS=24"], 1e-3, 3.28),
-        # It has all of r62's, r89's and r92's, as r29 has r21's: its embedding is its head, and does not start at zero;
-        # its rates are made for more steps; its tables are updated row by row, and averages take its weights' place;
-        # and from the start it copies.
-        ("jspeed3", ["FP8=on", "STEPS=(8,16)"], 6e-2, 5),
-    ],
-)
-def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path, recipe, own, near, target):
+def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
+    """jspeed3 has all of r21's to r92's: its embedding is its head, and does not start at zero; its rates are made for
+    more steps; its tables are updated row by row, and averages take its weights' place; and from the start it copies.
+    """
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
-    sets = [*TOYS[recipe], *own, "COMPUTE=bfloat16", "EVAL_EVERY=12"]
-    flags = ["--no-sample", "--mesh", "data=2", "--target-loss", str(target)]
-    done = speedrun(recipe, "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
+    sets = [*TOYS["jspeed3"], "FP8=on", "STEPS=(8,16)", "COMPUTE=bfloat16", "EVAL_EVERY=12"]
+    flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
+    done = speedrun("jspeed3", "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
     assert done.returncode == 0, done.stderr
     run = read(run_dir)
     assert run["status"] == "finished" and run["steps"] == 24 and run["layout"] == "zero1"
-    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=near)
+    assert run["curve"][0]["val_loss"] == pytest.approx(np.log(272), abs=6e-2)
     assert run["curve"][-1]["val_loss"] < run["curve"][0]["val_loss"] - 0.5
     assert all(probe["passed"] for probe in run["probes"].values()), run["probes"]
-    assert ("xla, FP8 emulated" if "FP8=on" in own else "xla, FP8 off") in done.stdout, done.stdout
+    assert "xla, FP8 emulated" in done.stdout, done.stdout
     assert "stage 2" in done.stdout, done.stdout
     said = " ".join(done.stdout.split())
     assert "lanes (rows of a batch)" in said and "gradients accumulated" in said, done.stdout
@@ -165,7 +162,8 @@ def test_more_documents_than_attention_has_room_for(refused, tmp_path):
 def test_same_seed_is_bit_equal_and_eight_devices_agree(speedrun, shards, tmp_path):
     def losses(name: str, *arguments: str) -> list[float]:
         run_dir = tmp_path / name
-        done = speedrun("--data", shards, "--run-dir", run_dir, "--steps", "10", *arguments, *toy("EVAL_EVERY=50"))
+        words = ["--data", shards, "--run-dir", run_dir, "--steps", 10, *arguments, *toy("EVAL_EVERY=50")]
+        done = speedrun(*words, compiled=SAME_BITS)
         assert done.returncode == 0, done.stderr
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         return [line["train_loss"] for line in lines if "train_loss" in line]
@@ -273,8 +271,8 @@ def test_bad_shards(refused, shards, name, split):
         (["nowhere", "jspeed prepare"], ["--data", "nowhere"]),
         (["2048 tokens", "100"], ["--micro-batch", "100"]),
         (["--layout tpp", "dp"], ["--layout", "tpp"]),
-        (["--steps 0"], ["--steps", "0"]),
-        (["--seed -1"], ["--seed", "-1"]),
+        (["--steps", "0"], ["--steps", "0"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
         (["fineweb", "--data DIR"], ["fineweb-cpu"]),
     ],
 )

@@ -1,5 +1,8 @@
 """Every recipe at toy size: its real code, shrunk through its own fields, in fp32 so that rounding hides nothing."""
 
+from jspeed.recipe import leaves
+from jspeed.sizes import is_matrix
+
 TINY = ["WIDTH=32", "LAYERS=2", "HEADS=2", "MLP_WIDTH=64", "LANES=8", "LANE_LEN=16", "STEPS=12"]
 TINY += ["EVAL_LEN=16", "EVAL_TOKENS=160"]
 GPT2 = ["VOCAB=272", "BOS=5"]
@@ -81,3 +84,8 @@ TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]
 # Recipes that compute what another one does, at another size or but for the training loss: tests of the step and of
 # generation leave them out.
 ALIKE = {"gpt2": "llmc", "tinystories": "fineweb-cpu", "jspeed2": "r89", "nanogpt-cpu": "nanogpt"}
+
+
+def matmul_parameters(parameters):
+    """Number of parameters in matmul weights."""
+    return sum(spec.size for _, spec in leaves(parameters) if is_matrix(spec))

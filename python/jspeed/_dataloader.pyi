@@ -9,13 +9,14 @@ from typing import Any, Final, Literal, Protocol, Self, final
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.data.shuffle import Shuffle
+
 __all__ = [
     "HEADER_BYTES",
     "Batch",
     "ContextIndex",
     "Matches",
     "Shards",
-    "Shuffle",
     "TokenLoader",
     "canonical_mask",
     "header",
@@ -41,7 +42,6 @@ def canonical_mask(tokens: Sequence[bytes], size: int, threads: int = 1) -> NDAr
     """
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]
-_Unit = Literal["block", "shard", "window"]
 
 class _Stage(Protocol):
     @property
@@ -71,32 +71,6 @@ class Shards:
     @property
     def dtype(self) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
         """How tokens are stored: uint16 or uint32."""
-    def __getnewargs__(self) -> tuple[list[Path]]: ...
-
-@final
-class Shuffle:
-    """A seeded order of shards, blocks or windows, another one for every epoch.
-
-    ``unit="shard"`` takes whole shards in random order and fits every ``align``. ``unit="block"`` takes all whole
-    blocks of all shards and needs ``align=None``: block ``i`` of a shard is its tokens ``[i * block_tokens,
-    (i + 1) * block_tokens)`` and needs one more token after it. ``block_tokens`` must be a multiple of the
-    ``lane_len`` of every stage; None takes the smallest such number.
-
-    ``unit="window"`` is nanoGPT's sampling: every lane starts at any token of any shard that has ``lane_len`` more
-    after it in its shard, the last such one included, drawn with replacement. It needs ``align=None`` and
-    ``epochs=None``.
-    """
-
-    def __new__(cls, seed: int = 0, block_tokens: int | None = None, unit: _Unit = "block") -> Self: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def block_tokens(self) -> int | None: ...
-    @property
-    def unit(self) -> _Unit: ...
-    def __getnewargs__(self) -> tuple[int, int | None, _Unit]: ...
-    def __eq__(self, other: object, /) -> bool: ...
-    def __hash__(self) -> int: ...
 
 @final
 class Batch:
@@ -143,7 +117,7 @@ class TokenLoader:
 
     The stream depends on the shards, ``lanes``, ``align``, ``bos_id``, the stages and ``shuffle``, and on
     nothing else: process ``p`` of ``P`` gets lanes ``[p * lanes / P, (p + 1) * lanes / P)`` of the same
-    global batches. Pickling keeps configuration and state, so a spawned process can take a loader with it.
+    global batches.
 
     Args:
         shards: What :func:`jspeed.data.open_shards` returned; or pairs of that and a weight, a whole number: each set
@@ -196,9 +170,6 @@ class TokenLoader:
         prefetch: int = 2,
         backend: Literal["mmap", "pread"] = "mmap",
     ) -> Self: ...
-    def __getnewargs_ex__(self) -> tuple[tuple[Any], dict[str, Any]]: ...
-    def __getstate__(self) -> dict[str, int | str]: ...
-    def __setstate__(self, state: dict[str, Any], /) -> None: ...
     def __iter__(self) -> Self: ...
     def __next__(self) -> Batch:
         """Return the next batch.
@@ -233,7 +204,7 @@ class TokenLoader:
         """Return counters over the batches delivered so far.
 
         ``batches``; ``bytes_read`` from shards by this process; ``wait_seconds`` in ``next`` in total, and
-        ``wait_p50``, ``wait_p99`` (at most an eighth too high) and ``wait_max`` of a batch, in seconds;
+        ``wait_p50``, ``wait_p99`` and ``wait_max`` of a batch, in seconds;
         ``queue_empty``, how often no batch was ready; ``shard_switches``; ``dropped_tokens``, as in Batch.
         """
     def close(self) -> None:

@@ -47,11 +47,11 @@ def find(root: Path = Path("/")) -> Accelerators:
     gpus = sum(re.fullmatch("nvidia[0-9]+", name) is not None for name in devices)
     accel = sum(re.fullmatch("accel[0-9]+", name) is not None for name in devices)
     version = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
-    found = {(text_of(folder / "vendor"), text_of(folder / "class")[:4], text_of(folder / "device"))
+    pci = {(text_of(folder / "vendor"), text_of(folder / "class")[:4], text_of(folder / "device"))
              for folder in (root / "sys/bus/pci/devices").glob("*")}  # fmt: skip
-    display = [int(device, 16) for vendor, kind, device in found if (vendor, kind) == (NVIDIA, "0x03")]
+    display = [int(device, 16) for vendor, kind, device in pci if (vendor, kind) == (NVIDIA, "0x03")]
     # Other devices are passed on by vfio too.
-    passed_on = list((root / "dev/vfio").glob("[0-9]*")) if any(vendor == GOOGLE for vendor, *_ in found) else []
+    passed_on = list((root / "dev/vfio").glob("[0-9]*")) if any(vendor == GOOGLE for vendor, *_ in pci) else []
     return Accelerators(gpus, version and version[1], any(at < TURING for at in display), accel or len(passed_on))
 
 
@@ -76,21 +76,21 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def extra_for(found: Accelerators, python: tuple[int, ...] = PYTHON) -> tuple[str, str]:
-    """Return the extra that ``found`` needs, or cpu, and why."""
-    has = f"{found.name}, Python {python[0]}.{python[1]}"
-    if found.gpus and 0 < found.driver_major < LEAST_DRIVER["cuda12"]:
+def extra_for(machine: Accelerators, python: tuple[int, ...] = PYTHON) -> tuple[str, str]:
+    """Return the extra that ``machine`` needs, or cpu, and why."""
+    has = f"{machine.name}, Python {python[0]}.{python[1]}"
+    if machine.gpus and 0 < machine.driver_major < LEAST_DRIVER["cuda12"]:
         return "cpu", f"{has}; JAX's CUDA wheels need driver {LEAST_DRIVER['cuda12']} or newer: update it"
-    if found.gpus and found.driver_major >= LEAST_DRIVER["cuda13"] and python >= CUDA13_PYTHON:
-        older = found.before_turing
+    if machine.gpus and machine.driver_major >= LEAST_DRIVER["cuda13"] and python >= CUDA13_PYTHON:
+        older = machine.before_turing
         return ("cuda12", f"{has}; CUDA 13 has no support for GPUs before Turing") if older else ("cuda13", has)
-    if found.gpus:
+    if machine.gpus:
         return "cuda12", f"{has}; cuda13 needs driver {LEAST_DRIVER['cuda13']} and Python 3.12, or newer ones"
-    return ("tpu", f"{found.tpus} TPU chips") if found.tpus else ("cpu", "no NVIDIA GPU and no TPU in /dev")
+    return ("tpu", f"{machine.tpus} TPU chips") if machine.tpus else ("cpu", "no NVIDIA GPU and no TPU in /dev")
 
 
 def problem(
-    found: Accelerators,
+    machine: Accelerators,
     used: str,
     visible: int,
     version: Callable[[str], str | None],
@@ -100,26 +100,26 @@ def problem(
 
     ``visible`` GPUs are not hidden by CUDA_VISIBLE_DEVICES; ``version`` is that of a package. None: nothing is wrong.
     """
-    if used == "gpu" and 0 < found.driver_major < FAST_DRIVER:
+    if used == "gpu" and 0 < machine.driver_major < FAST_DRIVER:
         return (
-            f"driver {found.driver} is older than {FAST_DRIVER}, below which the same program in PyTorch took 35 % "
+            f"driver {machine.driver} is older than {FAST_DRIVER}, below which the same program in PyTorch took 35 % "
             "longer (modded-nanogpt issue 92): update it"
         )
-    if used != "cpu" or not (found.gpus and visible or found.tpus):
+    if used != "cpu" or not (machine.gpus and visible or machine.tpus):
         return None
-    extra, why = extra_for(found, python)
+    extra, why = extra_for(machine, python)
     install = f"pip install 'jax[{extra}]=={version('jax')}'"
     if extra == "tpu":
         return f"{why} are here and JAX uses the CPU: {install}"
     if extra == "cpu":
         return why
-    unused = f"{found.name}, and JAX uses the CPU"
-    if found.driver is None:
+    unused = f"{machine.name}, and JAX uses the CPU"
+    if machine.driver is None:
         return f"{unused}: load NVIDIA's driver (nvidia-smi)"
     wheels = [name for name in LEAST_DRIVER if version(f"jax-{name}-plugin")]
     if not wheels:
         return f"{unused}, because that is all this JAX is for: {install}"
-    wheel = next((name for name in wheels if found.driver_major >= LEAST_DRIVER[name]), None)
+    wheel = next((name for name in wheels if machine.driver_major >= LEAST_DRIVER[name]), None)
     if wheel is None:
         remove = f"pip uninstall -y jax-{wheels[0]}-plugin jax-{wheels[0]}-pjrt"
         return (

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from jspeed import standard_streams
 
 FAULT = 70  # sysexits.h's EX_SOFTWARE: 1 means that a run ended without reaching its target
+PEER_LOST = 75  # exit code of a process that another's end ends; sysexits.h's EX_TEMPFAIL: a failure that may pass
 
 
 class BadInput(Exception):

@@ -37,13 +37,17 @@ def integer(least: int, most: int = MOST) -> Rule:
     return Rule(f"a whole number from {least} to {most}", lambda value: least <= value <= most)
 
 
+def at_least(least: int) -> Rule:
+    """Return the rule of whole numbers from ``least`` on that fit into 64 bits, as files hold them."""
+    return Rule(f"a whole number of {least} or more", lambda value: least <= value < 2**63)
+
+
 @dataclass(frozen=True)
 class Wants:
-    """How a parameter appears on the command line; a ``repeated`` flag may occur again; ``help`` replaces ``Args``."""
+    """How a parameter appears on the command line; ``help`` replaces ``Args``."""
 
     metavar: str
     positional: bool = False
-    repeated: bool = False
     help: str | None = None
 
 
@@ -54,6 +58,8 @@ def flag(name: str) -> str:
 
 Count = Annotated[int, integer(1)]
 CountOrZero = Annotated[int, integer(0)]
+AtLeastOne = Annotated[int, at_least(1)]
+Whole = Annotated[int, at_least(0)]
 Positive = Annotated[float, Rule("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, Rule("a finite number of 0 or more", lambda value: value >= 0)]
 FolderName = Annotated[
@@ -69,7 +75,7 @@ FolderPath = Annotated[
 
 Folder = Annotated[Path, Wants("DIR")]
 File = Annotated[Path, Wants("FILE")]
-Fields = Annotated[tuple[str, ...], Wants("FIELD=VALUE ...", repeated=True)]
+Fields = Annotated[tuple[str, ...], Wants("FIELD=VALUE")]
 Axes = Annotated[str, Wants("AXIS=N,...")]
 
 MISSING = object()  # the value of a missing key
@@ -103,7 +109,28 @@ def check_json(value: Any, hint: Any) -> None:
             wanted = wanted.replace(in_python, in_json)
         place = f"field {where!r}: " if where else ""  # a key may have a line break
         fields = "" if where else f" with the fields of a {hint.__name__.lower()}"
-        raise BadInput(f"{place}expected {wanted}{fields}, found {found(item)}")
+        raise BadInput(f"{place}expected {wanted}{fields}, found {shown_json(item)}")
+
+
+def parse_json(content: bytes, path: Path, check: Callable[[Any], None], remedy: str) -> Any:
+    """Return what the JSON text ``content`` holds, once ``check`` has passed it.
+
+    BadInput names ``path``, says where the text stops being JSON or what ``check`` says, and ends in ``remedy``.
+    """
+    try:
+        text = content.decode()
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        ended = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+        what = "is cut short" if ended else f"is not JSON ({error.msg})"
+        raise BadInput(f"{path} {what} at line {error.lineno}, column {error.colno}; {remedy}") from None
+    except (ValueError, RecursionError):
+        raise BadInput(f"{path} is not JSON text; {remedy}") from None
+    try:
+        check(value)
+    except BadInput as error:
+        raise BadInput(f"{path}: {error}; {remedy}") from None
+    return value
 
 
 class Check(NamedTuple):
@@ -202,7 +229,7 @@ def shown(value: Any) -> str:
     return text if value is None or isinstance(value, bool | str) else f"{text} ({type(value).__name__})"
 
 
-def found(value: Any) -> str:
+def shown_json(value: Any) -> str:
     """Return a value from a JSON file for an error message, with its type."""
     if value is MISSING:
         return "no such field"

@@ -159,6 +159,14 @@ def read_input(path: Path, remedy: str) -> bytes:
         raise BadInput(f"{path} cannot be read ({error.strerror}); {remedy}") from None
 
 
+def read_text(path: Path, remedy: str) -> str:
+    """Return the UTF-8 text of a regular file, without a byte order mark. Raises BadInput as :func:`read_input`."""
+    try:
+        return read_input(path, remedy).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not UTF-8 at byte {error.start}; {remedy}") from None
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Return what a regular file says in JSON. Raises OSError as :func:`open_regular`, ValueError for anything else."""
     try:

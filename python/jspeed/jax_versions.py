@@ -30,12 +30,12 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
     return len(constants), len(carried)
 
 
-def source_line(eqn: Any) -> tuple[str, int] | None:
-    """Return (file, line) of the user's frame that made an equation; None if unknown. JAX 0.10 to 0.12."""
+def source_line(eqn: Any) -> str:
+    """Return file:line of the user's frame that made an equation; empty if unknown. JAX 0.10 to 0.12."""
     from jax._src import source_info_util
 
     frame = source_info_util.user_frame(eqn.source_info.traceback)
-    return (frame.file_name, frame.start_line) if frame else None
+    return f"{frame.file_name}:{frame.start_line}" if frame else ""
 
 
 def cudnn_attention() -> Any:

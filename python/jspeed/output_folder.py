@@ -30,9 +30,9 @@ def require_empty(out: Path) -> None:
 def atomic_folder(out: Path, same: Callable[[Path, Path], bool] = lambda ours, theirs: False) -> Iterator[Path]:
     """Yield a hidden folder beside ``out`` that becomes ``out`` when the block ends, and is removed if it fails.
 
-    If another process makes ``out`` first, its result stands where ``same(ours, theirs)``. Leftovers of killed
-    processes are not locked, and the next call removes them; the lock of the parent protects a new folder until it has
-    its own. Raises BadInput, which is NoRoom on a full disk.
+    If another process makes ``out`` first, its result stands where ``same(ours, theirs)``. The next call removes what
+    killed processes left, which is no longer locked; the parent is locked while the hidden folder is made, so that
+    nobody removes that one before it is locked too. Raises BadInput, which is NoRoom on a full disk.
     """
     with writing_to(out) as out, ExitStack() as locks:
         staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"

@@ -2,15 +2,22 @@
 
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, RED, PINK, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 INK, EDGE, PALE = "#333333", "#999999", "#dddddd"
+STYLE: dict[Any, Any] = {  # matplotlib's parameters
+    "svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10, "text.color": INK, "text.parse_math": False,
+    "axes.titlelocation": "left", "axes.titlesize": 11, "axes.labelcolor": INK, "axes.edgecolor": EDGE,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True,
+    "xtick.color": EDGE, "xtick.labelcolor": INK, "ytick.color": EDGE, "ytick.labelcolor": INK,
+    "grid.color": PALE, "grid.linewidth": 0.6,
+    "legend.fontsize": 9, "legend.facecolor": "white", "legend.edgecolor": "none",
+}  # fmt: skip
 
 
 def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
@@ -22,18 +29,9 @@ def svg(size: tuple[float, float], draw: Callable[["Figure"], None]) -> str:
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # the user's own style would make other bytes
-        matplotlib.rcParams.update({"svg.hashsalt": "jspeed", "svg.fonttype": "none", "font.size": 10})
+        matplotlib.rcParams.update(STYLE)
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         draw(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "jspeed"})
     return buffer.getvalue().decode()
-
-
-def plain(axes: "Axes", along: Literal["x", "y"]) -> None:
-    """Give ``axes`` two pale borders, and lines across the values, which lie ``along`` one of them."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(EDGE)
-    axes.tick_params(color=EDGE, labelcolor=INK)
-    axes.grid(axis=along, color=PALE, linewidth=0.6)
-    axes.set_axisbelow(True)

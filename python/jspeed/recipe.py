@@ -41,6 +41,9 @@ class ParamSpec:
     A table with a ``row`` axis and ``lookups`` is updated lazily: each token names so many of its rows, in one call of
     ``Context.fetch``, and only those that have been named are read or written by its own optimizer
     (``Recipe.row_optimizers``). It may then be larger than what a gradient of its size would leave room for.
+
+    Slow tables side by side, ``[V, N, D]``, that :func:`jspeed.model.layers.look_up_all` alone reads, once, may be
+    ``summed``: in fp32, each step adding the rows that its tokens name. Other gradients are as large as the tables.
     """
 
     shape: tuple[CountOrZero, ...]
@@ -54,6 +57,7 @@ class ParamSpec:
     twin: str | None = None
     lookups: CountOrZero = 0
     unread: CountOrZero = 0
+    summed: bool = False
 
     def updated_after(self, stage: Stage) -> int:
         """Return the steps between two updates in ``stage``."""
@@ -274,6 +278,8 @@ class Recipe:
                     )
             if spec.lookups and (spec.axes[:1] != ("row",) or len(spec.shape) != 2 or spec.compute or spec.padding):
                 yield f"parameter {path} has lookups; give it axes ('row', ...), no compute dtype and no padding"
+            if spec.summed and (spec.every == 1 or spec.axes[:2] != ("token", "table")):
+                yield f"parameter {path} is summed; give it axes ('token', 'table', ...) and every of 2 or more"
             if spec.twin and (spec.twin not in rows or rows[spec.twin].shape != spec.shape):
                 yield f"parameter {path} has twin '{spec.twin}', which is not a parameter of shape {spec.shape}"
         if set(self.lazy) != set(self.row_optimizers()):

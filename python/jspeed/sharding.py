@@ -16,7 +16,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import rich.table
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rich.console import Console, RenderableType
@@ -157,16 +156,16 @@ def check(function: Callable[..., Any], *arguments: Any, data: str | Sequence[st
             row["source"] = min(missing)
             row["redundancy"] = row["flops"] / ideal[row["source"]]
     factor = sum(row["flops"] for row in matmuls) / sum(ideal.values()) if ideal else None
-    found = [
+    problems = [
         *seen.findings.values(),
         *findings.redundant(matmuls, ()),
         *_axes(given, is_data, mesh, factor),
         *_drifted(arguments),
     ]
-    if any(one.name == "ungathered-weight" for one in found):
-        found = [one for one in found if one.name != "fsdp"]
-    found.sort(key=lambda one: list(LEVELS).index(one.level))
-    return Report(devices, mesh, factor, matmuls, _exchanges(kernels, mesh), given, results, found)
+    if any(one.name == "ungathered-weight" for one in problems):
+        problems = [one for one in problems if one.name != "fsdp"]
+    problems.sort(key=lambda one: list(LEVELS).index(one.level))
+    return Report(devices, mesh, factor, matmuls, _exchanges(kernels, mesh), given, results, problems)
 
 
 def picture(array: Any) -> str:
@@ -204,10 +203,10 @@ def _shape(shape: Sequence[int]) -> str:
 def _parameters(function: Callable[..., Any], given: int, kept: int) -> list[str]:
     """Names of the arguments: those of the function's parameters, unless some are static or it does not tell."""
     try:
-        found = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        found = {}.values()
-    names = [one.name for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+        parameters = {}.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     return names[:kept] if given == kept <= len(names) else [f"argument {number}" for number in range(kept)]
 
 
@@ -253,11 +252,9 @@ def _exchanges(kernels: Iterable[cost.Kernel], mesh: Mapping[str, int]) -> list[
     runs: Counter[tuple[str, tuple[str, ...], int, str]] = Counter()
     for kernel in kernels:
         if one := kernel.collective:
-            places = zip(mesh, np.unravel_index(one.members, tuple(mesh.values())), strict=True)
-            along = tuple(axis for axis, at in places if len(set(at)) > 1)
             source = one.instruction.source
             # What JAX itself adds around the function is said to come from the line above that traces it.
-            runs[one.kind, along, one.bytes, "" if source.startswith(__file__) else source] += kernel.times
+            runs[one.kind, one.along(mesh), one.bytes, "" if source.startswith(__file__) else source] += kernel.times
     return [Exchange(*what, count) for what, count in runs.items()]
 
 
@@ -269,8 +266,8 @@ def _axes(
     rows_of = [PartitionSpec(*spec[:1]) for spec, rows in zip(specs, is_data, strict=True) if rows]
     batch = tuple(sorted(frozenset().union(*map(axes_of, rows_of))))
     weights = {one.name: spec for one, spec, rows in zip(given, specs, is_data, strict=True) if not rows}
-    found = findings.mesh_axis_use(weights, PartitionSpec(batch), mesh)
-    return [one for one in found if one.name == "fsdp" or factor is None or factor > 1 + ROUNDING]
+    problems = findings.mesh_axis_use(weights, PartitionSpec(batch), mesh)
+    return [one for one in problems if one.name == "fsdp" or factor is None or factor > 1 + ROUNDING]
 
 
 def _drifted(arguments: Any) -> list[Finding]:

@@ -57,11 +57,6 @@ def is_matrix(spec: ParamSpec) -> bool:
     return len(set(spec.axes) - {"layer", "matrix", "table"}) >= 2 and not {"token", "position", "row"} & set(spec.axes)
 
 
-def matmul_parameters(parameters: Mapping[str, Any]) -> int:
-    """Number of parameters in matmul weights: :func:`is_matrix`."""
-    return sum(spec.size for _, spec in leaves(parameters) if is_matrix(spec))
-
-
 def scored_shape(spec: ParamSpec, stage: Stage) -> tuple[int, ...]:
     """Return the shape of a weight in the matmuls of a training step: of a head, only the rows that are scored."""
     sizes = zip(spec.shape, spec.axes, strict=True)
@@ -69,7 +64,7 @@ def scored_shape(spec: ParamSpec, stage: Stage) -> tuple[int, ...]:
 
 
 def active_matmul_parameters(recipe: Recipe, stage: Stage) -> int:
-    """Number of :func:`matmul_parameters` that multiply a token in training: shapes are :func:`scored_shape`."""
+    """Number of parameters in matmul weights that multiply a token in training: shapes are :func:`scored_shape`."""
 
     def active(spec: ParamSpec) -> int:
         return (spec.size - spec.unread) * math.prod(scored_shape(spec, stage)) // math.prod(spec.shape)

@@ -112,11 +112,7 @@ def printable(value: object, most: int | None = None) -> str:
 
 def escaped(text: str) -> str:
     r"""Return ``text`` with its control characters, which terminals obey, as ``\x1b``; newlines and tabs stay."""
-    return "".join(f"\\x{ord(c):02x}" if _controls(c) else c for c in text)
-
-
-def _controls(character: str) -> bool:
-    return (character < " " and character not in "\n\t") or "\x7f" <= character <= "\x9f"
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def end_at_ctrl_c() -> None:

@@ -21,7 +21,7 @@ from jspeed.record import loss_plot
 
 
 def cpu(
-    recipes: Annotated[tuple[str, ...], Wants("RECIPE ...")] = (),
+    recipes: Annotated[tuple[str, ...], Wants("RECIPE")] = (),
     rounds: int = 1,
     versus: Folder | None = None,
     python: File | None = None,

@@ -27,8 +27,7 @@ from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Recipe
-from jspeed.run.compute.device import Device, device_of, platform_problem
-from jspeed.run.compute.malloc import keep_freed_memory
+from jspeed.run.compute.device import Device, device_of, keep_freed_memory, platform_problem
 from jspeed.run.evidence import provenance
 from jspeed.run.find_recipe import find
 
@@ -38,7 +37,7 @@ FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causa
 
 
 def gpu(
-    recipe: Annotated[tuple[str, ...], Wants("RECIPE ...")] = (),
+    recipe: Annotated[tuple[str, ...], Wants("RECIPE")] = (),
     steps: int | None = None,
     data: Path | None = None,
     micro_batch: int | None = None,
@@ -112,7 +111,7 @@ def gpu(
         content = {
             "devices": provenance.devices(),
             "versions": provenance.versions(),
-            "xla_flags": provenance.xla_flags(),
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
             "git": provenance.git(Path(__file__).parent),
             "kernels": {"attention": default.attention, "fp8": default.fp8},
             "data": str(data) if data else None,

@@ -66,7 +66,7 @@ def environment() -> dict[str, Any]:
         "cudnn": loaded_cudnn(),
         "versions": provenance.versions(),
         "gpus": provenance.gpus(),
-        "xla_flags": provenance.xla_flags(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 

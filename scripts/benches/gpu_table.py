@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jspeed.plan import predict
-from jspeed.plan.custom_calls.attention import TILE
+from jspeed.plan.attention import EMPTY_KERNELS, TILE
 from jspeed.plan.target import load_target
 
 Known = Mapping[str, Mapping[str, Any]]
@@ -13,14 +13,14 @@ Known = Mapping[str, Mapping[str, Any]]
 def empty_block_us(known: Known, name: str) -> float | None:
     """Microseconds of an SM for an empty block: the difference of attention by lanes and by rows, over that of blocks.
 
-    Forward has one kernel with such blocks, backward three (:func:`jspeed.plan.custom_calls.attention.empty_blocks`).
+    How many kernels have such blocks: :func:`jspeed.plan.attention.empty_blocks`.
     """
     rows, lanes = (known.get(f"attention {backend} as {name}", {}) for backend in ("cudnn", "cudnn_lanes"))
     if "both_ms" not in rows or "both_ms" not in lanes:
         return None
     _, length, heads, _ = rows["shape"]
     slots = rows["documents"]
-    fewer = 4 * heads * slots * (-(-length // TILE) - -(-rows["longest"] // TILE))
+    fewer = sum(EMPTY_KERNELS.values()) * heads * slots * (-(-length // TILE) - -(-rows["longest"] // TILE))
     return 1e3 * (lanes["both_ms"] - rows["both_ms"]) * load_target("h100").cores / fewer  # an H200 has as many
 
 

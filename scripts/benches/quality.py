@@ -61,8 +61,8 @@ IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARE
 
 
 def quality(
-    texts: Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)],
-    recipes: Annotated[tuple[str, ...], Wants("NAME ...")] = ("r29", "r62", "r89"),
+    texts: Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)],
+    recipes: Annotated[tuple[str, ...], Wants("NAME")] = ("r29", "r62", "r89"),
     shorter: float = 4.0,
     seeds: int = 3,
     tokens: int = 10_000_000,

@@ -23,6 +23,7 @@ from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
 from jspeed.run.compute.device import device_of
+from jspeed.run.compute.division import place
 from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
 from jspeed.run.setup import open_loader
@@ -90,7 +91,8 @@ def measure_stage(
     device = device_of(mesh, setting.attention, recipe=recipe)
     began = now()
     phases = range(recipe.period)
-    fitted = [fit(recipe, stage, mesh, DEFAULT_LAYOUT, device, setting.micro_batch, phase) for phase in phases]
+    placement = place(recipe, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)
+    fitted = [fit(recipe, placement, index, phase) for phase in phases]
     steps, last = [attempt.program for attempt in fitted], fitted[-1]
     compile_seconds = now() - began
     if state is None:

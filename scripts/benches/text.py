@@ -27,7 +27,7 @@ from jspeed.run.compute.device import device_of
 from jspeed.run.compute.program import eval_context
 from jspeed.run.find_recipe import find
 
-Texts = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
+Texts = Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)]
 
 
 def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:

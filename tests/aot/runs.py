@@ -6,6 +6,7 @@ from jax.sharding import Mesh
 
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device, device_of
+from jspeed.run.compute.division import place
 from jspeed.run.compute.memory_fallbacks import Attempt
 from jspeed.run.find_recipe import LoadedRecipe, find
 
@@ -21,4 +22,4 @@ def device_for(found: LoadedRecipe, mesh: Mesh) -> Device:
 def step_of_a_run(mesh: Mesh, name: str, number: int = -1, phase: int = -1) -> Attempt:
     """The step of a stage, by its number, whose number is ``phase`` modulo the recipe's period."""
     found = find(name)
-    return program.fit(found.recipe, found.recipe.stages[number], mesh, "zero1", device_for(found, mesh), None, phase)
+    return program.fit(found.recipe, place(found.recipe, mesh, "zero1", device_for(found, mesh)), number, phase)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jspeed.model.attention import find_documents
 from jspeed.model.heads import composed
 from jspeed.plan import cost
-from jspeed.plan.custom_calls.attention import TRITON
+from jspeed.plan.attention import TRITON
 from jspeed.run.compute.compiler import options_for
 
 from .custom_calls import custom_calls

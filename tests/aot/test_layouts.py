@@ -11,7 +11,8 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import hlo
 from jspeed.recipe import leaves
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import device_of, micro_batches
+from jspeed.run.compute.device import device_of
+from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
 MESHES = {
@@ -35,7 +36,8 @@ def compile_step(layout, devices):
     """Compile the step: (layout, mesh, elements sent by (kind, dtype, shape), bytes of a device's arguments)."""
     mesh = make_mesh(MESHES[layout], list(devices.devices.flat))
     device, [stage] = device_of(mesh), RECIPE.stages
-    lowered = program.lower_step(RECIPE, stage, mesh, layout, device, micro_batches(RECIPE, stage, mesh, device, None))
+    placement = place(RECIPE, mesh, layout, device)
+    lowered = program.trace_step(RECIPE, stage, placement, placement.parts[0]).lower()
     step = lowered.compile(compiler_options=compiler.options_for("cuda"))
     found = Counter((c.kind, a.dtype, a.dims) for c in hlo.collectives(step.as_text()) for a in c.arrays)
     return layout, mesh, found, step.memory_analysis().argument_size_in_bytes

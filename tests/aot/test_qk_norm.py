@@ -10,32 +10,37 @@ from jspeed.model.heads import attention_in_pairs, pair_positions
 from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.plan import cost, hlo
-from jspeed.plan.custom_calls.attention import TRITON
+from jspeed.plan.attention import TRITON
 
 from .custom_calls import custom_calls
 
 T, HEADS, K = 49_152, 6, 128
 
 
-@pytest.mark.parametrize("look_back", [False, True])
+@pytest.mark.parametrize(("width", "look_back"), [(K, False), (K, True), (K // 2, False)])
 @pytest.mark.parametrize("columns", [1, 2])
-def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, look_back):
-    """Forward and back, in registers; and the bytes are those of the arrays."""
+def test_a_pass_is_one_kernel_and_reads_everything_once(mesh, columns, width, look_back):
+    """Forward and back, in registers; and the bytes are those of the arrays. Narrow heads get zeros."""
     lies = NamedSharding(mesh(1), PartitionSpec())
 
     def gradient(y, cos, sin, factor, dq, dk):
-        out, back = jax.vjp(lambda y: norm_and_rotate(y, cos, sin, factor, HEADS, look_back), y)
+        out, back = jax.vjp(lambda y: norm_and_rotate(y, cos, sin, factor, HEADS, look_back, K), y)
         return *out, *back((dq, dk))
 
-    shapes = [((1, T, 2 * HEADS * K), jnp.bfloat16), *[((T, columns, K // 4), jnp.float32)] * 2, ((1,), jnp.float32)]
+    shapes = [
+        ((1, T, 2 * HEADS * width), jnp.bfloat16),
+        *[((T, columns, K // 4), jnp.float32)] * 2,
+        ((1,), jnp.float32),
+    ]
     shapes += [((1, T, HEADS, K), jnp.bfloat16)] * 2
     arrays = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in shapes]
     lowered = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",))
     text = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True}).as_text()
     assert len(custom_calls(text)) == len(custom_calls(text, TRITON)) == 2
     assert " fusion(" not in text
-    y, tables = 2 * T * 2 * HEADS * K, 2 * 4 * T * columns * K // 4
-    assert sorted(kernel.bytes for kernel in cost.kernels(text)) == [2 * y + tables + 4, 3 * y + tables + 4]
+    y, heads = (2 * T * 2 * HEADS * n for n in (width, K))
+    tables = 2 * 4 * T * columns * K // 4 + 4
+    assert sorted(kernel.bytes for kernel in cost.kernels(text)) == [y + heads + tables, 2 * y + heads + tables]
 
 
 @pytest.mark.parametrize("paired", [False, True])

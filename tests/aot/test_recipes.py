@@ -9,7 +9,7 @@ import pytest
 from jspeed.parallel.layout import partitions, sharded_dim
 from jspeed.plan import hlo
 from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 
 from .custom_calls import custom_calls, fmha_workspace
@@ -104,7 +104,7 @@ def test_layers_that_are_recomputed_free_half_of_the_memory(mesh):
     recipe = find("r21", ["LAYERS=4", "NO_ATTENTION=4", "VOCAB=1024", "LANES=1", "LANE_LEN=16384"]).recipe
     device, needs = device_of(mesh(1)), []
     for layout in ("zero1", "zero1+remat"):
-        lowered = program.lower_step(recipe, recipe.stages[-1], mesh(1), layout, device, 1)
+        lowered = program.trace_step(recipe, recipe.stages[-1], Placement(mesh(1), layout, device), 1).lower()
         step = lowered.compile(compiler_options=compiler.options_for("cuda"))
         needs.append(step.memory_analysis().temp_size_in_bytes)
     assert needs[1] < 0.6 * needs[0]

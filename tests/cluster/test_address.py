@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jspeed.cluster import address
+from jspeed.cluster.rank import first_host, host_and_port, joined, valid_host
 
 from ..multi_process import said
 
@@ -34,12 +34,12 @@ NOT_HOSTS = [
     ],
 )
 def test_what_is_a_host(text, host):
-    assert address.host(text) == host
+    assert valid_host(text) == host
 
 
 @pytest.mark.parametrize("text", ["10.0.0.1:29500", "node0:1", "[::1]:29500", "[fe80::1%eth0]:65535"])
 def test_host_and_port(text):
-    assert address.host_and_port("--coordinator", text) == text
+    assert host_and_port("--coordinator", text) == text
 
 
 @pytest.mark.parametrize(
@@ -59,26 +59,24 @@ def test_host_and_port(text):
     + [f"node0:{port}" for port in ("", "²", "0", "65536", "http", "-1", "9" * 5000)],
 )
 def test_what_is_not_host_and_port_is_an_error_that_shows_how_to_write_ipv6(text):
-    message = said(lambda: address.host_and_port("--coordinator", text))
+    message = said(lambda: host_and_port("--coordinator", text))
     assert message.startswith(f"--coordinator {text!r} is not HOST:PORT") and "[::1]:29500" in message
 
 
-@pytest.mark.parametrize(
-    ("host", "joined"), [("::1", "[::1]:29500"), ("[::1]", "[::1]:29500"), ("node0", "node0:29500")]
-)
-def test_a_host_and_a_port_are_joined(host, joined):
-    assert address.joined("MASTER_ADDR", host, "MASTER_PORT", "29500") == joined
+@pytest.mark.parametrize(("host", "both"), [("::1", "[::1]:29500"), ("[::1]", "[::1]:29500"), ("node0", "node0:29500")])
+def test_a_host_and_a_port_are_joined(host, both):
+    assert joined("MASTER_ADDR", host, "MASTER_PORT", "29500") == both
 
 
 @pytest.mark.parametrize("host", NOT_HOSTS)
 def test_a_pair_without_a_host_is_an_error(host):
-    message = said(lambda: address.joined("MASTER_ADDR", host, "MASTER_PORT", "29500"))
+    message = said(lambda: joined("MASTER_ADDR", host, "MASTER_PORT", "29500"))
     assert message.startswith(f"MASTER_ADDR is {host!r}; expected a host's name or address")
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "tcp://10.0.0.1:1", ""])
 def test_a_pair_without_a_port_is_an_error(port):
-    message = said(lambda: address.joined("MASTER_ADDR", "node0", "MASTER_PORT", port))
+    message = said(lambda: joined("MASTER_ADDR", "node0", "MASTER_PORT", port))
     assert message == f"MASTER_PORT is {port!r}; expected a port from 1 to 65535"
 
 
@@ -103,13 +101,13 @@ LISTS = {
 @pytest.mark.parametrize("nodes", LISTS)
 def test_the_first_host_of_a_node_list(nodes, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert address.first_host(nodes) == LISTS[nodes]
+    assert first_host(nodes) == LISTS[nodes]
 
 
 @pytest.mark.parametrize("nodes", ["", ",", "n[]", "n[1", "n[[1-2]]", "n[]x]"])
 def test_what_is_no_node_list_is_no_host(nodes, monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert address.host(address.first_host(nodes)) is None
+    assert valid_host(first_host(nodes)) is None
 
 
 @pytest.mark.parametrize(("ends", "host"), [("echo base36x0; echo more", "base36x0"), ("exit 1", "n1"), ("true", "n1")])
@@ -118,4 +116,4 @@ def test_scontrol_expands_a_list_where_it_is(ends, host, monkeypatch, tmp_path):
     scontrol.write_text(f'#!/bin/sh\n[ "$*" = "show hostnames n[1-2]" ] || exit 1\n{ends}\n')
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + "/bin")
-    assert address.first_host("n[1-2]") == host
+    assert first_host("n[1-2]") == host

@@ -12,7 +12,7 @@ import pytest
 
 from jspeed.cluster import distributed
 from jspeed.cluster.rank import Rank
-from jspeed.corpus.tokenise import prepare_text
+from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data import TokenLoader, open_shards
 
 from ..multi_process import REPOSITORY, ended, environment, free_port, metrics, places, shards, start, toy, words
@@ -83,7 +83,7 @@ JOINS = """
     from jspeed.cluster import distributed
     distributed.initialise()
     import jax
-    print(sorted(distributed.gather("index", jax.process_index())))
+    print([sorted(distributed.gather("index", jax.process_index() + n)) for n in (0, 1)])
 """
 
 
@@ -101,7 +101,7 @@ def test_two_processes_join_over_ipv6(tmp_path):
     pipes = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     pair = [place | {"MASTER_ADDR": "::1", "JSPEED_WAIT_SECONDS": "30"} for place in places(2)]
     results = ended([subprocess.Popen(command, env=place, **pipes) for place in pair], 120)
-    assert [(code, out.splitlines()[-1:]) for code, out, _ in results] == [(0, ["[0, 1]"])] * 2, results
+    assert [(code, out.splitlines()[-1:]) for code, out, _ in results] == [(0, ["[[0, 1], [1, 2]]"])] * 2, results
 
 
 def test_a_process_that_srun_did_not_start_says_that_it_is_alone(monkeypatch, capsys):
@@ -126,7 +126,7 @@ def test_joining_again_does_nothing(monkeypatch):
 @pytest.mark.slow
 def test_launch_gathers_the_result_of_every_process(tmp_path):
     (tmp_path / "text.txt").write_bytes(words(8000, 0))
-    data = prepare_text([tmp_path / "text.txt"], tmp_path / "data", "bytes")
+    data = prepare_text([tmp_path / "text.txt"], tmp_path / "data", Tokenising("bytes"))
     flags = ["--standalone", "--nproc-per-node", 2, "--results", "results.json"]
     run = [REPOSITORY / "scripts/speedrun.py", "--data", data, "--steps", 4, *toy()[1:], "--run-dir", "run"]
     ((code, out, err),) = ended([start(tmp_path, environment(), *flags, *run, script="launch.py")])

@@ -1,7 +1,9 @@
 """Time limits, graceful stop and exit codes of failures, in one process with a dictionary as the shared store."""
 
+import socket
 import threading
 import time
+from contextlib import suppress
 
 import jax
 import pytest
@@ -36,19 +38,17 @@ def test_a_limit_that_cannot_work_is_refused(monkeypatch, limit, name, bad):
 
 
 class Store(dict):
-    """The store as JAX's client has it; reads and barriers that wait end with JAX's error after their own limit."""
+    """The store as JAX's client has it; barriers end with JAX's error after their own limit."""
 
-    def key_value_set(self, key, value, allow_overwrite=False):
+    def key_value_set(self, key, value):
         self[key] = value
 
     def key_value_dir_get(self, key):
         return [(name, value) for name, value in sorted(self.items()) if name.startswith(key)]
 
-    def blocking_key_value_get(self, key, timeout_in_ms):
+    def wait_at_barrier(self, barrier_id, timeout_in_ms):
         time.sleep(timeout_in_ms / 1000)
-        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
-
-    wait_at_barrier = blocking_key_value_get
+        raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
 
 
 def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
@@ -64,7 +64,7 @@ def test_our_limit_for_a_value_expires_before_that_of_jax(monkeypatch):
 def test_processes_stop_after_the_furthest_step_that_one_has_begun(monkeypatch):
     """Process 1 has published that it is in step 7 when process 0 is asked to stop in step 5."""
     store = Store({"jspeed/steps/1": "7"})
-    monkeypatch.setattr(graceful_stop, "joined_store", lambda: store)
+    monkeypatch.setattr(graceful_stop, "client", lambda: store)
     monkeypatch.setattr(graceful_stop, "process_count", lambda: 2)
     stop = graceful_stop.GracefulStop()
     monkeypatch.setattr(graceful_stop, "publish", lambda name, why: stop._agree(why))
@@ -98,3 +98,58 @@ def test_processes_stop_after_the_furthest_step_that_one_has_begun(monkeypatch):
 def test_what_an_exception_becomes(monkeypatch, error, text, code):
     monkeypatch.setattr(failure._over, "wait", lambda seconds: None)
     assert failure._message_and_code(error) == (text, code)
+
+
+@pytest.fixture
+def peer(monkeypatch):
+    """This is process 1, which listens to process 0: the other end of the connection, and the exits of this process."""
+    exits = []
+
+    def end(*given):
+        exits.append(given)
+        raise SystemExit
+
+    for name, value in {"_heard": {}, "_calls": {}, "_lost": set(), "_threads": [], "_exit": end}.items():
+        monkeypatch.setattr(failure, name, value)
+    monkeypatch.setattr(failure, "TICK", 0.05)
+    monkeypatch.setattr(failure, "process_index", lambda: 1)
+    monkeypatch.setenv("JSPEED_HEARTBEAT_SECONDS", "2")
+    near, far = socket.socketpair()
+    with near, far:
+        yield near, far, exits
+
+
+def listen(near):
+    with suppress(SystemExit):
+        failure._listen(0, near)
+
+
+def test_a_message_in_parts_is_one_and_its_first_value_counts_also_before_its_call_is_there(peer):
+    near, far, exits = peer
+    far.sendall(b'[]\n["st')
+    threading.Timer(0.2, lambda: (far.sendall(b'op", "one"]\n["stop", "two"]\n'), far.shutdown(socket.SHUT_WR))).start()
+    listen(near)
+    assert exits == [("process 0 exited without an error message; see its output or its launcher's", 75)]
+    heard = []
+    failure.on_message("stop", heard.append)
+    failure._threads[0].join(10)
+    assert heard == ["one"]
+
+
+def test_a_failure_that_is_told_ends_a_process_without_a_word(peer):
+    near, far, exits = peer
+    with suppress(SystemExit):
+        failure._exit_as_told('{"text": "no", "code": 3}')
+    assert exits == [(None, 3)]
+
+
+def test_silence_is_a_failure(peer):
+    near, far, exits = peer
+    listening = threading.Thread(target=listen, args=(near,))
+    listening.start()
+    for _ in range(8):  # longer than the limit, but never silent
+        far.sendall(b"[]\n")
+        time.sleep(0.3)
+    assert not exits
+    listening.join(10)
+    assert exits == [("no heartbeat from process 0 for 2 s: it was stopped, hangs, or is unreachable", 75)]

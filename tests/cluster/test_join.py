@@ -3,6 +3,7 @@
 import json
 import textwrap
 import time
+from collections import Counter
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,10 +59,11 @@ def store(monkeypatch):
     store.wait_at_barrier = lambda *_: None
     monkeypatch.setattr(distributed, "_rank", Rank(1, 11, "here:1"))
     monkeypatch.setattr(distributed, "client", lambda: store)
+    monkeypatch.setattr(distributed, "_gathered", Counter())
     for number in [index for index in range(11) if index != 1]:
-        for meeting in (0, 1):
-            text = "[]" if meeting and number == 10 else json.dumps([number])
-            store[f"jspeed/gather or end {meeting}/{number}"] = json.dumps(text)
+        for meeting in ("gather or end", "gather or end, time 2"):
+            text = "[]" if "time 2" in meeting and number == 10 else json.dumps([number])
+            store[f"jspeed/{meeting}/{number}"] = json.dumps(text)
     return store
 
 
@@ -128,6 +130,6 @@ def test_what_is_wrong_on_one_ends_both_while_the_other_is_in_a_collective(tmp_p
     assert time.monotonic() - before < 30
     assert got == code and out == "[rank 0] sum 8.0\n", out + err
     (told,) = [words for words in err.splitlines() if "error: " in words]
-    assert told.startswith(f"[rank 0] {line}") and err.count("wrong soon") == 2
+    assert told.startswith(f"[rank 0] {line}") and "wrong soon" in err  # the other may end before it prints that
     assert err.count("Traceback") == (code == 70) and "***" not in err and "SIG" not in err
     assert [one["exit_code"] for one in json.loads((tmp_path / "results.json").read_text())][0] != 0

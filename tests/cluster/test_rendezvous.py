@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from jspeed.cluster.rendezvous import free_port, is_open, rendezvous, reserved_port
+from jspeed.cluster.rendezvous import free_port, is_open, proxy, rendezvous, reserved_port
 from jspeed.errors import BadInput
 
 from ..multi_process import said
@@ -125,3 +125,33 @@ def test_a_port_that_is_taken_or_serves_something_else():
 
         threading.Thread(target=answer, daemon=True).start()
         assert "(another service answers there)" in said(lambda: rendezvous("127.0.0.1", port, 1, 2, 0.5, 9))
+
+
+def test_a_proxy_passes_bytes_both_ways_and_stays_open_when_its_far_end_closes():
+    port = free_port()
+    near = socket.create_connection(("127.0.0.1", proxy("127.0.0.1", port)))
+    threading.Event().wait(0.5)  # the far end comes late
+    with socket.create_server(("127.0.0.1", port)) as service, near:
+        far = service.accept()[0]
+        near.settimeout(5)
+        with far:
+            for source, sink in ((near, far), (far, near)):
+                data = bytes(range(256)) * 4096
+                threading.Thread(target=source.sendall, args=(data,), daemon=True).start()
+                heard = b""
+                while len(heard) < len(data):
+                    heard += sink.recv(1 << 20)
+                assert heard == data
+        near.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            near.recv(1)
+
+
+def test_the_far_end_of_a_proxy_hears_that_the_near_one_has_ended():
+    with socket.create_server(("127.0.0.1", 0)) as service:
+        with socket.create_connection(("127.0.0.1", proxy("127.0.0.1", service.getsockname()[1]))) as near:
+            far = service.accept()[0]
+            near.sendall(b"last words")
+        far.settimeout(5)
+        with far:
+            assert far.recv(100) == b"last words" and far.recv(1) == b""

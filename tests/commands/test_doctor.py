@@ -1,6 +1,7 @@
 """``jspeed doctor`` reports measured facts and never fails on a finding."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -29,7 +30,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JSPEED_CACHE", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     (tmp_path / "text.txt").write_text("round and round " * 300)
-    tokenise.prepare_text((tmp_path / "text.txt",), tmp_path / "data" / "mine", "bytes", None)
+    tokenise.prepare_text((tmp_path / "text.txt",), tmp_path / "data" / "mine", tokenise.Tokenising("bytes"))
     for name, manifest in {"begun": None, "broken": "{"}.items():
         (tmp_path / "data" / name).mkdir()
         if manifest:
@@ -51,8 +52,9 @@ def test_what_is_there(cache, capsys):
     assert "run jspeed prepare again to resume" in begun["problem"] and "manifest.json" in broken["problem"]
     assert (mine["name"], mine["tokenizer"], mine["problem"]) == ("mine", "bytes", None)
     assert sum(mine["tokens"].values()) == 16 * 300 + 2  # a BOS before each of the two parts
-    assert found["extras"]["parquet"]["installed"] == doctor.installed("pyarrow")
+    assert found["extras"]["parquet"]["installed"] == (importlib.util.find_spec("pyarrow") is not None)
     assert found["launcher"] == {"processes": 1, "process_id": 0, "problem": None}
+    assert found["shared_memory"] == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
     assert found["packages"]["jax"] == __import__("jax").__version__
 
 
@@ -168,4 +170,3 @@ def test_the_shared_memory_of_a_container_is_named(platform, count, shared, said
     found = doctor.shared_memory_problem({"platform": platform, "count": count}, shared)
     assert bool(found) == said
     assert not said or (found.startswith("/dev/shm has 67.1 MB") and "--shm-size=1g" in found), found
-    assert doctor.shared_memory() == os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pytest
 
 from jspeed.commands import main
-from jspeed.commands.flags import Command, Group, examples, parse
+from jspeed.commands.flags import Command, Group, example_lines, parse
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, Fields, File, Folder, Positive, Wants
 
@@ -49,7 +49,7 @@ def test_help_says_what_is_wanted_and_ends_with_examples(prog, capsys, monkeypat
     assert not re.search(r"\b(None|STR|INT|FLOAT|PATH)\b", text)
     assert max(map(len, text.splitlines())) <= 110
     if LEAVES[prog].examples:
-        assert text.endswith(examples(LEAVES[prog].examples, prog) + "\n")
+        assert text.endswith(example_lines(LEAVES[prog].examples, prog) + "\n")
 
 
 @pytest.mark.parametrize("prog", [prog for prog, one in LEAVES.items() if one.examples])
@@ -62,49 +62,68 @@ def test_examples_are_command_lines(prog):
 def test_examples_of_all_name_commands():
     for line in main.EXAMPLES:
         words = shlex.split(line.partition("  #")[0])
-        assert words[0] in main.COMPLETION or words[0] in main.COMMANDS
+        assert words[0] in main.COMMANDS
         if words[0] == "prepare":
             parse(LEAVES["jspeed prepare text"], words[2:], "jspeed prepare text")
-        elif words[0] in main.COMMANDS:
+        else:
             parse(LEAVES[f"jspeed {words[0]}"], words[1:], "jspeed")
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "named"),
     [
-        ("runn", "jspeed has no command 'runn' (did you mean 'run'?)"),
-        ("--hepl", "jspeed has no flag '--hepl' (did you mean '--help'?)"),
-        ("leaderboard ad", "jspeed leaderboard has no command 'ad' (did you mean 'add'?)"),
-        ("run --stepz 3", "jspeed run has no flag --stepz (did you mean '--steps'?)"),
-        ("run --no-resum", "did you mean '--no-resume'?"),
-        ("run stdlbi", "recipe 'stdlbi' is unknown (did you mean 'stdlib'?)"),
-        ("run a b", "jspeed run: unexpected argument 'b'"),
-        ("run --steps", "Missing value for argument '--steps'"),
-        ("run --steps --resume", "Missing value for argument '--steps'"),
-        ("run --steps 2.5", "--steps '2.5': expected a whole number"),
-        ("run --target-loss low", "--target-loss 'low': expected a number"),
-        ("run --data=", "--data: found an empty path"),
-        ("run --seed 'a\nb'", r"--seed 'a\nb': expected a whole number"),
-        ("prepare text a --out b --end-of-text befor", "--end-of-text befor: give one of before, after, none (did you"),
-        ("prepare text a", "jspeed prepare text needs --out DIR: folder to make"),
-        ("export", "jspeed export needs MODEL: a run directory"),
-        ("leaderboard add", "jspeed leaderboard add needs RUN_DIR ...: directories of runs"),
+        ("runn", "'run'"),
+        ("--hepl", "'--help'"),
+        ("leaderboard ad", "'add'"),
+        ("run --stepz 3", "'--steps'"),
+        ("run --step 3", "'--steps'"),
+        ("run --no-resum", "'--no-resume'"),
+        ("run stdlbi", "'stdlib'"),
+        ("run a b", "'b'"),
+        ("run --steps", "--steps"),
+        ("run --steps --resume", "--steps"),
+        ("run --steps 2.5", "--steps"),
+        ("run --steps=", "--steps"),
+        ("run --resume=yes", "--resume"),
+        ("run --target-loss low", "--target-loss"),
+        ("run --data=", "--data"),
+        ("run --seed 'a\nb'", "--seed"),
+        ("run '--se\ned' 1", "'--seed'"),
+        ("prepare text a --out b --end-of-text befor", "--end-of-text"),
+        ("prepare text a", "--out"),
+        *((f"prepare text a --out b --processes {number}", "--processes") for number in (0, -1, 1025)),
+        *((f"prepare text a --out b --val-fraction {part}", "--val-fraction") for part in (0, 1, -1, "nan")),
+        *((f"prepare {name} --seed -1", "--seed") for name in ("text a --out b", "openwebtext")),
+        ("export --out x", "MODEL"),
+        ("leaderboard add", "RUN_DIR"),
+        ("leaderboard race a b --rounds 0", "--rounds"),
+        ("leaderboard race a b --rounds 251", "--rounds"),
+        ("leaderboard race a b --steps 0", "--steps"),
+        ("leaderboard reproduce a --n 0", "--n"),
+        ("leaderboard reproduce a --n 1001", "--n"),
+        ("sample a --number 10001", "--number"),
+        *((f"sample a --temperature={number}", "--temperature") for number in (-0.1, "nan", "inf")),
+        *((f"sample a --top-p {number}", "--top-p") for number in (0, 1.5)),
+        ("sample a --top-k 0", "--top-k"),
+        *((f"sample a --seed={number}", "--seed") for number in (-1, 2**32)),
+        ("launch --nnodes 2", "run|SCRIPT.py"),
+        ("launch --nodes 2 run", "'--nnodes'"),
     ],
 )
-def test_words_that_are_not_known(words, expected):
-    assert expected in said(words)
+def test_an_error_names_the_flag_or_what_was_meant(words, named):
+    assert named in said(words)
 
 
 def test_nothing_asked_is_answered_with_help(capsys):
     with pytest.raises(SystemExit) as ended:
         main.call([])
     out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "") and all(f"  {name} " in err for name in main.COMMANDS)
+    assert (ended.value.code, out) == (2, "") and all(f"  {name}" in err for name in main.COMMANDS)
 
 
 def given(
     one: Annotated[str, Wants("ONE", positional=True)],
-    many: Annotated[tuple[str, ...], Wants("MANY ...", positional=True)] = (),
+    many: Annotated[tuple[str, ...], Wants("MANY", positional=True)] = (),
     number_: float = 1.0,
     when: Literal["now", "later"] = "now",
     path: Folder | None = None,
@@ -165,12 +184,12 @@ def test_the_fields_of_a_dataclass_are_flags(capsys):
     assert parse(command, "a --width 2 --dry --height 3 --set A=1 B=2".split(), "drawn")() == 3
     assert got == (Shape("a", 2, 3, ("A=1", "B=2")), True)
     assert parse(command, [], "drawn")() == 3 and got == (Shape(), False)
-    with pytest.raises(BadInput, match="--width 0: expected a whole number from 1"):
+    with pytest.raises(BadInput, match="--width"):
         parse(command, ["--width", "0"], "drawn")
     with pytest.raises(SystemExit):
         parse(command, ["--help"], "drawn")
     text = capsys.readouterr().out
-    places = [text.index(words) for words in ("--height", "Draw nothing", "How wide. (default: 1)", "What to set.")]
+    places = [text.index(words) for words in ("How wide. (default: 1)", "Draw nothing", "\nrest:", "What to set.")]
     assert places == sorted(places)
 
 
@@ -205,16 +224,6 @@ def test_a_cuda_plugin_that_cannot_start_is_news_only_where_there_is_a_gpu(monke
     assert logger.filter(logger.makeRecord(logger.name, logging.ERROR, "", 0, "another", (), None))
 
 
-def test_completion_knows_commands_and_flags_at_every_depth(capsys, monkeypatch):
-    monkeypatch.setattr("jspeed.commands.bench.repository", lambda: None)  # as an installed jspeed: no benches
-    with pytest.raises(SystemExit) as ended:
-        main.call(["--tyro-print-completion", "bash"])
-    script = capsys.readouterr().out
-    assert not ended.value.code
-    for word in ("leaderboard", "reproduce", "--nproc-per-node", "--max-minutes", "shakespeare-char", "--val-fraction"):
-        assert f"'{word}'" in script or f'"{word}"' in script, word
-
-
 def checked(
     few: Annotated[Count, Wants("N")] = 1, rate: Positive | None = None, some: tuple[CountOrZero, ...] = ()
 ) -> None:
@@ -224,18 +233,19 @@ def checked(
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "named"),
     [
-        ("--few 0", "--few 0: expected a whole number from 1 to 2147483647"),
-        (f"--few {'9' * 4000}", "9': expected a whole number from 1 to"),
-        ("--few x", "--few 'x': expected a whole number; see --help"),
-        ("--rate nan", "--rate nan: expected a finite number above 0"),
-        ("--rate inf", "--rate inf: expected a finite number above 0"),
-        ("--some 1 -2", "--some -2: expected a whole number from 0 to"),
+        ("--few 0", "--few"),
+        (f"--few {'9' * 4000}", "--few"),
+        (f"--few {'9' * 5000}", "--few"),  # more digits than Python reads
+        ("--few x", "--few"),
+        ("--rate nan", "--rate"),
+        ("--rate inf", "--rate"),
+        ("--some 1 -2", "--some '-2'"),
     ],
 )
-def test_the_rule_of_an_annotation_is_checked(words, expected):
+def test_the_rule_of_an_annotation_is_checked(words, named):
     parse(Command(checked), "--few 2 --rate 0.5 --some 0 3".split(), "checked")()
     assert got == (2, 0.5, (0, 3))
-    with pytest.raises(BadInput, match=re.escape(expected)):
+    with pytest.raises(BadInput, match=named):
         parse(Command(checked), words.split(), "checked")

@@ -65,7 +65,7 @@ def test_add_says_what_is_still_missing(records: Path, tmp_path: Path) -> None:
 
 def test_bad_input_is_one_error_message(records: Path, tmp_path: Path) -> None:
     refused(script("add", make_run(tmp_path / "bad", status="stopped"), "--records", records), "was stopped early")
-    refused(script("add", tmp_path / "none", "--records", records), "does not exist")
+    refused(script("add", tmp_path / "none", "--records", records), "cannot be read")
     script("add", make_run(tmp_path / "good"), "--records", records)
     refused(script("show", "--records", records, "--track", "stdlib/cpus"), "did you mean 'stdlib/cpu'?")
 
@@ -91,6 +91,28 @@ def test_after_add_the_page_is_made_and_verify_passes(checkout, tmp_path, capsys
     assert (checkout / "README.md").read_text().startswith("# A project") and (
         (checkout / "site") / "index.html"
     ).is_file()
+
+
+@pytest.mark.parametrize("edit", [lambda text: text.replace("61.0", "50.0"), lambda text: text.replace("\n", "\r\n")])
+def test_verify_notices_another_number_in_the_readme(checkout, tmp_path, capsys, edit):
+    (checkout / "records/stdlib/cpu").mkdir(parents=True)
+    rules = (SCRIPT.parents[1] / "records/stdlib/cpu/track.toml").read_text()
+    pins = ("val_sha256", "train_sha256", "kind", "platform")
+    kept = [line for line in rules.splitlines() if not line.startswith(pins)]
+    (checkout / "records/stdlib/cpu/track.toml").write_text("\n".join(kept))
+    board.add_((make_series(tmp_path / "series", [60.0, 62.0, 61.0, 61.0], [1.39, 1.3901, 1.3902, 1.39]),))
+    assert board.verify_() == 0, capsys.readouterr().out
+    path = checkout / "README.md"
+    before = path.read_bytes()
+    path.write_bytes(edit(before.decode()).encode())
+    assert path.read_bytes() != before and board.verify_() == 1
+    assert f"{path}: expected the block that the records make" in capsys.readouterr().out
+
+
+def test_the_readme_of_this_repository_is_what_its_records_make(capsys):
+    """If this fails, the records changed: python scripts/leaderboard.py page."""
+    done = script("verify")
+    assert done.returncode == 0, done.stdout
 
 
 def test_other_records_leave_the_repositorys_page_alone(checkout, tmp_path, records):

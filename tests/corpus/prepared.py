@@ -68,7 +68,7 @@ def jsonl(path, texts):
 
 
 def prepare_bytes(*inputs, out, **options):
-    return tokenise.prepare_text(inputs, out, "bytes", **options)
+    return tokenise.prepare_text(inputs, out, tokenise.Tokenising("bytes", **options))
 
 
 def content_of(folder):

@@ -9,7 +9,7 @@ import pytest
 
 from jspeed.commands.sample import read_prompt
 from jspeed.corpus.chunks import documents, pieces
-from jspeed.corpus.named_data_sets import read_text
+from jspeed.corpus.named_data_sets import some_text
 from jspeed.errors import BadInput
 
 LONG = b"one " * 400_000
@@ -91,4 +91,4 @@ def test_places_count_the_mark(tmp_path):
 
 def test_a_mark_is_no_symbol_of_a_data_set_and_no_part_of_a_prompt(tmp_path):
     (tmp_path / "names.txt").write_bytes(codecs.BOM_UTF8 + b"emma")
-    assert read_text(tmp_path / "names.txt") == "emma" == read_prompt(None, tmp_path / "names.txt")
+    assert some_text(tmp_path / "names.txt") == "emma" == read_prompt(None, tmp_path / "names.txt")

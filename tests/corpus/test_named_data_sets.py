@@ -10,7 +10,7 @@ import pytest
 
 from jspeed.commands.prepare import names
 from jspeed.corpus import download, named_data_sets, tokenise, tokenizers
-from jspeed.corpus.tokenise import prepare_stdlib
+from jspeed.corpus.tokenise import Tokenising, prepare_stdlib
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
@@ -112,21 +112,23 @@ def test_stories_and_openwebtext(tmp_path):
     stories = [f"Once there was a fox number {i}.\nIt was   quick." for i in range(40)]
     for name, part in (("train.txt", stories[:30]), ("valid.txt", stories[30:])):
         (tmp_path / name).write_text("".join(f"{story}\n<|endoftext|>\n" for story in part))
-    out = named_data_sets.prepare_tinystories(tmp_path / "s", [tmp_path / "train.txt"], [tmp_path / "valid.txt"])
+    options = Tokenising(val_input=(tmp_path / "valid.txt",), end_of_text="after")
+    out = named_data_sets.prepare_hub_text("tinystories", tmp_path / "s", [tmp_path / "train.txt"], options)
     for split, part in (("train", stories[:30]), ("val", stories[30:])):
         assert tokens(out, split).tolist() == [token for story in part for token in [*encode(story), 50256]]
 
     texts = [f"Document {i} says {'so ' * (i % 5)}" for i in range(1000)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (tmp_path / "owt.jsonl").write_text(lines)
-    out = named_data_sets.prepare_openwebtext(tmp_path / "o", [tmp_path / "owt.jsonl"], val_fraction=0.01)
+    options = Tokenising(val_fraction=0.01, seed=2357, end_of_text="after")
+    out = named_data_sets.prepare_hub_text("openwebtext", tmp_path / "o", [tmp_path / "owt.jsonl"], options)
     is_val = set(np.random.default_rng(2357).permutation(1000)[:10].tolist())
     for split in ("train", "val"):
         part = [text for i, text in enumerate(texts) if (i in is_val) == (split == "val")]
         assert tokens(out, split).tolist() == [token for text in part for token in [*encode(text), 50256]]
     assert manifest(out)["mark"] == "after" and manifest(out)["source"]["split"] == "rows"
     with pytest.raises(BadInput, match="not empty"):  # another rule chose other documents
-        tokenise.prepare_text([tmp_path / "owt.jsonl"], out, val_fraction=0.01, seed=2357, separator="after")
+        tokenise.prepare_text([tmp_path / "owt.jsonl"], out, options)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +212,8 @@ def test_without_a_network_it_says_input(tmp_path, monkeypatch):
     for prepared in (
         named_data_sets.prepare_names,
         partial(named_data_sets.prepare_shakespeare, characters=True),
-        named_data_sets.prepare_tinystories,
-        named_data_sets.prepare_openwebtext,
+        partial(named_data_sets.prepare_hub_text, "tinystories"),
+        partial(named_data_sets.prepare_hub_text, "openwebtext"),
     ):
         with pytest.raises(BadInput, match="--input"):
             prepared(tmp_path / "out")
@@ -219,4 +221,5 @@ def test_without_a_network_it_says_input(tmp_path, monkeypatch):
 
 def test_validation_files_alone_are_refused(tmp_path):
     with pytest.raises(BadInput, match="--val-input needs --input"):
-        named_data_sets.prepare_tinystories(tmp_path / "out", val_inputs=[tmp_path / "valid.txt"])
+        options = Tokenising(val_input=(tmp_path / "valid.txt",))
+        named_data_sets.prepare_hub_text("tinystories", tmp_path / "out", options=options)

@@ -235,8 +235,9 @@ def test_parquet_and_tokenizers_of_names_that_are_not_utf8(tmp_path):
     hf.Tokenizer(hf.models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "a.json"))
     for ending in ("parquet", "json"):
         (tmp_path / f"a.{ending}").rename(tmp_path / f"{odd}.{ending}")
-    paths = [tmp_path / f"{odd}.parquet"], tmp_path / "out", str(tmp_path / f"{odd}.json")
-    assert (tokenise.prepare_text(*paths, separator="none") / "tokenizer.json").is_file()
+    options = tokenise.Tokenising(str(tmp_path / f"{odd}.json"), end_of_text="none")
+    out = tokenise.prepare_text([tmp_path / f"{odd}.parquet"], tmp_path / "out", options)
+    assert (out / "tokenizer.json").is_file()
 
 
 def test_every_text_of_a_folder_is_read(tmp_path):
@@ -324,15 +325,15 @@ def test_a_single_document_is_cut(tmp_path):
 @pytest.mark.parametrize("separator", ["after", "none"])
 def test_separators_and_own_validation_files(tmp_path, separator):
     train, val = jsonl(tmp_path / "a.jsonl", ["ab", "", "c"]), jsonl(tmp_path / "b.jsonl", ["d"])
-    out = prepare_bytes(train, out=tmp_path / "out", val_inputs=[val], separator=separator)
+    out = prepare_bytes(train, out=tmp_path / "out", val_input=[val], end_of_text=separator)
     wanted = {"after": ([97, 98, 256, 99, 256], [100, 256]), "none": ([97, 98, 99], [100])}[separator]
     assert [read_split(out, part).tolist() for part in ("train", "val")] == list(wanted)
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["mark"] == separator and manifest["bos_id"] == {"after": 256, "none": None}[separator]
     assert [manifest["splits"][part]["documents"] for part in ("train", "val")] == [2, 1]
-    assert prepare_bytes(train, out=out, val_inputs=[val], separator=separator) == out  # already there
+    assert prepare_bytes(train, out=out, val_input=[val], end_of_text=separator) == out  # already there
     with pytest.raises(BadInput, match="not empty"):
-        prepare_bytes(train, out=out, val_inputs=[val])
+        prepare_bytes(train, out=out, val_input=[val])
 
 
 def test_parquet(tmp_path, monkeypatch):

@@ -73,29 +73,11 @@ def test_missing_input_and_empty_folder(tmp_path):
     with pytest.raises(BadInput, match=r"with/pipe.txt cannot be read \(not a regular file\)"):
         prepare_bytes(tmp_path / "with", out=tmp_path / "out")
     for made in (named_data_sets.prepare_names, partial(named_data_sets.prepare_shakespeare, characters=True)):
-        with pytest.raises(BadInput, match=r"input .*pipe.txt cannot be read \(not a regular file\)"):
+        with pytest.raises(BadInput, match=r"pipe.txt cannot be read \(not a regular file\)"):
             made(tmp_path / "out", given=tmp_path / "pipe.txt")
     with pytest.raises(BadInput, match="no input was given"):
         prepare_bytes(out=tmp_path / "out")
     assert sorted(os.listdir(tmp_path)) == ["in", "pipe.txt", "with"]
-
-
-@pytest.mark.parametrize("processes", [0, -1, 1025])
-def test_bad_processes(tmp_path, processes):
-    with pytest.raises(BadInput, match=f"--processes {processes}: must be from 1 to 1,024"):
-        prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out", processes=processes)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -1.0, float("nan")])
-def test_bad_fraction(tmp_path, fraction):
-    with pytest.raises(BadInput, match="between 0 and 1"):
-        prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out", val_fraction=fraction)
-
-
-@pytest.mark.parametrize("rows", [False, True])
-def test_bad_seed(tmp_path, rows):
-    with pytest.raises(BadInput, match="--seed -1: must be 0 or more"):
-        prepare_bytes(jsonl(tmp_path / "a.jsonl", "ab"), out=tmp_path / "out", val_fraction=0.5, seed=-1, rows=rows)
 
 
 def test_bad_output(tmp_path, monkeypatch):
@@ -121,7 +103,7 @@ def test_bad_tokenizer(tmp_path):
     with pytest.raises(
         BadInput, match=r"tokenizer 'gpt3' is unknown \(did you mean 'gpt2'\?\).* and any tokenizer.json"
     ):
-        tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", "gpt3")
+        tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", "ab")], tmp_path / "out", tokenise.Tokenising("gpt3"))
 
 
 @pytest.mark.parametrize("arguments", [["text"], ["text", "a.txt", "--out", "o"], ["text", "--out", "o"], ["nonsense"]])

@@ -38,7 +38,8 @@ def slow(*arguments):
     return encode(*arguments)
 
 parallel_tokenise.encode = slow
-run_script(lambda: tokenise.prepare_text([Path(sys.argv[1])], Path(sys.argv[2]), "bytes", processes=1) and None)
+options = tokenise.Tokenising("bytes", processes=1)
+run_script(lambda: tokenise.prepare_text([Path(sys.argv[1])], Path(sys.argv[2]), options) and None)
 """
 
 
@@ -171,7 +172,8 @@ def test_an_edited_tokenizer_file_is_read_again(tmp_path):
     made = []
     for vocabulary in ({"a": 0, "b": 1}, {"a": 5, "b": 3}):
         path.write_text(json.dumps(word_tokenizer(vocabulary)))
-        out = tokenise.prepare_text([source], tmp_path / f"out{len(made)}", str(path), separator="none", processes=1)
+        options = tokenise.Tokenising(str(path), end_of_text="none", processes=1)
+        out = tokenise.prepare_text([source], tmp_path / f"out{len(made)}", options)
         made.append(set(read_split(out, "train").tolist()))
     assert made[0] <= {0, 1} and made[1] <= {3, 5}
 

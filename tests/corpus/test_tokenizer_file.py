@@ -2,13 +2,13 @@
 
 import json
 import sys
-from functools import partial
 
 import numpy as np
 import pytest
 
 from jspeed.corpus import tokenise, tokenizers
 from jspeed.corpus.gpt2_tokenizer import gpt2_facts, is_gpt2
+from jspeed.corpus.tokenise import Tokenising
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
@@ -157,7 +157,7 @@ def test_words_of_a_large_vocabulary_become_uint32_shards(tmp_path):
     """Ids above 65,535, as llm.c has them: magic 20240801, version 7. The folder brings its tokenizer with it."""
     path = words(tmp_path / "large.json", 70_001)
     texts = [f"w{n} w{69_999 - n}" for n in range(0, 60, 2)]
-    out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", str(path), val_fraction=0.1)
+    out = tokenise.prepare_text([jsonl(tmp_path / "a.jsonl", texts)], tmp_path / "out", Tokenising(str(path), 0.1))
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["vocab_size"] == 70_001 and manifest["bos_id"] == 70_000
     found = []
@@ -178,7 +178,7 @@ def test_bad_tokenizer_files(tmp_path, monkeypatch):
 
     def refused(path, match):
         with pytest.raises(BadInput, match=match):
-            tokenise.prepare_text([source], tmp_path / "out", str(path))
+            tokenise.prepare_text([source], tmp_path / "out", Tokenising(str(path)))
 
     refused(tmp_path / "none.json", "cannot be read")
     (tmp_path / "no.json").write_text('{"model": 3}')
@@ -192,7 +192,10 @@ def test_any_special_token_can_separate_documents(tmp_path):
     """A tokenizer whose separator has a name of its own, such as nanochat's, could not be used."""
     source = jsonl(tmp_path / "a.jsonl", TEXTS)
     path = str(byte_level(tmp_path / "mine.json", "<|bos|>", "<|user|>"))
-    prepare = partial(tokenise.prepare_text, [source], tokenizer=path, val_fraction=0.5)
+
+    def prepare(out, **options):
+        return tokenise.prepare_text([source], out, Tokenising(path, 0.5, **options))
+
     with pytest.raises(BadInput, match=r"--separator-token \(it has <\|bos\|>, <\|user\|>\), or"):
         prepare(out=tmp_path / "out")
     with pytest.raises(
@@ -200,9 +203,9 @@ def test_any_special_token_can_separate_documents(tmp_path):
     ):
         prepare(out=tmp_path / "out", separator_token="<|bo|>")
     with pytest.raises(BadInput, match="leave out --separator-token"):
-        prepare(out=tmp_path / "out", separator_token="<|bos|>", separator="none")
+        prepare(out=tmp_path / "out", separator_token="<|bos|>", end_of_text="none")
     with pytest.raises(BadInput, match="of tokenizer bytes; it has no special ones"):
-        tokenise.prepare_text([source], tmp_path / "out", "bytes", separator_token="a")
+        tokenise.prepare_text([source], tmp_path / "out", Tokenising("bytes", separator_token="a"))
     assert not (tmp_path / "out").exists()
     found = {}
     for token in ("<|bos|>", "<|user|>"):

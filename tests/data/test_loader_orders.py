@@ -1,7 +1,6 @@
-"""Loader: mixtures, shuffling, uint32 tokens, masks, pickling, and arrays that the device derives from tokens."""
+"""Loader: mixtures, shuffling, uint32 tokens, masks, and arrays that the device derives from tokens."""
 
 import json
-import pickle
 from itertools import islice
 
 import jax
@@ -230,17 +229,3 @@ def test_tokens_alone_go_to_the_devices_as_they_are_stored():
         tokens = to_global(batch, sharding, np.uint16)
     assert tokens.shape == (4, 7) and tokens.dtype == np.uint16 and len(tokens.sharding.device_set) == 4
     np.testing.assert_array_equal(tokens, batch.tokens)
-
-
-def test_loaders_pickle_with_their_place_in_the_stream():
-    shards = shards_of(np.arange(999))
-    assert pickle.loads(pickle.dumps(shards)).fingerprint == shards.fingerprint
-    assert pickle.loads(pickle.dumps(Shuffle(3, 10))) == Shuffle(3, 10)
-    schedule = [Stage(9, 5), Stage(20, 10)]
-    for sources in shards, [(shards, 2), (shards_of(SETS[1]), 1)]:
-        loader = TokenLoader(sources, lanes=2, schedule=schedule, shuffle=Shuffle(3), process_count=2, process_index=1)
-        for _ in range(7):
-            next(loader)
-        copy = pickle.loads(pickle.dumps(loader))
-        assert copy.state_dict() == loader.state_dict() and repr(copy) == repr(loader)
-        assert tokens_of(copy) == tokens_of(loader)

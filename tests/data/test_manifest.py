@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jspeed.corpus.tokenise import prepare_text
+from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data.manifest import complete_manifest, matches, read_manifest
 from jspeed.errors import BadInput
 from jspeed.files import open_regular
@@ -21,7 +21,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("manifest")
     for index in range(20):
         (folder / f"{index:02}.txt").write_text(f"Once upon a time {index}\n" * 20)
-    return prepare_text([folder], folder / "out", "bytes")
+    return prepare_text([folder], folder / "out", Tokenising("bytes"))
 
 
 def with_change(whole, folder, change):
@@ -83,7 +83,7 @@ BAD = [
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:60] for _, message in BAD])
 def test_each_bad_manifest_has_its_error_message(whole, tmp_path, change, message):
     with_change(whole, tmp_path, change)
-    with pytest.raises(BadInput, match=f"^{tmp_path}/manifest.json is not a valid manifest: field {message}") as caught:
+    with pytest.raises(BadInput, match=f"^{tmp_path}/manifest.json: field {message}") as caught:
         read_manifest(tmp_path)
     assert "\n" not in str(caught.value) and str(caught.value).endswith("shards need none")
     assert complete_manifest(tmp_path) is None and not matches(tmp_path, {})
@@ -98,7 +98,7 @@ def test_a_manifest_without_splits_has_them_once_read(whole, tmp_path):
 @pytest.mark.parametrize("text", ["{", "", "\xff", "[" * 100_000, "1" * 10_000, '{"a": NaN'])
 def test_no_json(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text.encode("latin1"))
-    with pytest.raises(BadInput, match="manifest.json should be the manifest of a data folder but is not JSON"):
+    with pytest.raises(BadInput, match="manifest.json is (not JSON|cut short)"):
         read_manifest(tmp_path)
 
 

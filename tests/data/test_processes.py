@@ -17,11 +17,14 @@ from jspeed.data import Shuffle, Stage, TokenLoader
 
 from .on_disk import shards_of
 
-# Reads a pickled loader; after every batch it says so, and leaves the state where the next one finds it.
+# Makes a loader; after every batch it says so, and leaves the state where the next one finds it.
 WORKER = """
     import json, os, pickle, sys
-    loader, folder, pause = pickle.load(sys.stdin.buffer)
     import time
+    from jspeed.data import TokenLoader, open_shards
+    paths, arguments, state, folder, pause = pickle.load(sys.stdin.buffer)
+    loader = TokenLoader(open_shards(paths), **arguments)
+    loader.load_state_dict(state)
     for batch in loader:
         pickle.dump((batch.step, batch.epoch, batch.tokens.tolist()), sys.stdout.buffer)
         sys.stdout.flush()
@@ -32,11 +35,11 @@ WORKER = """
 """
 
 
-def spawn(loader, folder, pause=0.0):
+def spawn(shards, arguments, state, folder, pause=0.0):
     folder.mkdir(parents=True)
     command = [sys.executable, "-c", textwrap.dedent(WORKER)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.stdin.write(pickle.dumps((loader, str(folder), pause)))
+    process.stdin.write(pickle.dumps((shards.paths, arguments, state, str(folder), pause)))
     process.stdin.close()
     process.stdin = None  # or communicate would flush it
     return process
@@ -51,16 +54,15 @@ def told(output):
     return batches
 
 
-def loaders(shards, arguments, count, state):
-    made = [TokenLoader(shards, process_index=index, process_count=count, **arguments) for index in range(count)]
-    for loader in made:
-        loader.load_state_dict(state)
-    return made
+def spawn_all(shards, arguments, count, state, folder, pause=0.0):
+    """One process for each share of the lanes."""
+    shares = [arguments | {"process_index": index, "process_count": count} for index in range(count)]
+    return [spawn(shards, share, state, folder / str(i), pause) for i, share in enumerate(shares)]
 
 
 def joined(shards, arguments, count, state, folder):
     """The stream of ``count`` processes that all end by themselves, at one step."""
-    processes = [spawn(made, folder / str(i)) for i, made in enumerate(loaders(shards, arguments, count, state))]
+    processes = spawn_all(shards, arguments, count, state, folder)
     parts = [told(process.communicate(timeout=60)[0]) for process in processes]
     assert [process.returncode for process in processes] == [0] * count
     rows = []
@@ -103,10 +105,8 @@ def test_a_killed_run_continues_exactly_on_another_process_count(shards, tmp_pat
     loader = TokenLoader(shards, **arguments)
     whole = [(batch.step, batch.epoch, batch.tokens.tolist()) for batch in loader]
     start = TokenLoader(shards, **arguments).state_dict()
-    running = [
-        spawn(made, tmp_path / f"killed{i}", 0.02) for i, made in enumerate(loaders(shards, arguments, 2, start))
-    ]
-    saved = tmp_path / "killed0" / "state.json"
+    running = spawn_all(shards, arguments, 2, start, tmp_path / "killed", 0.02)
+    saved = tmp_path / "killed" / "0" / "state.json"
     deadline = time.monotonic() + 30
     while not (saved.exists() and json.loads(saved.read_text())["step"] >= 6) and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -10,8 +10,8 @@ import pytest
 from jspeed.corpus import tokenizers
 from jspeed.corpus.tokenizers import named_facts
 from jspeed.data import ready_tokens
+from jspeed.data.manifest import verify
 from jspeed.data.ready_tokens import convert_tokens
-from jspeed.data.verify import verify
 from jspeed.errors import BadInput
 
 from ..corpus.prepared import read_split, script

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ..multi_process import REPOSITORY, environment, metrics, shards, toy
+from ..multi_process import REPOSITORY, SAME_BITS, environment, metrics, shards, toy
 
 FIELDS = toy("STEPS=160", "EVAL_EVERY=80")  # about 30 ms a step
 SAVE_EVERY = 20
-QUICK = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"}  # to compile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,7 +48,7 @@ class Run:
             self.process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=self.folder,
-                env=environment(**QUICK, **variables),
+                env=environment(**SAME_BITS, **variables),
                 stdout=out,
                 stderr=err,
                 text=True,

@@ -11,8 +11,7 @@ import pytest
 
 from jspeed.record.run_json import read_run
 
-from ..multi_process import REPOSITORY, environment, start, toy
-from .conftest import QUICK
+from ..multi_process import REPOSITORY, SAME_BITS, environment, start, toy
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "scripts").glob("*.py"))
 FIELDS = toy("STEPS=40", "EVAL_EVERY=20")
@@ -21,7 +20,7 @@ ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIO
 
 @pytest.fixture
 def variables(folder):
-    return environment(**QUICK, JSPEED_CACHE=folder / "cache")
+    return environment(**SAME_BITS, JSPEED_CACHE=folder / "cache")
 
 
 def call(cwd: Path, variables: dict[str, str], *words: object, script="speedrun.py", **options):

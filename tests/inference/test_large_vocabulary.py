@@ -17,7 +17,7 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.recipe import Data
 from jspeed.run import evaluate
 from jspeed.run.compute import program
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 from jspeed.run.train import train
@@ -38,7 +38,9 @@ def data(tmp_path):
     drawn = np.random.default_rng(0).integers(0, 5, (200, 30))
     texts = [" ".join(f"w{69_000 + n}" for n in row) for row in drawn]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return tokenise.prepare_text([tmp_path / "a.jsonl"], tmp_path / "data", str(tmp_path / "words.json"))
+    return tokenise.prepare_text(
+        [tmp_path / "a.jsonl"], tmp_path / "data", tokenise.Tokenising(str(tmp_path / "words.json"))
+    )
 
 
 def test_ids_reach_the_devices_whole():
@@ -46,9 +48,9 @@ def test_ids_reach_the_devices_whole():
     mesh = make_mesh()
     rows = np.full((8, recipe.eval_len + 1), IDS - 1, np.uint32)
     np.testing.assert_array_equal(evaluate.to_devices(rows, 8, recipe, mesh).rows, rows)
-    traced = program.trace_step(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), 1)
+    traced = program.trace_step(recipe, recipe.stages[0], Placement(mesh, "zero1", device_of(mesh)), 1)
     assert traced.jaxpr.in_avals[-1].dtype == np.uint32
-    padded, lowered = program.lower_evaluation(recipe, mesh, "zero1", device_of(mesh), 64, 8)
+    padded, lowered = program.lower_evaluation(recipe, Placement(mesh, "zero1", device_of(mesh)), 64, 8)
     assert jax.tree.leaves(lowered.in_avals)[-1].dtype == np.uint32
     short = replace(recipe, data=Data("mine", 2**16, 0))
     assert evaluate.to_devices(rows, 8, short, mesh).rows.dtype == np.uint16

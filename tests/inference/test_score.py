@@ -156,17 +156,12 @@ def test_bad_items(tmp_path, text, words):
     (tmp_path / "h.jsonl").write_text(text)
     with pytest.raises(BadInput, match=words):
         score.read_hellaswag(tmp_path / "h.jsonl")
-    with pytest.raises(BadInput, match="cannot be read as UTF-8"):
+    with pytest.raises(BadInput, match="cannot be read"):
         score.read_hellaswag(tmp_path / "none.jsonl")
     with pytest.raises(BadInput, match="not a regular file"):
         score.read_hellaswag(Path("/dev/zero"))
     (tmp_path / "h.jsonl").write_text(json.dumps(ITEMS[0] | {"label": "2"}))
     assert score.read_hellaswag(tmp_path / "h.jsonl")[0].label == 2
-
-
-def test_git_blob(tmp_path):
-    (tmp_path / "x").write_bytes(b"hello\n")
-    assert score.git_blob(tmp_path / "x") == "ce013625030ba8dba906f756967f9e9ca394464a"  # `git hash-object`
 
 
 def test_bits_per_byte_count_bytes_and_what_counts():

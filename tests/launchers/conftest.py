@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ..multi_process import REPOSITORY, TOY, ended, environment, metrics
+from ..multi_process import REPOSITORY, SAME_BITS, TOY, ended, environment, metrics
 
 PAGE = (REPOSITORY / "docs" / "launch.md").read_text()
 SMALL = "stdlib --steps 20 --set " + " ".join([*TOY, "EVAL_EVERY=10"])
@@ -49,8 +49,7 @@ class Place:
 
     def environment(self, **more: object) -> dict[str, str]:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # to compile soon
-        return environment(XLA_FLAGS=flags, PATH=path, JSPEED_CACHE=self.folder.parent / "cache", **more)
+        return environment(**SAME_BITS, PATH=path, JSPEED_CACHE=self.folder.parent / "cache", **more)
 
     def start(self, line: str, **more: object) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE

@@ -19,7 +19,7 @@ def said(records: Path, a: str, b: str) -> str:
     found = store.load(records)
     tracks = judge.board(found)
     sides = [compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b)]
-    return "\n".join(compare.speed(*sides, judge.raced(found)))
+    return "\n".join(compare.speed(*sides, judge.board_and_rounds(found)[1]))
 
 
 def test_what_was_raced_is_answered_with_its_interval(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_what_differs_is_named() -> None:
 
 def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BadInput, match=r"recipe file .*odd\.py cannot be read as text"):
+    with pytest.raises(BadInput, match=r"odd\.py is not UTF-8"):
         compare.find_side(str(tmp_path / "odd.py"), [], {}, RECIPES)
 
 

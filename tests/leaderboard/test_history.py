@@ -64,6 +64,12 @@ def test_the_front_page_says_what_the_newest_record_says():
     assert f"yes: {newest['seconds']:g} s to 3.28" in text
 
 
+def test_our_own_first_run_is_a_row():
+    (row,) = read_history(RECORDS, "jspeed")
+    assert (row["seconds"], row["steps"], row["date"]) == (72.39, 250, "2026-11-20")
+    assert row["steps"] * row["step_ms"] / 1e3 == pytest.approx(row["seconds"], rel=1e-3)
+
+
 def test_source_and_licence_are_named():
     text = (RECORDS / "history" / "README.md").read_text()
     assert "KellerJordan/modded-nanogpt" in text and "MIT licence" in text

@@ -92,12 +92,6 @@ def test_a_missing_run_is_shown(records, tmp_path):
     assert "of 4 planned runs 1 are missing, 0 are extra" in entries(records)["stdlib"]["why_not"]
 
 
-def test_old_evidence_is_shown_and_not_valid(tmp_path):
-    board = judge.board(store.load(Path(__file__).parents[2] / "records"))
-    old = [entry for track in board for entry in track["entries"] if entry["git"]["commit"].startswith("8816f3fc")]
-    assert [entry["why_not"][0] for entry in old] == ["schema 1: no data hashes or environment"]
-
-
 def test_a_track_without_rules_has_no_valid_runs(tmp_path):
     store.add([make_series(tmp_path / "s", [60.0, 60.5])], tmp_path / "records")
     assert entries(tmp_path / "records")["stdlib"]["why_not"] == ["the track has no rules"]

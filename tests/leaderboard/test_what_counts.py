@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.leaderboard import judge, parents
+from jspeed.leaderboard import judge
+from jspeed.leaderboard.board import by_seed, losses
 from jspeed.leaderboard.views import terminal
 from jspeed.record import preregistration, store
 
@@ -183,8 +184,8 @@ def test_of_a_repeated_seed_the_first_run_counts_everywhere(records, tmp_path):
     store.add([make_series(tmp_path / "s", [60.0, 61.0], [1.390, 1.392])], records)
     store.add([make_series(tmp_path / "t", [60.0, 61.0], [1.30, 1.31], start=again)], records)
     entry = entries(records)["stdlib"]
-    assert parents.losses(entry) == [1.390, 1.392] and entry["loss"]["mean"] == pytest.approx(1.391)
-    assert {run["val_loss"] for run in parents.by_seed(entry).values()} == {1.390, 1.392}
+    assert losses(entry["runs"]) == [1.390, 1.392] and entry["loss"]["mean"] == pytest.approx(1.391)
+    assert {run["val_loss"] for run in by_seed(entry["runs"]).values()} == {1.390, 1.392}
 
 
 def test_a_run_of_unknown_data_does_not_count(valid, tmp_path, monkeypatch):
@@ -218,5 +219,5 @@ def test_a_round_that_did_not_run_in_turn_on_one_machine_is_no_observation(recor
     place = {"plan": {"sha256": plan["sha256"], "folder": "2-child-s1"}, "started": START + timedelta(minutes=11)}
     make_run(folder / "2-child-s1", 1.0, 1, **CHILD | place | changes)
     store.add([folder], records)
-    ((pair, rounds), *_) = judge.raced(store.load(records)).items()
+    ((pair, rounds), *_) = judge.board_and_rounds(store.load(records))[1].items()
     assert len(rounds) == 1 and rounds[0] == ([60.0, 61.0], [50.0, 52.0])

@@ -21,7 +21,6 @@ from jspeed.model.kernels import attention_backends
 from . import dense
 
 BOS = 7
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
 PATHS = {"unrolled": 1000, "looped": 0}
 few = settings(max_examples=6, deadline=None)
 many = settings(max_examples=100, deadline=None)
@@ -62,7 +61,7 @@ def test_agrees_with_dense_mask(path, data, length, window, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "QUERY_BLOCK", block)
         patch.setattr(module, "UNROLLED_BLOCKS", PATHS[path])
-        out, grads = jax.jit(both, compiler_options=QUICK)(q, k, v, tokens, dout)
+        out, grads = jax.jit(both)(q, k, v, tokens, dout)
     seen = dense.mask(tokens, BOS, window)
     np.testing.assert_allclose(out, dense.forward(q, k, v, 0.3, seen)[0], atol=2e-5)
     for found, expected in zip(grads, dense.backward(q, k, v, 0.3, seen, dout), strict=True):
@@ -73,7 +72,7 @@ def test_agrees_with_dense_mask(path, data, length, window, block):
 def test_bfloat16_and_no_documents(blocks_of_8, window):
     q, k, v, dout = normal(2, 27, 2, 8).astype(jnp.bfloat16)
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def both(q, k, v, dout):
         out, back = jax.vjp(partial(attention, scale=0.3, window=window), q, k, v)
         return out, *back(dout)
@@ -94,7 +93,7 @@ def test_nothing_comes_from_the_future_another_document_or_beyond_the_window(blo
     def call(k, v):
         return attention(q, k, v, scale=0.3, documents=find_documents(tokens, BOS), window=11)
 
-    @partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def from_keys(t):
         return jax.grad(lambda kv: call(*kv)[0, t].sum())((k, v))
 
@@ -104,7 +103,7 @@ def test_nothing_comes_from_the_future_another_document_or_beyond_the_window(blo
         dk, dv = (np.abs(x)[0].sum((1, 2)) for x in from_keys(t))
         np.testing.assert_array_equal(dk + dv > 0, expected)
 
-    run = jax.jit(call, compiler_options=QUICK)
+    run = jax.jit(call)
     later = [np.concatenate([x[:, :30], x[:, :10] + 1], axis=1) for x in (k, v)]
     np.testing.assert_array_equal(run(*later)[:, :30], run(k, v)[:, :30])
 
@@ -134,7 +133,7 @@ def test_program_does_not_grow_with_the_lane(window):
 
 def test_memory_is_less_than_the_scores():
     """Of 32,768 queries by 256 keys: blocks are recomputed, and nothing is kept for all of them."""
-    compiled = backward_program(32_768, 256).compile(QUICK)
+    compiled = backward_program(32_768, 256).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 32_768 * 256 * 4
 
 
@@ -153,9 +152,7 @@ def test_on_a_mesh(blocks_of_8, model):
 
     rows = P("data")
     spread = jax.shard_map(loss, mesh=mesh, in_specs=(rows, rows), out_specs=rows, axis_names={"data"}, check_vma=False)
-    here, there = (
-        jax.jit(jax.grad(lambda x, f=f: f(x, tokens).sum()), compiler_options=QUICK)((q, k, v)) for f in (loss, spread)
-    )
+    here, there = (jax.jit(jax.grad(lambda x, f=f: f(x, tokens).sum()))((q, k, v)) for f in (loss, spread))
     for one, other in zip(here, there, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -165,7 +162,7 @@ def pieces(row):
     return [0] + [t for t in range(1, len(row)) if row[t] == BOS]
 
 
-FIND = jax.jit(find_documents, static_argnums=(1, 2), compiler_options=QUICK)
+FIND = jax.jit(find_documents, static_argnums=(1, 2))
 
 
 @many
@@ -201,7 +198,7 @@ def packed_mask(lengths, starts, length):
     return seen
 
 
-@partial(jax.jit, static_argnums=1, compiler_options=QUICK)
+@partial(jax.jit, static_argnums=1)
 def cudnn_arguments(tokens, max_docs):
     """The kernels' arguments, and what JAX computes of them for cuDNN: starts in elements, unused slots at the end."""
     offsets = find_documents(tokens, BOS, max_docs).offsets

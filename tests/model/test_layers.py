@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.model.layers import layer_norm, lookup, relu_squared, rms_norm, rotary, scaled, sparse_gate, uniform
+from jspeed.model.layers import (
+    Summed,
+    layer_norm,
+    look_up_all,
+    lookup,
+    relu_squared,
+    rms_norm,
+    rotary,
+    scaled,
+    sparse_gate,
+    uniform,
+)
 
 
 def test_rms_norm_gives_unit_rms_and_ignores_scale():
@@ -56,6 +67,20 @@ def test_lookup_sums_the_gradient_of_a_bf16_table_in_fp32():
     assert grad.dtype == jnp.bfloat16
     # 4000 rounded to bf16; ones added in bf16 stop at 256.
     np.testing.assert_array_equal(grad.astype(jnp.float32), [[0, 0], [4000, 4000], [0, 0]])
+
+
+def test_sums_of_tables_take_the_gradients_of_a_look_up():
+    """Several tables at once, in fp32 though the tables are bf16, beside what the sums held; and the same rows."""
+    rng = np.random.default_rng(0)
+    tables, sums = rng.normal(size=(7, 2, 3)), rng.normal(size=(7, 2, 3))
+    tokens, grads = rng.integers(0, 7, size=(2, 500)), rng.normal(size=(2, 2, 500, 3))
+    tables, grads = (jnp.asarray(a, jnp.bfloat16) for a in (tables, grads))
+    found, pull = jax.vjp(lambda s: look_up_all(Summed(tables, s), jnp.asarray(tokens)), jnp.asarray(sums, jnp.float32))
+    for one, plain in zip(found, look_up_all(tables, jnp.asarray(tokens)), strict=True):
+        np.testing.assert_array_equal(one, plain)
+    for number, grad in enumerate(grads):
+        np.add.at(sums, (tokens, number), np.asarray(grad, np.float64))
+    np.testing.assert_allclose(pull(list(grads))[0], sums, atol=1e-4)
 
 
 def test_layer_norm_from_its_formula():

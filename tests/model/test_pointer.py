@@ -61,7 +61,7 @@ def in_float64(params, tokens, window):
     return found
 
 
-@pytest.mark.parametrize("window", [1, 5, 12, 37, 100])
+@pytest.mark.parametrize("window", [1, 12, 100])
 def test_probabilities_and_losses_are_those_of_float64(case, window):
     params, tokens, targets = case
     expected = in_float64(params, tokens, window)
@@ -85,8 +85,8 @@ def test_gradients_are_those_of_automatic_differentiation(case, chunk):
         losses -= 0.5 * jnp.take_along_axis(later, several[0][1][..., None], axis=-1)[..., 0] * (several[1][1] > 0)
         return 0.3 * jnp.sum(losses)
 
-    expected = jax.value_and_grad(plain)(params)
-    found = jax.value_and_grad(lambda params: loss(params, tokens, *several, 9, chunk)[0])(params)
+    expected = jax.jit(jax.value_and_grad(plain))(params)
+    found = jax.jit(jax.value_and_grad(lambda params: loss(params, tokens, *several, 9, chunk)[0]))(params)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for name in params:
         scale = np.abs(expected[1][name]).max()

@@ -14,6 +14,7 @@ from jspeed.parallel.mesh import batch_rows, make_mesh
 from jspeed.recipe import Context, Recipe, Stage
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
+from jspeed.run.compute.division import place
 
 Tree = dict[str, Any]
 Named = Mapping[str, np.ndarray]
@@ -144,7 +145,8 @@ def train(recipe: Recipe, params: Tree, batches: Iterable[np.ndarray]) -> tuple[
         stage = stage_at(recipe, number)
         key = (id(stage), number % recipe.period)
         if key not in compiled:
-            compiled[key] = program.fit(recipe, stage, mesh, "zero1", device, at_once, number % recipe.period)[0]
+            placement, index = place(recipe, mesh, "zero1", device, at_once), recipe.stages.index(stage)
+            compiled[key] = program.fit(recipe, placement, index, number % recipe.period)[0]
         state, metrics = compiled[key](state, jax.device_put(np.asarray(tokens, np.uint16), batch_rows(mesh)))
         found.append(float(metrics["loss"]))
     return found, jax.tree.map(np.asarray, state["params"])

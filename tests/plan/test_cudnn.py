@@ -1,14 +1,16 @@
 """The real cuDNN, asked without a GPU: whether it has plans for attention as recipes call it, and their workspace."""
 
+import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from jspeed.plan import findings
+from jspeed.plan.attention import workspace_bytes
 from jspeed.plan.cudnn import plans
 from jspeed.plan.cudnn.plans import Answer, Answers, Call
-from jspeed.plan.custom_calls.attention import workspace_bytes
 from jspeed.plan.hlo import instructions
 from jspeed.plan.target import known_targets, load_target
 
@@ -48,8 +50,8 @@ def test_workspace_is_what_plans_count(asked, call):
     """To what cuDNN keeps besides: 75 kB for record 29."""
     counted = workspace_bytes((9, 0), call.documents, call.heads, call.length, call.width)
     little = 2**15 + 512 * call.documents
-    assert 0 <= asked.by_call[call].workspace - counted <= little
-    assert asked.by_call[call._replace(backward=False)].workspace <= little
+    assert 0 <= asked.by_call[call].workspace_bytes - counted <= little
+    assert asked.by_call[call._replace(backward=False)].workspace_bytes <= little
 
 
 @needs_cudnn
@@ -70,7 +72,26 @@ def test_other_gpus(kind):
     call = R29 if target.capability >= (9, 0) else BACKWARD[-1]
     [answer] = plans.ask(site, target, [call]).by_call.values()
     counted = workspace_bytes(target.capability, call.documents, call.heads, call.length, call.width)
-    assert answer.workspace == pytest.approx(counted, rel=1e-3), answer
+    assert answer.workspace_bytes == pytest.approx(counted, rel=1e-3), answer
+
+
+def test_calls_are_asked_on_all_cores_and_answered_in_their_order(monkeypatch, tmp_path):
+    shares = []
+
+    def run(words, input, **_):
+        _, *calls = map(json.loads, input.splitlines())
+        shares.append(len(calls))
+        said = [{"version": "9.28.1"}, *({"engine": f"eng{call['window']}", "workspace": 1} for call in calls)]
+        return SimpleNamespace(stdout="\n".join(map(json.dumps, said)), stderr="", returncode=0)
+
+    monkeypatch.setattr(plans, "cores", lambda: 2)
+    monkeypatch.setattr(plans.subprocess, "run", run)
+    (tmp_path / "driver" / "h100").mkdir(parents=True)
+    (tmp_path / "driver" / "h100" / "libcudart.so.13").touch()
+    calls = [R29._replace(window=window) for window in range(5)]
+    answers = plans.ask(tmp_path, load_target("h100"), calls)
+    assert sorted(shares) == [2, 3] and list(answers.by_call) == calls
+    assert [answer.engine for answer in answers.by_call.values()] == [f"eng{window}" for window in range(5)]
 
 
 def test_a_refusal_names_the_call():

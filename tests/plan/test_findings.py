@@ -16,7 +16,7 @@ from jspeed.plan.compile import Hardware
 from jspeed.plan.plan import make_plan, narrow_vocabulary
 from jspeed.plan.target import parse_target
 from jspeed.run.compute import program
-from jspeed.run.compute.device import Device
+from jspeed.run.compute.device import Device, Placement
 from jspeed.run.find_recipe import find
 
 BAD = str(Path(__file__).with_name("faulty_recipe.py"))
@@ -25,12 +25,12 @@ HERE = Device("cpu", "xla", "emulated", 8192, memory=10**10)
 
 def plan_here(*sets: str, layout: str = "zero1"):
     """Plan faulty_recipe.py for 8 H100s, its programs compiled for eight devices of this CPU."""
-    hardware = Hardware(parse_target("h100x8"), make_mesh({"data": 8}), layout, HERE)
+    hardware = Hardware(make_mesh({"data": 8}), layout, HERE, parse_target("h100x8"))
     return make_plan(find(BAD, sets), hardware)
 
 
 def errors(plan) -> set[str]:
-    return {finding["name"] for finding in plan["doctor"] if finding["level"] == "error"}
+    return {finding["name"] for finding in plan["findings"] if finding["level"] == "error"}
 
 
 # x (16, 8, 32) @ w (32, 64) on a 4 x 2 mesh; factors worked out by hand in the seed's text: devices x a device's share.
@@ -57,7 +57,7 @@ def test_redundancy_of_a_matmul(x_spec, w_spec, out_spec, factor, names):
     assert row["redundancy"] == pytest.approx(factor, abs=0.05)
     found = findings.redundant([row], kernels)
     assert [finding.value for finding in found] == ([factor] if factor > findings.MAX_REDUNDANCY else [])
-    placed = findings.mesh_axis_use({"w": w_spec}, x_spec, dict(mesh.shape))
+    placed = [*findings.mesh_axis_use({"w": w_spec}, x_spec, dict(mesh.shape))]
     assert sorted(finding.name for finding in placed) == names
     assert {finding.level for finding in placed if finding.name == "fsdp"} <= {"note"}
 
@@ -76,8 +76,8 @@ def test_a_tensor_parallel_step_repeats_no_matmul(axes, columns, monkeypatch):
     recipe = find("llmc", [*toy, "COMPUTE=float32", "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh, one = make_mesh(axes, jax.devices()[: math.prod(axes.values())]), make_mesh({"data": 1}, jax.devices()[:1])
     stage = recipe.stages[0]
-    ideal = findings.ideal_flops(program.trace_step(recipe, stage, one, "dp", HERE, 1).jaxpr)
-    text = program.lower_step(recipe, stage, mesh, "tp", HERE, 1).compile().as_text()
+    ideal = findings.ideal_flops(program.trace_step(recipe, stage, Placement(one, "dp", HERE), 1).jaxpr)
+    text = program.trace_step(recipe, stage, Placement(mesh, "tp", HERE), 1).lower().compile().as_text()
     rows = findings.matmuls(cost.kernels(text), ideal, mesh.size)
     factors = [row["redundancy"] for row in rows if row["source"]]  # XLA forgets where some came from
     assert len(factors) >= 6 and all(1.0 <= factor <= 1.1 for factor in factors), rows
@@ -95,16 +95,16 @@ def test_a_recipe_without_faults_has_no_errors_but_what_the_cpu_makes_wide():
 def test_a_bank_that_cannot_be_cut_is_orthogonalised_on_every_device():
     plan = plan_here("MATRICES=9")
     assert {"bank-cannot-shard", "replicated-muon"} <= errors(plan)
-    [bank] = [finding for finding in plan["doctor"] if finding["name"] == "bank-cannot-shard"]
+    [bank] = [finding for finding in plan["findings"] if finding["name"] == "bank-cannot-shard"]
     assert "9 matrices are not divisible by 8; pad the bank to 16" in bank["text"]
-    muon = [finding for finding in plan["doctor"] if finding["name"] == "replicated-muon"]
+    muon = [finding for finding in plan["findings"] if finding["name"] == "replicated-muon"]
     assert {finding["value"] for finding in muon} == {8.0}
 
 
 def test_dp_holds_everything_everywhere():
     plan = plan_here(layout="dp")
     assert "replicated-muon" in errors(plan)
-    whole = [finding["text"] for finding in plan["doctor"] if finding["name"] == "replicated-leaf"]
+    whole = [finding["text"] for finding in plan["findings"] if finding["name"] == "replicated-leaf"]
     assert len(whole) == 3 and all("--layout zero1 shards them 8 ways" in text for text in whole)
 
 
@@ -138,8 +138,8 @@ def test_logits_are_arrays_over_the_vocabulary():
     """Not everything as large as they are: an activation is, where the vocabulary is small."""
     [found] = findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, 272)
     assert (found.name, found.value) == ("fp32-logits", 1)
-    assert not findings.wide_logits(LOGITS.replace("DIM", "300"), 1024, 272)
-    assert not findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, None)  # the head computes in fp32
+    assert not [*findings.wide_logits(LOGITS.replace("DIM", "300"), 1024, 272)]
+    assert not [*findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, None)]  # the head computes in fp32
 
 
 def test_a_head_in_fp32_by_the_recipe_has_no_vocabulary_to_look_for():
@@ -179,18 +179,18 @@ scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%add
 def test_scalar_scatters_are_loops_of_compare_and_swap():
     [found] = findings.slow_scatters(SCATTER.replace("WIDTH", "1"))
     assert (found.name, found.value) == ("cas-scatter", 65536)
-    assert not findings.slow_scatters(SCATTER.replace("WIDTH", "4"))  # one vector instruction
+    assert not [*findings.slow_scatters(SCATTER.replace("WIDTH", "4"))]  # one vector instruction
     named = SCATTER.replace("WIDTH", "1").replace(
         "(%into, %at, %what)", "(f32[272]{0} %into, s32[9,1] %at, f32[9,1] %what)"
     )
-    assert findings.slow_scatters(named) == [found], "operands as older and newer versions write them"
+    assert [*findings.slow_scatters(named)] == [found], "operands as older and newer versions write them"
 
 
 def test_exposed_communication():
     gather = {"kind": "all-gather", "bytes": 10**9, "async": True, "count": 1, "ms": 8.0, "exposed_ms": 7.0}
     [found] = findings.exposed([gather], 50.0, "stage 2")
     assert found.name == "exposed-collective" and found.text.startswith("stage 2: ")
-    assert not findings.exposed([gather | {"exposed_ms": 1.0}], 50.0, "stage 2")
+    assert not [*findings.exposed([gather | {"exposed_ms": 1.0}], 50.0, "stage 2")]
     synchronous = gather | {"async": False, "exposed_ms": 0.1, "ms": 0.1, "count": 12}
     [found] = findings.exposed([synchronous], 50.0, "stage 2")
     assert found.name == "synchronous-collective" and "(12 times)" in found.text

@@ -12,7 +12,7 @@ from jspeed.parallel.mesh import make_mesh
 from jspeed.parallel.replicas import drift
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.run.compute import program
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import mesh_of, start
@@ -94,7 +94,7 @@ MORE = [
 def test_steps_of_recipes_are_well(layout, axes, monkeypatch):
     monkeypatch.setattr("jspeed.parallel.layout.SMALL", 0)
     recipe, mesh = find("track3", [*TOYS["track3"], "HEADS=4", "LAYERS=4", "LANES=16"]).recipe, mesh_of(**axes)
-    traced = program.trace_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1)
+    traced = program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1)
     assert check_shard_map(traced.jaxpr) == []
 
 

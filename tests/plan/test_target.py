@@ -85,7 +85,7 @@ def test_tpus(name: str):
 
 
 def test_without_libtpu_the_error_message_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(target, "_installed", lambda module: False)
+    monkeypatch.setattr(target, "installed", lambda module: False)
     assert re.search(r"install .* with pip install 'libtpu==.*'", str(target.missing(target.load_target("v5e"))))
     with pytest.raises(BadInput, match="libtpu is not installed here"):
         target.target_mesh(target.load_target("v5e"))

@@ -6,12 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
-from jspeed.commands import plan as planned
-from jspeed.errors import BadInput
 from jspeed.fields import check_json
-from jspeed.plan import compile as compile_
-from jspeed.plan import cost, target, traffic
-from jspeed.plan.schema import BytesPlan
+from jspeed.plan import cost, describe
+from jspeed.plan.schema import Traffic
 from jspeed.plan.target import parse_target
 from jspeed.plan.views import terminal
 
@@ -47,7 +44,7 @@ custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/trans
 
 def test_lines_are_sums_over_their_kernels_most_bytes_first():
     kernels = cost.kernels(TEXT)
-    rows = traffic.by_line(kernels, H100.facts)
+    rows = describe.by_line(kernels, H100.facts)
     computing = [kernel for kernel in kernels if not kernel.collective]
     assert sum(row["bytes"] for row in rows) == sum(kernel.bytes for kernel in computing)
     assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
@@ -69,7 +66,7 @@ def test_lines_are_sums_over_their_kernels_most_bytes_first():
     ],
 )
 def test_the_pass_is_read_from_the_path(path, found):
-    assert traffic.pass_of(path) == found
+    assert describe.pass_of(path) == found
 
 
 def test_a_matmul_of_our_own_has_flops_and_the_bytes_of_its_arrays():
@@ -86,18 +83,11 @@ def test_so_has_one_of_two_fp8_types_whose_result_is_written_both_ways():
 
 
 def test_the_last_step_of_a_recipe_by_line():
-    found = traffic.of_last_step(FOUND.recipe, hardware_for())
+    found = describe.describe_traffic(FOUND.recipe, hardware_for())
     assert json.loads(json.dumps(found)) == found  # all of it is plain
-    check_json(found, BytesPlan)
+    check_json(found, Traffic)
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
     assert found["fitted_ms"] > 0 and any(row["source"].startswith("faulty_recipe.py:") for row in found["lines"])
     console = Console(file=io.StringIO(), width=120)
     terminal.traffic(found, console)
     assert found["lines"][0]["source"] in console.file.getvalue()
-
-
-def test_what_bytes_alone_do_not_give_is_refused(monkeypatch):
-    monkeypatch.setattr(target, "missing", lambda *_: None)
-    monkeypatch.setattr(compile_, "hardware_for", lambda *_: hardware_for())
-    with pytest.raises(BadInput, match="--bytes compiles one step alone, so --search would have no effect"):
-        planned.plan("llmc", bytes_=True, search_=True)

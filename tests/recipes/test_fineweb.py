@@ -105,7 +105,7 @@ def test_first_loss_at_the_real_vocabulary(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["r21", "r29", "r62", "r89"])
+@pytest.mark.parametrize("name", ["r29", "r89"])
 def test_fp8_head_learns_as_the_exact_one_does(name):
     """Emulated on CPU: same loss in the forward pass to FP8's precision, and gradients that point the same way."""
     tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 257)

@@ -13,7 +13,7 @@ from jspeed.recipe import Context
 from jspeed.run.find_recipe import find
 
 from ..run.compute.steps import batches, mesh_of, run
-from ..toys import TOYS
+from ..toys import TOYS, matmul_parameters
 
 
 @functools.cache
@@ -78,5 +78,5 @@ def test_counts_are_those_of_all_targets_so_far(devices, lanes_at_once):
 def test_flops_count_the_rows_that_are_scored():
     recipe = find("fineweb-cpu", trace=False).recipe
     blocks, keys = 4 * (4 * 128 * 128 + 2 * 128 * 512), sum(range(1, 129)) / 128
-    assert sizes.matmul_parameters(recipe.parameters) == blocks + 50_304 * 128
+    assert matmul_parameters(recipe.parameters) == blocks + 50_304 * 128
     assert sizes.flops_per_token(recipe, recipe.stages[0]) == 6 * (blocks + 8348 * 128) + 4 * 12 * 128 * keys

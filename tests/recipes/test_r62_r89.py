@@ -14,7 +14,7 @@ from jspeed.optim.schedules import through
 from jspeed.recipes import r62, r89
 from jspeed.run.find_recipe import find
 
-from ..toys import TOYS
+from ..toys import TOYS, matmul_parameters
 
 TABLE = 50_304 * 768
 BLOCKS = 11 * 2 * 768 * 3072
@@ -92,11 +92,10 @@ def test_r62_rates_of_the_second_of_two_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "values"), [("r62", "{0:0,1:0}"), ("r89", "{0:0,1:0,3:0}")])
-def test_first_loss_of_a_head_that_is_not_zero(name, values):
+def test_first_loss_of_a_head_that_is_not_zero():
     """Published logs begin at 10.828 to 10.831. Targets are independent of the head: their mean is over all of it."""
-    full = ["WIDTH=768", "HEADS=6", "VOCAB=50304", "BOS=50256", "VALUE_TABLES=1", f"VALUE_OF={values}"]
-    recipe = find(name, [*TOYS[name], *full]).recipe
+    full = ["WIDTH=768", "HEADS=6", "VOCAB=50304", "BOS=50256", "VALUE_TABLES=1", "VALUE_OF={0:0,1:0,3:0}"]
+    recipe = find("r89", [*TOYS["r89"], *full]).recipe
     params = jax.jit(lambda: r.init_parameters(recipe.parameters, jax.random.key(0)))()
     np.testing.assert_array_equal(params["embed"], params["head"])
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 0, 50_257)
@@ -127,7 +126,7 @@ def test_r89_parameters_by_group():
     stored = sum(int(np.prod(spec.shape)) for spec in r89.PARAMETERS.values()) - 11
     padding = 4 * 256 * 768 + 4 * 768**2 + 2 * 768 * 3072
     assert stored == sizes.parameter_count(r89.PARAMETERS) - 11 + padding == pytest.approx(643.5e6, rel=1e-3)
-    assert 6 * sizes.matmul_parameters(r89.PARAMETERS) == pytest.approx(685e6, rel=0.01)
+    assert 6 * matmul_parameters(r89.PARAMETERS) == pytest.approx(685e6, rel=0.01)
 
 
 def test_r89_stages():

@@ -55,12 +55,7 @@ def test_a_run_counts_once(tmp_path: Path) -> None:
         ({"status": "stopped"}, "the run was stopped early"),
         ({"status": "interrupted", "loss": None}, "the run was interrupted"),
         ({"status": "diverged", "loss": None}, "the run diverged"),
-        ({"track": "../../elsewhere"}, "field 'track': .*found '../../elsewhere'"),
-        ({"track": "stdlib//cpu"}, "field 'track'"),
         ({"track": "ideas"}, "field 'track'"),
-        ({"recipe": "a/b"}, "field 'recipe'"),
-        ({"recipe": "<script>alert(1)</script>"}, "field 'recipe': expected letters"),
-        ({"recipe": ".."}, "field 'recipe'"),
     ],
 )
 def test_what_is_not_a_result_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
@@ -98,11 +93,6 @@ def test_a_source_that_is_not_the_runs_is_refused(tmp_path: Path) -> None:
     (run_dir / "recipe.py").unlink()
     with pytest.raises(BadInput, match=r"recipe\.py cannot be read"):
         store.add([run_dir], tmp_path / "records")
-    old = make_run(tmp_path / "old")
-    first = REPOSITORY / "records/stdlib/cpu/stdlib/20261120T183857Z-s1-9645cda8.json"  # schema 1
-    (old / "run.json").write_text(first.read_text())
-    with pytest.raises(BadInput, match="field 'schema': expected 2, which has the evidence, found 1"):
-        store.add([old], tmp_path / "records")
 
 
 def test_another_plan_beside_the_run_is_refused(tmp_path: Path) -> None:

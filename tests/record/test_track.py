@@ -20,12 +20,16 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
             "[significance]\nsigma = -1",
             "field 'significance.sigma': expected a finite number of 0 or",
         ),
-        ("[hardware]", "[hardware]\ncount = 0", "field 'hardware.count': expected an integer of at least 1, found 0"),
+        (
+            "[hardware]",
+            "[hardware]\ncount = 0",
+            "field 'hardware.count': expected a whole number of 1 or more, found 0",
+        ),
         ("[hardware]", "[hardware]\ncolour = 1", "field 'hardware.colour': expected one of title, order,"),
         (
             "[hardware]",
             "[model]\nmost_parameters = 2e8\n[hardware]",
-            "field 'model.most_parameters': expected an integer",
+            "field 'model.most_parameters': expected a whole number",
         ),
         ("[hardware]", "[hardware", "cannot be read as TOML"),
     ],

@@ -11,7 +11,7 @@ from jspeed.errors import BadInput
 from jspeed.model.attention import attention
 from jspeed.model.kernels import attention_backends
 from jspeed.run import setup
-from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.compute import device, preflight_checks
 from jspeed.run.options import Options
 from jspeed.run.train import train
 
@@ -34,7 +34,7 @@ def a_percent_off(*arrays, **rest):
     return (1.01 * out.astype(jnp.float32)).astype(out.dtype)
 
 
-BROKEN = {"raises": refuses, "NaN": lambda *a, **k: jnp.nan * plain(*a, **k), "1 % off": a_percent_off}
+BROKEN = {"raises": refuses, "1 % off": a_percent_off}
 
 
 @pytest.fixture
@@ -45,7 +45,6 @@ def options(tmp_path, monkeypatch):
     for name in ("t_train_000.bin", "t_val_000.bin"):
         (tmp_path / "data" / name).write_bytes(shard_bytes(tokens))
     monkeypatch.setattr(preflight_checks, "LENGTH", 32)
-    monkeypatch.setattr(preflight, "versions", lambda mesh: [str(tmp_path)])
 
     def here(mesh, asked, recipe):
         rest = () if asked else ("xla",)

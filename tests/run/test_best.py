@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jspeed.record.run_json import read_run
-from jspeed.run.best import keep_best
 from jspeed.run.checkpoint import steps_in
 from jspeed.run.export import load
 from jspeed.run.find_recipe import find
+from jspeed.run.finish import keep_best
 from jspeed.run.options import Options
 from jspeed.run.train import train
 

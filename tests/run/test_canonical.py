@@ -17,7 +17,7 @@ from jspeed.parallel.mesh import make_mesh, put, replicated
 from jspeed.recipe import init_parameters
 from jspeed.run import evaluate, setup, train
 from jspeed.run.compute import program
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 
@@ -73,7 +73,7 @@ def case(tmp_path, monkeypatch, gpt2_vocabulary):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "pairs.py").write_text(RECIPE)
     return str(tmp_path / "pairs.py"), tokenise.prepare_text(
-        [tmp_path / "a.jsonl"], tmp_path / "data", "gpt2", val_fraction=0.3
+        [tmp_path / "a.jsonl"], tmp_path / "data", tokenise.Tokenising(val_fraction=0.3)
     )
 
 
@@ -102,7 +102,7 @@ def test_from_text_to_the_record(case, tmp_path, monkeypatch):
 
 def test_only_gpt2_tokens_can_be_canonical(case, tmp_path):
     recipe, _ = case
-    data = tokenise.prepare_text([tmp_path / "a.jsonl"], tmp_path / "bytes", "bytes", val_fraction=0.3)
+    data = tokenise.prepare_text([tmp_path / "a.jsonl"], tmp_path / "bytes", tokenise.Tokenising("bytes", 0.3))
     options = Options(recipe, data=data, run_dir=tmp_path / "run", progress=False)
     with pytest.raises(
         BadInput, match="pairs is canonical, which needs tokens of gpt2, and the data hold those of bytes"
@@ -140,7 +140,7 @@ def test_the_loss_is_the_same_on_any_number_of_devices(tmp_path):
     expected = np.mean(np.log(np.exp(logits).sum(-1)) - own)
     for devices in (1, 8):
         mesh = make_mesh({"data": devices}, jax.devices()[:devices])
-        padded, lowered = program.lower_evaluation(recipe, mesh, "zero1", device_of(mesh), 32, len(rows))
+        padded, lowered = program.lower_evaluation(recipe, Placement(mesh, "zero1", device_of(mesh)), 32, len(rows))
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
         compiled = lowered.compile()

@@ -17,10 +17,10 @@ from jspeed.run.compute import program
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
-from jspeed.run.output.metrics_log import Progress
+from jspeed.run.output.metrics_log import History
 from jspeed.run.train import train
 
-from ..multi_process import TOY, ended, environment, metrics, shards, start, toy
+from ..multi_process import SAME_BITS, TOY, ended, environment, metrics, shards, start, toy
 from ..toys import TOYS
 from .compute.steps import batches, mesh_of, run
 
@@ -40,7 +40,7 @@ def runs(tmp_path_factory):
 
 def speedrun(folder, name, *arguments, fields=FEW):
     words = ["--run-dir", name, "--data", "shards", *arguments, *toy(*fields)]
-    return ended([start(folder, environment(), *words)])[0]
+    return ended([start(folder, environment(**SAME_BITS), *words)])[0]
 
 
 def copy(runs, tmp_path, name="half"):
@@ -92,10 +92,8 @@ def test_what_is_resumed_goes_on_where_it_ended(tmp_path):
 
 
 def test_a_diverged_state_is_not_saved(tmp_path, monkeypatch):
-    real = Progress.trained
-    monkeypatch.setattr(
-        Progress, "trained", lambda self, step, tokens, loss: real(self, step, tokens, loss if step < 3 else math.nan)
-    )
+    real = History.trained
+    monkeypatch.setattr(History, "trained", lambda self, loss: real(self, loss if self.steps < 3 else math.nan))
     small = ("LAYERS=1", "HEADS=1", "WIDTH=16", "MLP_WIDTH=16", "STEPS=6", "EVAL_EVERY=6")
     options = {"data": shards(tmp_path / "shards"), "set_": (*TOY, *small), "progress": False}
     assert train(Options("stdlib", run_dir=tmp_path / "run", checkpoint_every=1, **options)) == 1

@@ -21,7 +21,7 @@ from jspeed.errors import BadInput
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import load_model
 from jspeed.record.remarks import RECORDS
-from jspeed.run import best, export
+from jspeed.run import export, finish
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
@@ -499,12 +499,12 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
     """Record 92's n-grams are 130 GB. Without a checkpoint of the last step one sentence says what is missing."""
     found = find("r92", TOYS["r92"])
     recipe = found.recipe
-    assert best.large_tables(find("r92").recipe) == ("ngrams",) and not best.large_tables(recipe)
-    monkeypatch.setattr(best, "LARGE", 0)
+    assert finish.large_tables(find("r92").recipe) == ("ngrams",) and not finish.large_tables(recipe)
+    monkeypatch.setattr(finish, "LARGE", 0)
     state = init_state(recipe, np.uint32(0))
     (tmp_path / "config.json").write_text(json.dumps(export.own_config(found, CONFIG["tokenizer"])))
     (tmp_path / "recipe.py").write_text(found.source)
-    export.save(tmp_path / export.FILE, best.to_write(recipe, state["params"]), best.metadata(found, 4))
+    export.save(tmp_path / export.FILE, finish.to_write(recipe, state["params"]), finish.metadata(found, 4))
     tensors, about = export.load(tmp_path)
     assert "ngrams" not in tensors and (about["left_out"], about["step"]) == ("ngrams", "4")
     with pytest.raises(
@@ -516,4 +516,4 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
             checkpoints.save(step, state, {})
             state |= {"params": jax.tree.map(lambda p: p + 1, state["params"])}
     np.testing.assert_array_equal(load_model(tmp_path).tensors()["embed"], tensors["embed"])
-    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in best.note_on_large_tables(recipe, True)
+    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in finish.note_on_large_tables(recipe, True)

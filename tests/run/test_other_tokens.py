@@ -38,7 +38,8 @@ def data(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{text} fox"}) + "\n" for text in texts))
     tokenizer = str(tmp_path / "mine.json")
     inputs = [tmp_path / "a.jsonl"]
-    return tokenise.prepare_text(inputs, tmp_path / "data", tokenizer, separator_token="<|start|>", val_fraction=0.3)
+    options = tokenise.Tokenising(tokenizer, 0.3, separator_token="<|start|>")
+    return tokenise.prepare_text(inputs, tmp_path / "data", options)
 
 
 def test_from_text_to_text_with_an_own_tokenizer(data, tmp_path, capsys):

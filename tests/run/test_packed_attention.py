@@ -8,7 +8,7 @@ import pytest
 
 from jspeed.model.kernels import packed_cudnn
 from jspeed.run import evaluate, setup
-from jspeed.run.compute import device, preflight, preflight_checks
+from jspeed.run.compute import device, preflight_checks
 from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 from jspeed.run.train import train
@@ -31,6 +31,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypatch, capsys):
     """cuDNN's place is taken by its twin. The causality probe changes documents, and passes."""
     rows = []
@@ -46,7 +47,6 @@ def test_a_run_in_rows_is_the_run_of_plain_attention(folder, tmp_path, monkeypat
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
     compare = preflight_checks.first_mismatch  # so few keys round dk by up to 0.91 % (the CPU compiler of JAX 0.12)
     monkeypatch.setattr(preflight_checks, "first_mismatch", lambda *given: compare(*given[:3], 0.012))
-    monkeypatch.setattr(preflight, "versions", lambda mesh: [str(tmp_path)])
     monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
 
     def here(mesh, asked, recipe):

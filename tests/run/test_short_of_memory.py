@@ -72,7 +72,7 @@ def options(tmp_path, monkeypatch):
     for name in ("t_train_000.bin", "t_val_000.bin"):
         (tmp_path / "data" / name).write_bytes(shard_bytes(draw.integers(0, 272, 4000)))
     monkeypatch.setattr(setup, "make_mesh", lambda: jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
-    sets = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=4")
+    sets = (*TOYS["track3"], "STEPS=3", "EVAL_TOKENS=64", "LANES=2")
     return Options("track3", data=tmp_path / "data", run_dir=tmp_path / "run", set_=sets, sample=False, progress=False,
                    target_loss=9.0)  # fmt: skip
 

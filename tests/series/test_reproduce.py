@@ -106,8 +106,6 @@ def test_a_commit_that_is_not_there(tmp_path, repository):
     for commit in ("0" * 40, None):
         with pytest.raises(BadInput, match="does not have the record's commit"):
             reproduce.reproduce(repository, entry | {"git": {"commit": commit}}, "", None, 1, tmp_path / "again", [])
-    with pytest.raises(BadInput, match="--n 0"):
-        reproduce.reproduce(repository, entry, "", None, 0, tmp_path / "again", [])
 
 
 def test_an_extension_of_other_sources_that_cannot_be_built_gives_an_error_message(tmp_path, repository):
@@ -117,12 +115,6 @@ def test_an_extension_of_other_sources_that_cannot_be_built_gives_an_error_messa
     with pytest.raises(BadInput, match="the extension of commit .* cannot be built"):
         reproduce.reproduce(repository, entry, "", None, 1, tmp_path / "again", [])
     assert git(repository, "worktree", "list").count("\n") == 0
-
-
-@pytest.mark.parametrize("n", [0, 1001, 10**9])
-def test_how_many_runs_is_bounded_before_any_is_planned(n):
-    with pytest.raises(BadInput, match=f"--n {n}: expected 1 to 1000 runs"):
-        reproduce.reproduce(Path(), {}, "", None, n, None, [])
 
 
 def test_git_that_fails_without_a_message_or_is_not_there_is_a_message(tmp_path, repository, monkeypatch):

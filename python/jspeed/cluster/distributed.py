@@ -7,16 +7,16 @@ single process every function here does nothing.
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jax
 
 from jspeed import jax_versions
-from jspeed.cluster.coordinator_proxy import start_proxy
 from jspeed.cluster.rank import Rank, find_rank, local_devices
-from jspeed.cluster.rendezvous import rendezvous, reserved_port
+from jspeed.cluster.rendezvous import proxy, rendezvous, reserved_port
 from jspeed.cluster.timeout import heartbeat_limit, wait_limit, with_timeout
 from jspeed.errors import BadInput, first_line, say
 
@@ -24,20 +24,18 @@ LIMIT = 3600  # seconds to wait for a value; process 0 may first have to prepare
 # JAX aborts with a stack trace, or raises an error of its own, when one of its time limits expires: ours come first.
 JAX_LIMIT = 86_400
 
-Result = TypeVar("Result")
-
 
 class Store(Protocol):
     """What jspeed uses of the client of JAX's key-value store, whose class is private."""
 
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...  # noqa: D102
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...  # noqa: D102
+    def key_value_set(self, key: str, value: str) -> None: ...  # noqa: D102
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...  # noqa: D102
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int) -> None: ...  # noqa: D102
 
 
 _rank: Rank | None = None
 _joined = False
+_gathered: Counter[str] = Counter()  # how often a name was used: a key of JAX's store is set once
 connections: dict[int, socket.socket] = {}  # by the peer's rank: process 0 has one to each, the others one to process 0
 
 
@@ -69,7 +67,7 @@ def initialise(coordinator: str | None = None, processes: int | None = None, pro
     with reserved_port() as own_port:  # process 0's is the service's
         port, peers = rendezvous(host, int(agreed_port), rank.index, rank.count, wait, own_port)
         connections.update(peers)
-        service = start_proxy(host, port) if rank.index else port
+        service = proxy(host, port) if rank.index else port
         join = partial(
             jax.distributed.initialize,
             f"127.0.0.1:{service}",
@@ -117,35 +115,22 @@ def client() -> Store | None:
     return jax_versions.key_value_store() if _joined else None
 
 
-def joined_store() -> Store:
-    """The store of :func:`client`, for code that runs only once the processes have joined."""
-    store = client()
-    assert store is not None
-    return store
-
-
-def broadcast(name: str, value: str) -> str:
-    """Return process 0's ``value`` on every process. Use each ``name`` once.
-
-    Raises :class:`BadInput` when it has not come after an hour.
-    """
-    store = client()
-    if store is None:
-        return value
-    if process_index() == 0:
-        store.key_value_set(f"jspeed/{name}", value)
-        return value
-    return _awaited(name, lambda: store.blocking_key_value_get(f"jspeed/{name}", 1000 * JAX_LIMIT))
+def broadcast(name: str, value: Any) -> Any:
+    """Return process 0's ``value``, any JSON, on every process: of a :func:`gather`, the first."""
+    return gather(name, value)[0]
 
 
 def gather(name: str, value: Any) -> list[Any]:
-    """Return the ``value``, any JSON, of every process, by index. Use each ``name`` once.
+    """Return the ``value``, any JSON, of every process, by index; all call this as often with a ``name``.
 
     Raises :class:`BadInput` as :func:`barrier` does.
     """
     store = client()
     if store is None:
         return [value]
+    _gathered[name] += 1
+    if (times := _gathered[name]) > 1:
+        name = f"{name}, time {times}"
     store.key_value_set(f"jspeed/{name}/{process_index()}", json.dumps(value))
     barrier(name)
     found = {int(key.rpartition("/")[2]): text for key, text in store.key_value_dir_get(f"jspeed/{name}/")}
@@ -159,14 +144,10 @@ def barrier(name: str) -> None:
     """
     store = client()
     if store is not None:
-        _awaited(name, lambda: store.wait_at_barrier(f"jspeed/{name}", 1000 * JAX_LIMIT))
-
-
-def _awaited(name: str, wait: Callable[[], Result]) -> Result:
-    try:
-        return with_timeout(LIMIT, wait)
-    except TimeoutError:
-        raise BadInput(f"process {process_index()} waited {LIMIT:g} s for the others ({name})") from None
+        try:
+            with_timeout(LIMIT, lambda: store.wait_at_barrier(f"jspeed/{name}", 1000 * JAX_LIMIT))
+        except TimeoutError:
+            raise BadInput(f"process {process_index()} waited {LIMIT:g} s for the others ({name})") from None
 
 
 def require_equal(facts: Mapping[str, Any]) -> None:
@@ -174,7 +155,7 @@ def require_equal(facts: Mapping[str, Any]) -> None:
     if client() is None:
         return
     mine = json.loads(json.dumps(facts, default=str))
-    first = json.loads(broadcast("facts", json.dumps(mine)))
+    first = broadcast("facts", mine)
     for name, value in mine.items():
         if first.get(name) != value:
             raise BadInput(

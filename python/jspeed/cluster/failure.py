@@ -1,50 +1,49 @@
 """When one process fails or stops answering, all exit: one error message from process 0, the exit code of the cause.
 
-Two threads of every process watch the others and exit on their own, because the main thread may be blocked in a
-collective whose peer is dead. One polls the connections to the others, which close when a process is killed. The other
-sends heartbeats and reads messages. JAX has a heartbeat too, which aborts with a C++ stack trace; ours is sooner.
+On its connection of the rendezvous every process but process 0 exchanges heartbeats and messages with process 0, which
+passes messages on to all; the connection's end is a death. Threads read it and exit on their own, because the main
+thread may be blocked in a collective whose peer is dead.
+
+What JAX offers instead, tried with 0.10.2 on two processes of CPUs, one of them killed or stopped:
+
+- By default the survivor ends by SIGABRT after 13 to 32 lines of C++, the process that died among them as a number or
+  not at all: at once where process 0 was killed, else after ``heartbeat_timeout_seconds``, also for a killed worker.
+- With ``jax_enable_recoverability`` process 0 is not told of a worker's death and waits for it without an end; the
+  workers end by SIGABRT as before when process 0 dies.
+- The client's ``missed_heartbeat_callback``, which is private, ends in ``std::bad_cast`` and SIGABRT when it is called,
+  with 0.12.0 too.
 """
 
-import itertools
 import json
 import os
 import re
-import select
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, NoReturn
 
 import jax
 
-from jspeed.cluster.distributed import (
-    barrier,
-    client,
-    connections,
-    joined_store,
-    process_count,
-    process_index,
-    single_process,
-)
-from jspeed.cluster.rendezvous import is_open
-from jspeed.cluster.timeout import heartbeat_limit, with_timeout
-from jspeed.errors import FAULT, BadInput, Terminated, first_line, say
+from jspeed.cluster.distributed import barrier, client, connections, process_index, single_process
+from jspeed.cluster.timeout import heartbeat_limit
+from jspeed.errors import FAULT, PEER_LOST, BadInput, Terminated, first_line, say
 
-PEER_LOST = 75  # sysexits.h's EX_TEMPFAIL: a failure that may pass
 TICK = 0.3  # seconds between two heartbeats
-_MESSAGES, _ALIVE = "jspeed/told/", "jspeed/alive/"
-_FAILURE, _REPORTED = "failure", "jspeed/failure-said"
+_FAILURE = "failure"
 CONNECTION_ERRORS = ("gloo", "Gloo", "onnection", "heartbeat", "UNAVAILABLE", "another task died", "NCCL", "barrier")
 AROUND = (__name__, "jspeed.cluster.join", "jspeed")  # modules of the frames around a program, which tell it nothing
 
 _calls: dict[str, Callable[[str], None]] = {}
+_heard: dict[str, str] = {}  # the first value of each message
+_lost: set[int] = set()  # processes that have exited or do not answer
 _threads: list[threading.Thread] = []
 _over = threading.Event()
 _cleanups: list[Callable[[], None]] = []
-_exiting = threading.Lock()
+_exiting, _messages, _sending = threading.Lock(), threading.Lock(), threading.Lock()
 
 
 @contextmanager
@@ -72,11 +71,12 @@ def fail_together() -> Iterator[None]:
 
 
 def watch() -> None:
-    """Start the two threads, once the processes have joined: exit when another process fails or stops answering."""
-    if client() is not None and not _threads:
-        on_message(_FAILURE, lambda text: _exit_as_told())
-        _start(_heartbeat_loop)
-        _start(_watch_connections)
+    """Start the threads, once the processes have joined, that exit when another process fails or stops answering."""
+    if connections and not _threads:
+        on_message(_FAILURE, _exit_as_told)
+        _start(_send_heartbeats)
+        for index, connection in connections.items():
+            _start(_listen, index, connection)
 
 
 def on_message(name: str, call: Callable[[str], None]) -> None:
@@ -84,13 +84,18 @@ def on_message(name: str, call: Callable[[str], None]) -> None:
 
     A name works once in a program.
     """
-    _calls[name] = call
+    with _messages:
+        _calls[name] = call
+        if name in _heard:
+            _start(call, _heard[name])
 
 
 def publish(name: str, value: str) -> None:
     """Send ``value`` as ``name`` to all processes, this one included (:func:`on_message`); the first value counts."""
-    with suppress(jax.errors.JaxRuntimeError):  # another process was first
-        joined_store().key_value_set(_MESSAGES + name, value)
+    if process_index():
+        _send(connections[0], [name, value])
+    else:
+        _receive(name, value)
 
 
 def on_failure(cleanup: Callable[[], None]) -> Callable[[], None]:
@@ -106,62 +111,69 @@ def sleep_unless_over(seconds: float) -> bool:
 
 def _start(function: Callable[..., None], *arguments: Any) -> None:
     def run() -> None:
-        with suppress(jax.errors.JaxRuntimeError):  # process 0 has gone, which _watch_connections notices too
+        with suppress(jax.errors.JaxRuntimeError):  # process 0 has gone, which _listen notices too
             function(*arguments)
 
     _threads.append(threading.Thread(target=run, daemon=True))
     _threads[-1].start()
 
 
-def _heartbeat_loop() -> None:
-    """Send heartbeats and poll for messages; a thread blocked inside JAX would abort the interpreter at exit."""
-    store, silence, heard = joined_store(), heartbeat_limit(), set[str]()
-    beats = {str(index): ("", 0) for index in range(process_count())}  # last heartbeat of each, and our tick then
+def _send(connection: socket.socket, message: list[str]) -> None:
+    with _sending, suppress(OSError):  # _listen notices the end of the connection
+        connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def heartbeat(tick: int) -> None:
-        store.key_value_set(f"{_ALIVE}{process_index()}", str(tick), allow_overwrite=True)
-        for key, value in store.key_value_dir_get(_MESSAGES):
-            name = key.removeprefix(_MESSAGES)
-            if name in _calls and name not in heard:
-                heard.add(name)
-                _start(_calls[name], value)
-        if process_index() == 0:
-            for key, value in store.key_value_dir_get(_ALIVE):
-                index = key.removeprefix(_ALIVE)
-                if beats[index][0] != value:
-                    beats[index] = value, tick
 
-    for tick in itertools.count(1):
-        if _over.wait(TICK):
-            return
+def _send_heartbeats() -> None:
+    while not _over.wait(TICK):
+        for connection in connections.values():
+            _send(connection, [])
+
+
+def _listen(index: int, connection: socket.socket) -> None:
+    """Receive the messages of process ``index``; exit when it has exited or is silent for too long.
+
+    Silence is counted in ticks of this process: while both are suspended none passes.
+    """
+    silence, quiet, data = heartbeat_limit(), 0, b""
+    text = f"no heartbeat from process {index} for {silence:g} s: it was stopped, hangs, or is unreachable"
+    connection.settimeout(TICK)
+    while quiet * TICK <= silence and not _over.is_set():
         try:
-            with_timeout(silence, partial(heartbeat, tick))
+            part = connection.recv(4096)
         except TimeoutError:
-            _exit(_no_heartbeat(0, silence), PEER_LOST)
-        except jax.errors.JaxRuntimeError:
-            continue  # may pass; if not, the others miss this process's heartbeat
-        for index, (_, last) in beats.items():
-            if process_index() == 0 and (tick - last) * TICK > silence:
-                _report_and_exit(_no_heartbeat(int(index), silence), PEER_LOST)
+            quiet += 1
+            continue
+        except OSError:
+            part = b""
+        if not part:
+            text = f"process {index} exited without an error message; see its output or its launcher's"
+            break
+        quiet = 0
+        *lines, data = (data + part).split(b"\n")
+        for message in filter(None, map(json.loads, lines)):
+            _receive(*message)
+    _lost.add(index)
+    if not _over.is_set():
+        (_report_and_exit if index else _exit)(text, PEER_LOST)
 
 
-def _watch_connections() -> None:
-    """Exit when the process at the other end of a connection has exited."""
-    poller = select.poll()
-    for connection in connections.values():
-        poller.register(connection, select.POLLIN)
-    while not _over.is_set():
-        poller.poll(1000 * TICK)
-        for index, connection in connections.items():
-            if not is_open(connection) and not _over.is_set():
-                text = f"process {index} exited without an error message; see its output or its launcher's"
-                if process_index():
-                    _exit(text, PEER_LOST)
-                _report_and_exit(text, PEER_LOST)
+def _receive(name: str, value: str) -> None:
+    """Take a message, the first of its name; process 0 passes it on to all."""
+    with _messages:
+        if name in _heard:
+            return
+        _heard[name] = value
+        if process_index() == 0:
+            for connection in connections.values():
+                _send(connection, [name, value])
+        if name in _calls:
+            _start(_calls[name], value)
 
 
-def _no_heartbeat(index: int, seconds: float) -> str:
-    return f"no heartbeat from process {index} for {seconds:g} s: it was stopped, hangs, or is unreachable"
+def _exit_as_told(value: str) -> NoReturn:
+    """Exit with the code of the first failure that was sent; process 0 prints its text."""
+    failure = json.loads(value)
+    _exit(None if process_index() else failure["text"], failure["code"])
 
 
 def _message_and_code(error: BaseException) -> tuple[str, int]:
@@ -189,38 +201,18 @@ def _message_and_code(error: BaseException) -> tuple[str, int]:
 
 def _report_and_exit(text: str, code: int) -> NoReturn:
     """Send the failure to all processes, let process 0 report it, and exit without waiting for anyone to finish."""
-    message = json.dumps({"text": text, "code": code})
-    if client() is not None:  # else there are no others yet
-        with suppress(TimeoutError, jax.errors.JaxRuntimeError):
-            with_timeout(5, lambda: publish(_FAILURE, message))
-            with_timeout(10, _exit_as_told)
+    if _threads:  # else there are no others yet
+        publish(_FAILURE, json.dumps({"text": text, "code": code}))
+        time.sleep(10)  # _exit_as_told comes first, with this failure or an earlier one
     _exit(text, code)
 
 
-def _exit_as_told() -> NoReturn:
-    """Exit with the code of the first failure that was sent; process 0 prints its text."""
-    store = joined_store()
-    failure = json.loads(store.blocking_key_value_get(_MESSAGES + _FAILURE, 5_000))
-    if process_index():
-        # Process 0 reports it; it also serves the store, so it exits last.
-        with suppress(jax.errors.JaxRuntimeError):
-            store.blocking_key_value_get(_REPORTED, 5_000)
-            _exit(None, failure["code"])
-        _exit(failure["text"], failure["code"])
-    with _exiting:
-        say(f"error: {failure['text']}")
-        store.key_value_set(_REPORTED, "")
-        for _ in range(50):
-            if not any(map(is_open, connections.values())):
-                break
-            threading.Event().wait(0.1)
-        _exit(None, failure["code"], locked=True)
+def _exit(text: str | None, code: int) -> NoReturn:
+    """Exit at once, without JAX's shutdown barrier and without destructors of a half-initialised service.
 
-
-def _exit(text: str | None, code: int, locked: bool = False) -> NoReturn:
-    """Exit at once, without JAX's shutdown barrier and without destructors of a half-initialised service."""
-    if not locked:
-        _exiting.acquire()
+    Process 0 serves JAX and so exits last, unless another one takes more than 5 s.
+    """
+    _exiting.acquire()  # the first thread exits
     for cleanup in _cleanups:
         with suppress(Exception):  # whatever it is, this process must exit
             cleanup()
@@ -228,4 +220,7 @@ def _exit(text: str | None, code: int, locked: bool = False) -> NoReturn:
         say(f"error: {text}")
     sys.stdout.flush()
     sys.stderr.flush()
+    until = time.monotonic() + 5
+    while process_index() == 0 and _threads and len(_lost) < len(connections) and time.monotonic() < until:
+        time.sleep(0.05)
     os._exit(code)

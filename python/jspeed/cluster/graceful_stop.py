@@ -2,7 +2,7 @@
 
 import threading
 
-from jspeed.cluster.distributed import joined_store, process_count, process_index
+from jspeed.cluster.distributed import client, process_count, process_index
 from jspeed.cluster.failure import on_message, publish, sleep_unless_over
 
 _REQUEST, _STEPS = "stop", "jspeed/steps/"
@@ -41,7 +41,8 @@ class GracefulStop:
         return None
 
     def _agree(self, why: str) -> None:
-        store = joined_store()
+        store = client()
+        assert store
         with self._lock:
             store.key_value_set(f"{_STEPS}{process_index()}", str(self._step))
             steps: list[str] = []

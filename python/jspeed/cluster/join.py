@@ -3,12 +3,11 @@
 :func:`jspeed.join` is this for programs of one's own; ``jspeed run`` is one of ours.
 """
 
-import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jspeed.cluster import distributed, failure
@@ -24,7 +23,6 @@ class Processes:
 
     index: int
     count: int
-    _meetings: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every process, by index. All must call this, and equally often.
@@ -45,9 +43,7 @@ class Processes:
         """Wait for all, at the next :meth:`gather` or, with an empty list, at the end; return what each brought."""
         if self.count > 1 and distributed.client() is None:
             raise RuntimeError("the block of jspeed.join() has ended; call gather() inside")
-        everyone = [
-            json.loads(text) for text in distributed.gather(f"gather or end {next(self._meetings)}", _json(mine))
-        ]
+        everyone = [json.loads(text) for text in distributed.gather("gather or end", _json(mine))]
         gone = [str(index) for index, said in enumerate(everyone) if not said]
         if 0 < len(gone) < self.count:
             raise BadInput(

@@ -6,8 +6,8 @@ then SIGKILL; then all may be restarted (--max-restarts).
 
 import ctypes
 import json
+import math
 import os
-import queue
 import re
 import shlex
 import signal
@@ -15,18 +15,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NamedTuple, TextIO
+from typing import Annotated, Any, TextIO
 
-from jspeed.cluster import address
-from jspeed.cluster.rank import visible_gpus
+from jspeed.cluster.rank import HOST, valid_host, visible_gpus
 from jspeed.cluster.rendezvous import free_port
-from jspeed.errors import BadInput, say
+from jspeed.errors import PEER_LOST, BadInput, say
 from jspeed.fields import Count, CountOrZero, File, Rule, Wants, integer
 from jspeed.files import write_whole
 
@@ -56,7 +55,7 @@ class Launch:
         results: Write each process's result to this JSON file.
     """
 
-    command: Annotated[tuple[str, ...], Wants("run|SCRIPT.py ARGUMENTS ...", positional=True)]
+    command: Annotated[tuple[str, ...], Wants("run|SCRIPT.py", positional=True)]
     nnodes: Count = 1
     node_rank: Annotated[CountOrZero, Wants("R")] = 0
     nproc_per_node: Annotated[str, Wants("K")] = "1"
@@ -85,10 +84,8 @@ def check(launch: Launch) -> None:
     """Raise :class:`BadInput` for flags that are wrong or do not go together."""
     if launch.node_rank >= launch.nnodes:
         raise BadInput(f"--node-rank {launch.node_rank} of --nnodes {launch.nnodes}: give a rank from 0 to nnodes - 1")
-    if address.host(launch.master_addr) is None:
-        raise BadInput(
-            f"--master-addr {launch.master_addr!r}: expected {address.HOST}; a port is given by --master-port"
-        )
+    if valid_host(launch.master_addr) is None:
+        raise BadInput(f"--master-addr {launch.master_addr!r}: expected {HOST}; a port is given by --master-port")
     if launch.standalone and launch.nnodes > 1:
         raise BadInput(f"--standalone is one node, but --nnodes is {launch.nnodes}; leave one of them out")
     if launch.nnodes * launch.local_count > MOST_PROCESSES:
@@ -142,9 +139,7 @@ def run(launch: Launch) -> int:
     if launch.nnodes > 1 and launch.master_addr.strip("[]") in ("127.0.0.1", "::1", "localhost"):
         say("launch: --master-addr is this machine itself; other machines cannot reach it")
     for attempt in range(launch.max_restarts + 1):
-        node = Node(_addressed(launch, attempt), attempt)
-        code = node.watch()
-        written = node.write_results()
+        code, written = _run_once(_addressed(launch, attempt), attempt)
         if code in ENDED or attempt == launch.max_restarts:
             break
         say(f"launch: restart {attempt + 1} of {launch.max_restarts}")
@@ -158,6 +153,7 @@ def _addressed(launch: Launch, attempt: int = 0) -> Launch:
     return replace(launch, master_addr="127.0.0.1", master_port=free_port() - attempt)
 
 
+_writing = threading.Lock()  # one line at a time
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 
 
@@ -167,161 +163,122 @@ def _end_with_launcher() -> None:
         _prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
-class Signalled(NamedTuple):
-    """The launcher got signal ``number``."""
-
-    number: int
-
-
-class Exited(NamedTuple):
-    """Process ``local`` of this node has exited."""
-
-    local: int
-
-
-class Node:
-    """The processes of one attempt on this node.
-
-    Signals and exits are events in one queue, so that signal handlers do no work.
-    """
-
-    def __init__(self, launch: Launch, attempt: int) -> None:
-        self._launch = launch
-        self._events: queue.SimpleQueue[Signalled | Exited] = queue.SimpleQueue()
-        self._forwarded: int | None = None
-        self._timers: list[threading.Timer] = []
-        self._writing = threading.Lock()
-        signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        self._previous = {number: signal.signal(number, self._on_signal) for number in signals}
-        self._first = launch.node_rank * launch.local_count
-        self._results_dir = tempfile.TemporaryDirectory(prefix="jspeed-results-") if launch.results else None
-        self._processes: list[subprocess.Popen[str]] = []
+def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
+    """Start this node's processes and wait for them; return the exit code, and whether --results could be written."""
+    came: list[int] = []  # signals: handlers do no work
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in signals}
+    processes: dict[int, subprocess.Popen[str]] = {}  # by rank
+    pumps: list[threading.Thread] = []
+    with tempfile.TemporaryDirectory(prefix="jspeed-results-") as results:
         for local in range(launch.local_count):
-            result = {RESULT: str(Path(self._results_dir.name, str(local)))} if self._results_dir else {}
-            self._processes.append(self._start(variables(launch, launch.node_rank, local, attempt) | result))
-        self._threads = [threading.Thread(target=self._wait_for, args=(n,)) for n in range(len(self._processes))]
-        for thread in self._threads:
-            thread.start()
+            rank = launch.node_rank * launch.local_count + local
+            result = {RESULT: str(Path(results, str(rank)))} if launch.results else {}
+            processes[rank] = _start(launch, variables(launch, launch.node_rank, local, attempt) | result)
+            pumps += _prefix(processes[rank], rank)
+        code = _watch(launch, processes, came)
+        _join(pumps)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        return code, launch.results is None or _write_results(launch.results, Path(results), processes)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._events.put(Signalled(number))
 
-    def _start(self, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
-        pipe = subprocess.PIPE if self._launch.prefix else None
-        # In a session of its own, so that Ctrl-C reaches it once, through here.
-        return subprocess.Popen(
-            self._launch.command,
-            env={**os.environ, **extra},
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=_end_with_launcher,
-        )
+def _start(launch: Launch, extra: Mapping[str, str]) -> "subprocess.Popen[str]":
+    pipe = subprocess.PIPE if launch.prefix else None
+    # In a session of its own, so that Ctrl-C reaches it once, through here.
+    return subprocess.Popen(
+        launch.command,
+        env={**os.environ, **extra},
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=_end_with_launcher,
+    )
 
-    def _wait_for(self, number: int) -> None:
-        process = self._processes[number]
-        pumps = []
-        for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            if source is not None:
-                pumps.append(threading.Thread(target=self._pump, args=(source, target, self._first + number)))
-                pumps[-1].start()
-        process.wait()
-        for pump in pumps:
-            pump.join(5)  # a child of its own may hold the pipe open
-        self._events.put(Exited(number))
 
-    def _pump(self, source: TextIO, target: TextIO, rank: int) -> None:
+def _prefix(process: "subprocess.Popen[str]", rank: int) -> Iterator[threading.Thread]:
+    """Start the threads that pass on the lines of a process, each with its rank; none where it writes them itself."""
+
+    def pump(source: TextIO, target: TextIO) -> None:
         with source:
             for line in source:
-                with self._writing:
+                with _writing:
                     target.write(f"[rank {rank}] {line.rstrip(chr(10))}\n")
                     target.flush()
 
-    def _send(self, number: int) -> None:
-        for process in self._processes:
-            with suppress(OSError):
-                process.send_signal(number)
+    for pipe in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+        if pipe[0] is not None:
+            thread = threading.Thread(target=pump, args=pipe, daemon=True)
+            thread.start()
+            yield thread
 
-    def _alive(self) -> str:
-        return ", ".join(str(self._first + n) for n, process in enumerate(self._processes) if process.poll() is None)
 
-    def _end(self, why: str) -> None:
-        """Send SIGTERM to all, and SIGKILL after the grace period."""
-        if alive := self._alive():
-            say(f"launch: {why}; ending rank {alive}")
-            self._send(signal.SIGTERM)
-            self._later(min(FAILURE_GRACE, self._launch.grace), self._kill)
+def _join(pumps: list[threading.Thread]) -> None:
+    """Wait for the last lines, at most 5 seconds: a child of a process may hold a pipe open."""
+    until = time.monotonic() + 5
+    for pump in pumps:
+        pump.join(max(0, until - time.monotonic()))
 
-    def _kill(self) -> None:
-        if alive := self._alive():
-            say(f"launch: rank {alive} did not end; SIGKILL")
-            self._send(signal.SIGKILL)
 
-    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
-        self._timers.append(threading.Timer(seconds, call, arguments))
-        self._timers[-1].daemon = True
-        self._timers[-1].start()
+def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", came: list[int]) -> int:
+    """Return when all processes have ended: the code of the first that failed, or 0.
 
-    def watch(self) -> int:
-        """Return when all processes have ended: the code of the first that failed, or 0."""
-        code, left = 0, len(self._processes)
-        while left:
-            event = self._next_event()
-            if isinstance(event, Signalled):
-                self._forward(event.number)
-                continue
-            left -= 1
-            returned = self._processes[event.local].returncode
+    The signals in ``came`` are sent on; the grace period starts with the first one that ends the run. After a failure
+    the others get time to exit, then SIGTERM, then SIGKILL.
+    """
+    code, stop, why = 0, 0, ""
+    end_at = kill_at = math.inf
+    alive = dict(processes)
+
+    def send(number: int) -> None:
+        for process in alive.values():
+            process.send_signal(number)
+
+    while alive:
+        time.sleep(0.05)
+        now = time.monotonic()
+        while came:
+            send(number := came.pop(0))
+            if number != signal.SIGUSR1 and not stop:
+                stop, kill_at = number, now + launch.grace
+        ended = [rank for rank, process in alive.items() if process.poll() is not None]
+        for rank in sorted(ended, key=lambda rank: alive[rank].returncode == PEER_LOST):  # after the one that was lost
+            returned = alive.pop(rank).returncode
             if returned and not code:
                 code = 128 - returned if returned < 0 else returned
-                if self._forwarded is None:
-                    self._report_killed(self._first + event.local, returned)
-        for timer in self._timers:
-            timer.cancel()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        return 128 + self._forwarded if self._forwarded and code not in (0, 1) else code
+                if not stop:
+                    why, end_at = f"rank {rank} ended with exit code {returned}", now + SETTLE_SECONDS
+                    if returned < 0:  # it could not say so itself
+                        why = f"rank {rank} was killed by {signal.Signals(-returned).name}"
+                        say(f"launch: {why}")
+        left = ", ".join(map(str, alive))
+        if left and now > end_at:
+            say(f"launch: {why}; ending rank {left}")
+            send(signal.SIGTERM)
+            end_at, kill_at = math.inf, min(kill_at, now + min(FAILURE_GRACE, launch.grace))
+        if left and now > kill_at:
+            say(f"launch: rank {left} did not end; SIGKILL")
+            send(signal.SIGKILL)
+            kill_at = math.inf
+    return 128 + stop if stop and code not in (0, 1) else code
 
-    def write_results(self) -> bool:
-        """Write --results, a list of objects, one for each process; print why it cannot be written and return False."""
-        if self._results_dir is None or self._launch.results is None:
-            return True
-        records = []
-        for local, process in enumerate(self._processes):
-            record: dict[str, Any] = {"rank": self._first + local, "exit_code": process.returncode}
-            with suppress(OSError, ValueError, TypeError):  # a process that was killed may have written half of it
-                record |= json.loads(Path(self._results_dir.name, str(local)).read_text()) | record
-            if record["rank"] == 0:
-                with suppress(OSError, ValueError, KeyError, TypeError):  # a program's own record may have any run_dir
-                    record["samples"] = Path(record["run_dir"], "samples.txt").read_text()
-            records.append(record)
-        self._results_dir.cleanup()
-        try:
-            write_whole(self._launch.results, json.dumps(records, indent=1) + "\n")
-        except BadInput as error:
-            say(f"error: {error}")
-            return False
-        return True
 
-    def _next_event(self) -> Signalled | Exited:
-        """The next event. A signal that comes just before a wait does not interrupt it, so no wait is long."""
-        while True:
-            with suppress(queue.Empty):
-                return self._events.get(timeout=0.2)
-
-    def _forward(self, number: int) -> None:
-        """Forward a signal; the grace period starts with the first one that ends the run."""
-        self._send(number)
-        if number != signal.SIGUSR1 and self._forwarded is None:
-            self._forwarded = number
-            self._later(self._launch.grace, self._kill)
-
-    def _report_killed(self, rank: int, returned: int) -> None:
-        """Report a killed process, which could not do so itself, and give the others time to exit."""
-        how = f"rank {rank} ended with exit code {returned}"
-        if returned < 0:
-            how = f"rank {rank} was killed by {signal.Signals(-returned).name}"
-            say(f"launch: {how}")
-        self._later(SETTLE_SECONDS, self._end, how)
+def _write_results(path: Path, folder: Path, processes: "Mapping[int, subprocess.Popen[str]]") -> bool:
+    """Write --results, a list of objects, one for each process; print why it cannot be written and return False."""
+    records = []
+    for rank, process in processes.items():
+        record: dict[str, Any] = {"rank": rank, "exit_code": process.returncode}
+        with suppress(OSError, ValueError, TypeError):  # a process that was killed may have written half of it
+            record |= json.loads((folder / str(rank)).read_text()) | record
+        if rank == 0:
+            with suppress(OSError, ValueError, KeyError, TypeError):  # a program's own record may have any run_dir
+                record["samples"] = Path(record["run_dir"], "samples.txt").read_text()
+        records.append(record)
+    try:
+        write_whole(path, json.dumps(records, indent=1) + "\n")
+    except BadInput as error:
+        say(f"error: {error}")
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The rank of this process, from flags or the variables of its launcher. No jax here.
+"""The rank of this process and where process 0 is, from flags or the variables of its launcher. No jax here.
 
 Some sets of variables hold the address of process 0: those of torchrun, ``jspeed launch`` and Kubeflow, which scripts
 set by hand too. The launchers of MPI, Flux and Slurm give none, and where several started one another the innermost
@@ -7,15 +7,19 @@ several does not train alone.
 """
 
 import re
+import subprocess
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from ipaddress import IPv6Address
 from itertools import takewhile
 from typing import NamedTuple
 
 from jspeed import accelerators
-from jspeed.cluster import address
 from jspeed.errors import BadInput
+
+HOST = "a host's name or address, such as node0, 10.0.0.1 or fd00::1"
 
 
 @dataclass(frozen=True)
@@ -100,25 +104,25 @@ def find_rank(
         if coordinator is None or processes is None or process_id is None:
             raise BadInput("several processes need all of --coordinator HOST:PORT, --processes N and --process-id I")
         _require_index(process_id, processes, "--process-id", "--processes")
-        rank = Rank(process_id, processes, address.host_and_port("--coordinator", coordinator))
+        rank = Rank(process_id, processes, host_and_port("--coordinator", coordinator))
         return rank if processes > 1 else None
 
     told = _told(environment)
     ranks = {names: _place(names, told) for names in (*ADDRESSED, *LAUNCHERS) if told.keys() >= {*names.needed}}
-    found = next((names for names, rank in ranks.items() if rank.count > 1), None)
+    chosen = next((names for names, rank in ranks.items() if rank.count > 1), None)
     if TORCHRUN in ranks and "TORCHELASTIC_RESTART_COUNT" in told:  # torchrun or jspeed launch, whatever started it
-        found = TORCHRUN
+        chosen = TORCHRUN
     else:
-        _require_agreement(told, ranks, found)
-    if found is None or ranks[found].count == 1:
+        _require_agreement(told, ranks, chosen)
+    if chosen is None or ranks[chosen].count == 1:
         return None
 
     # Sets that say the same complete each other: srun sets PMI's variables too but tells of the nodes in its own, and
     # a script that sets torchrun's need not set the local ones.
-    place = ranks[found]
+    place = ranks[chosen]
     same = [names for names, rank in ranks.items() if (rank.index, rank.count) == (place.index, place.count)]
-    local = next((names for names in same if {names.local_rank, names.local_size} <= told.keys()), found)
-    rank = replace(ranks[local], coordinator=_coordinator(found, same[-1], ranks[local], told))
+    local = next((names for names in same if {names.local_rank, names.local_size} <= told.keys()), chosen)
+    rank = replace(ranks[local], coordinator=_coordinator(chosen, same[-1], ranks[local], told))
     if not 0 <= rank.local_index < rank.local_count:
         raise BadInput(
             f"the local rank is {rank.local_index} but this node has {rank.local_count} processes; set "
@@ -155,14 +159,14 @@ def _place(names: Names, told: Mapping[str, str]) -> Rank:
     return Rank(index, count, "", local, here)
 
 
-def _require_agreement(told: Mapping[str, str], ranks: Mapping[Names, Rank], found: Names | None) -> None:
-    """Raise :class:`BadInput` for a set that contradicts the rank of ``found``, or is there by half without any.
+def _require_agreement(told: Mapping[str, str], ranks: Mapping[Names, Rank], chosen: Names | None) -> None:
+    """Raise :class:`BadInput` for a set that contradicts the rank of ``chosen``, or is there by half without any.
 
-    Sets after ``found`` are of outer launchers. One of a launcher's that is not complete says nothing beside another
+    Sets after ``chosen`` are of outer launchers. One of a launcher's that is not complete says nothing beside another
     that says "several": it is of a service that the launcher offers besides.
     """
-    source = found or next(iter(ranks), None)
-    for names in takewhile(lambda names: names is not found, ADDRESSED if found else (*ADDRESSED, *LAUNCHERS)):
+    source = chosen or next(iter(ranks), None)
+    for names in takewhile(lambda names: names is not chosen, ADDRESSED if chosen else (*ADDRESSED, *LAUNCHERS)):
         present = names.present(told)
         if len(present) <= names.common or (names.address and not {names.rank, names.size} & {*present}):
             continue
@@ -181,28 +185,28 @@ def _require_agreement(told: Mapping[str, str], ranks: Mapping[Names, Rank], fou
                 )
 
 
-def _coordinator(found: Names, launcher: Names, place: Rank, told: Mapping[str, str]) -> str:
-    """Return HOST:PORT of process 0: what ``found`` or else another set says, or where ``launcher`` started it.
+def _coordinator(chosen: Names, launcher: Names, place: Rank, told: Mapping[str, str]) -> str:
+    """Return HOST:PORT of process 0: what ``chosen`` or else another set says, or where ``launcher`` started it.
 
     Its port is then a hash of the job's name. Raises :class:`BadInput` where nothing says the host.
     """
-    for names in (found, TRAINER, JAXJOB, TORCHRUN):
+    for names in (chosen, TRAINER, JAXJOB, TORCHRUN):
         if names.address and told.keys() >= {*names.address}:
             if names is TRAINER:
-                return address.host_and_port(names.address[0], told[names.address[0]])
+                return host_and_port(names.address[0], told[names.address[0]])
             host, port = names.address
             number = told[port]
-            if names is TORCHRUN and "TORCHELASTIC_RUN_ID" in told and (store := address.port(number)):
+            if names is TORCHRUN and "TORCHELASTIC_RUN_ID" in told and (store := valid_port(number)):
                 number = str(store + 1 if store < 65_535 else store - 1)  # torchrun's own store listens at MASTER_PORT
             if names is TORCHRUN and "JAX_COORDINATOR_PORT" in told:
                 port, number = "JAX_COORDINATOR_PORT", told["JAX_COORDINATOR_PORT"]
-            return address.joined(host, told[host], port, number)
+            return joined(host, told[host], port, number)
 
     uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", told.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI before 5
     if place.local_count >= place.count:
         host, where = "this node", "127.0.0.1"
     elif launcher is SLURM and "SLURM_STEP_NODELIST" in told:
-        host, where = "SLURM_STEP_NODELIST", address.first_host(told["SLURM_STEP_NODELIST"])
+        host, where = "SLURM_STEP_NODELIST", first_host(told["SLURM_STEP_NODELIST"])
     elif launcher is OPEN_MPI and uri:
         host, where = "OMPI_MCA_orte_hnp_uri", uri[1] or uri[2]
     else:
@@ -214,7 +218,7 @@ def _coordinator(found: Names, launcher: Names, place: Rank, told: Mapping[str, 
     if launcher is SLURM:
         job += "." + told.get("SLURM_STEP_ID", "")
     default = 61_440 + zlib.crc32(job.encode(errors="replace")) % 4_096  # above what kernels give to clients
-    return address.joined(host, where, "JAX_COORDINATOR_PORT", told.get("JAX_COORDINATOR_PORT", str(default)))
+    return joined(host, where, "JAX_COORDINATOR_PORT", told.get("JAX_COORDINATOR_PORT", str(default)))
 
 
 def _integer(told: Mapping[str, str], name: str, default: int) -> int:
@@ -261,3 +265,58 @@ def local_devices(rank: Rank, environment: Mapping[str, str]) -> list[int] | Non
         )
     share = seen // rank.local_count
     return list(range(rank.local_index * share, (rank.local_index + 1) * share))
+
+
+def valid_host(text: str) -> str | None:
+    """Return the host in ``text``, an IPv6 address without its brackets; None for what no socket accepts as a host."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    try:
+        if ":" in bare:
+            IPv6Address(bare)  # also with a zone: fe80::1%eth0
+        elif bare != text or not re.fullmatch(r"[\w.-]+", bare):
+            return None
+        else:
+            bare.encode("idna")
+    except ValueError:  # UnicodeError, of a name that IDNA refuses, is one
+        return None
+    return bare
+
+
+def valid_port(text: str) -> int | None:
+    """Return the port in ``text``; None for anything else."""
+    return int(text) if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65_536 else None
+
+
+def joined(host_name: str, host_text: str, port_name: str, port_text: str) -> str:
+    """Return HOST:PORT, an IPv6 address in brackets. Raises :class:`BadInput` naming what is no host or no port."""
+    host = valid_host(host_text)
+    if host is None:
+        raise BadInput(f"{host_name} is {host_text!r}; expected {HOST}, without a port")
+    if valid_port(port_text) is None:
+        raise BadInput(f"{port_name} is {port_text!r}; expected a port from 1 to 65535")
+    return f"[{host}]:{port_text}" if ":" in host else f"{host}:{port_text}"
+
+
+def host_and_port(name: str, text: str) -> str:
+    """Return ``text``, the value of ``name``. Raises :class:`BadInput` when it is not HOST:PORT or [IPv6]:PORT."""
+    where, _, number = text.rpartition(":")
+    if valid_host(where) is None or valid_port(number) is None or (":" in where and where[0] != "["):
+        raise BadInput(
+            f"{name} {text!r} is not HOST:PORT; write for example 10.0.0.1:29500, and brackets around an IPv6 address, "
+            "whose end could be the port: [::1]:29500"
+        )
+    return text
+
+
+def first_host(nodes: str) -> str:
+    """Return the first host of Slurm's ``nodes``, such as n[08-11,3]b[0-1],c: n08b0.
+
+    ``scontrol`` expands it; where it is missing or refuses, the first choice in every bracket is the first host.
+    """
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["scontrol", "show", "hostnames", nodes]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        if shown:
+            return shown[0]
+    first = re.fullmatch(r",*((?:[^][,]|\[[^][]+\])+)(?:,.*)?", nodes)
+    return re.sub(r"\[([^],-]*)[^]]*\]", r"\1", first[1]) if first else nodes

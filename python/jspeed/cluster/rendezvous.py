@@ -4,6 +4,10 @@ JAX's own service accepts any client: a second run on the same port kills the fi
 world size aborts or hangs all processes with a C++ stack trace. So JAX's service gets a reserved port, known only to
 registered processes, and the agreed port is free again afterwards. The connections stay open: they close when a process
 exits. No jax in here.
+
+Then JAX connects to its service through a proxy of this process (:func:`proxy`): where that connection breaks, JAX
+aborts at once, and through the proxy it only stops answering, which leaves :mod:`jspeed.cluster.failure` time to report
+the error and exit.
 """
 
 import errno
@@ -11,29 +15,25 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from jspeed.cluster.timeout import WAIT_SECONDS, with_timeout
+from jspeed.cluster.timeout import WAIT_SECONDS
 from jspeed.errors import BadInput
 
 _GREETING = "jspeed 1"
 _LONGEST = 4096  # bytes of one message
 
-
-class Meeting(NamedTuple):
-    """The port of process 0's service, and the open connections by the rank of the peer.
-
-    Process 0 has a connection to each of the others; they have one to process 0.
-    """
-
-    service_port: int
-    peers: dict[int, socket.socket]
+Peers = dict[int, socket.socket]  # open connections by the rank of the peer
 
 
-def rendezvous(host: str, port: int, index: int, count: int, seconds: float, service_port: int) -> Meeting:
+def rendezvous(host: str, port: int, index: int, count: int, seconds: float, service_port: int) -> tuple[int, Peers]:
     """Register with process 0 at ``host``:``port``; return once all ``count`` processes have called this.
+
+    Returns the port of process 0's service, and the connections: process 0 has one to each of the others, they have one
+    to process 0.
 
     Raises :class:`BadInput` when they have not after ``seconds``, when two give one ``index`` or another ``count``,
     and on process 0 when it cannot listen on ``port``. Only process 0's ``service_port`` counts.
@@ -59,6 +59,21 @@ def free_port() -> int:
         return port
 
 
+def proxy(host: str, port: int) -> int:
+    """Forward a local port to ``host``:``port`` with daemon threads until the program ends; return the local port.
+
+    The local end stays open when the far one closes.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            _start(_forward, listener.accept()[0], host, port)
+
+    _start(serve)
+    return listener.getsockname()[1]
+
+
 def is_open(connection: socket.socket) -> bool:
     """Whether the peer lives: it never sends, so readable means end of file. Makes ``connection`` non-blocking."""
     connection.setblocking(False)
@@ -70,8 +85,8 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def _serve(port: int, count: int, seconds: float, service_port: int) -> Meeting:
-    peers: dict[int, socket.socket] = {}
+def _serve(port: int, count: int, seconds: float, service_port: int) -> tuple[int, Peers]:
+    peers: Peers = {}
     with ExitStack() as open_sockets:
         try:
             listener = open_sockets.enter_context(_listener(port, count))
@@ -80,30 +95,26 @@ def _serve(port: int, count: int, seconds: float, service_port: int) -> Meeting:
             reason = os.strerror(error.errno or 0)
             raise BadInput(f"process 0 cannot listen on port {port} ({reason}); {taken}choose another port") from None
 
-        stop = threading.Event()
-
-        def accept_all() -> None:
-            while len(peers) < count - 1 and not stop.is_set():
+        until = time.monotonic() + seconds
+        try:
+            while len(peers) < count - 1:
+                if time.monotonic() > until:
+                    missing = ", ".join(str(index) for index in range(1, count) if index not in peers)
+                    raise BadInput(
+                        f"process 0 waited {seconds:g} s at port {port}; of {count} processes these are missing: "
+                        f"{missing}; start them, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
+                    )
                 with suppress(TimeoutError):
                     _accept(open_sockets.enter_context(listener.accept()[0]), peers, count)
                 for index in [index for index, peer in peers.items() if not is_open(peer)]:
                     peers.pop(index).close()  # it died, and may be restarted
-
-        try:
-            with_timeout(seconds, accept_all)
-        except (BadInput, TimeoutError) as error:
-            stop.set()
-            missing = ", ".join(str(index) for index in range(1, count) if index not in peers)
-            text = str(error) or (
-                f"process 0 waited {seconds:g} s at port {port}; of {count} processes these are missing: {missing}; "
-                f"start them, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
-            )
-            _send_to_all(peers, {"error": text})
-            raise BadInput(text) from None
+        except BadInput as error:
+            _send_to_all(peers, {"error": str(error)})
+            raise
         _send_to_all(peers, {"port": service_port})
         open_sockets.pop_all()
         listener.close()
-    return Meeting(service_port, peers)
+    return service_port, peers
 
 
 def _listener(port: int, count: int) -> socket.socket:
@@ -117,7 +128,7 @@ def _family() -> socket.AddressFamily:
     return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
 
-def _accept(peer: socket.socket, peers: dict[int, socket.socket], count: int) -> None:
+def _accept(peer: socket.socket, peers: Peers, count: int) -> None:
     """Add ``peer`` to ``peers`` if it is one of this run; any other client is ignored."""
     peer.settimeout(5)
     try:
@@ -142,50 +153,42 @@ def _accept(peer: socket.socket, peers: dict[int, socket.socket], count: int) ->
         peers[index] = peer
 
 
-def _register(host: str, port: int, index: int, count: int, seconds: float) -> Meeting:
+def _register(host: str, port: int, index: int, count: int, seconds: float) -> tuple[int, Peers]:
     status = "no connection"
-    stop = threading.Event()
-
-    def register() -> tuple[dict[str, Any], socket.socket]:
-        nonlocal status
-        while not stop.wait(0.2):
+    until = time.monotonic() + seconds + 2  # process 0 times out first and knows who is missing
+    while (left := until - time.monotonic()) > 0:
+        with ExitStack() as failed:
             try:
-                connection = socket.create_connection((host.strip("[]"), port), timeout=5)
-            except OSError as error:
-                status = error.strerror or str(error)
-                continue
-            try:
-                connection.settimeout(seconds)
-                connection.sendall(_message({"index": index, "count": count}))
+                connection = failed.enter_context(socket.create_connection((host.strip("[]"), port), min(5, left)))
                 status = "connected, no reply yet"
-                return _receive(connection), connection
+                connection.settimeout(left)
+                connection.sendall(_message({"index": index, "count": count}))
+                answer = _receive(connection)
+                failed.pop_all()
+                break
             except ValueError:
                 status = "another service answers there"
             except OSError as error:
-                status = error.strerror or str(error)
-            connection.close()
-        raise TimeoutError
-
-    try:
-        answer, connection = with_timeout(seconds + 2, register)  # process 0 times out first and knows who is missing
-    except TimeoutError:
-        stop.set()
+                if not isinstance(error, TimeoutError):
+                    status = error.strerror or str(error)
+        time.sleep(0.2)
+    else:
         raise BadInput(
             f"process {index} of {count} waited {seconds:g} s for process 0 at {host}:{port} ({status}); start all "
             f"processes, check address, port and firewall, or wait longer ({WAIT_SECONDS})"
-        ) from None
+        )
     if "error" in answer:
         connection.close()
         raise BadInput(answer["error"])
-    return Meeting(answer["port"], {0: connection})
+    return answer["port"], {0: connection}
 
 
 def _message(content: dict[str, Any]) -> bytes:
     return json.dumps({"greeting": _GREETING} | content).encode() + b"\n"
 
 
-def _send_to_all(peers: dict[int, socket.socket], content: dict[str, Any]) -> None:
-    for peer in list(peers.values()):  # after a time-out accept_all may still add one
+def _send_to_all(peers: Peers, content: dict[str, Any]) -> None:
+    for peer in peers.values():
         with suppress(OSError):  # a dead peer is detected when JAX connects
             peer.sendall(_message(content))
 
@@ -204,3 +207,33 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     if not isinstance(content, dict) or content.get("greeting") != _GREETING:
         raise ValueError("not a jspeed message")
     return content
+
+
+def _forward(near: socket.socket, host: str, port: int) -> None:
+    for _ in range(25):  # process 0 may not have started its service yet; JAX retries
+        with suppress(OSError):
+            far = socket.create_connection((host.strip("[]"), port), timeout=5)
+            break
+        threading.Event().wait(0.2)
+    else:
+        near.close()
+        return
+    far.settimeout(None)
+    for end in (near, far):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _start(_pump, far, near)  # end of file is not forwarded to JAX
+    _pump(near, far)
+    with near, far, suppress(OSError):  # JAX has closed its end
+        far.shutdown(socket.SHUT_RDWR)
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Copy until ``source`` ends; discard data once ``sink`` is closed."""
+    with suppress(OSError):
+        while data := source.recv(1 << 16):
+            with suppress(OSError):
+                sink.sendall(data)
+
+
+def _start(function: Callable[..., None], *arguments: object) -> None:
+    threading.Thread(target=function, args=arguments, daemon=True).start()

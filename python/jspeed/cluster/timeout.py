@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from jspeed.errors import BadInput
@@ -41,20 +42,13 @@ def with_timeout(seconds: float, function: Callable[[], Result]) -> Result:
     It runs in a thread, so that Ctrl-C and SIGTERM are handled even while it waits inside a library; after a timeout
     that thread is left running.
     """
-    results: list[Result] = []
-    errors: list[BaseException] = []
+    ended: Future[Result] = Future()
 
     def call() -> None:
         try:
-            results.append(function())
+            ended.set_result(function())
         except BaseException as error:
-            errors.append(error)
+            ended.set_exception(error)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError
-    return results[0]
+    threading.Thread(target=call, daemon=True).start()
+    return ended.result(seconds)

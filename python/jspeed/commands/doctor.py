@@ -1,7 +1,6 @@
 """``jspeed doctor``: devices, attention and FP8 kernels, caches, data, extras and launcher of this machine."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -21,7 +20,7 @@ from jspeed.cores import cores
 from jspeed.data.manifest import complete_manifest
 from jspeed.errors import BadInput
 from jspeed.files import cache_folder
-from jspeed.plan.views.formatting import size
+from jspeed.plan.views.tables import size
 from jspeed.standard_streams import without_logs
 
 if TYPE_CHECKING:
@@ -39,7 +38,8 @@ EXTRAS = {
     "eval": (("lm_eval",), "evaluate --tasks NAME,..."),
     "log": (("tensorboard", "wandb"), "run --log tensorboard,wandb"),
 }
-NCCL_SHARED = 2**29  # bytes; Docker gives 64 MB, and NCCL's processes of a machine use it
+SHARED = Path("/dev/shm")
+NCCL_SHARED = 2**29  # bytes of it; Docker gives 64 MB, and NCCL's processes of a machine use it
 LABEL = 12  # columns
 
 
@@ -51,14 +51,16 @@ def doctor(json_: bool = False) -> None:
     Args:
         json_: Print it as JSON.
     """
-    found = collect()
-    print(json.dumps(found, indent=2) if json_ else as_text(found))
+    report = collect()
+    print(json.dumps(report, indent=2) if json_ else as_text(report))
 
 
 def collect() -> dict[str, Any]:
     """Return everything, as plain data; sizes are in bytes."""
     around = repository()
-    found = accelerators()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of the machine
+    devices = accelerators()
+    from jspeed.plan.target import installed
     from jspeed.run.evidence.provenance import installed_version
 
     return {
@@ -68,15 +70,15 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "packages": {name: installed_version(name) for name in PACKAGES},
-        "machine": {"cores": cores(), "memory": memory(), "system": f"{platform.system()} {platform.machine()}"},
-        **found,
+        "machine": {"cores": cores(), "memory": memory, "system": f"{platform.system()} {platform.machine()}"},
+        **devices,
         **kept(),
         "extras": {
             name: {"installed": any(map(installed, modules)), "gives": gives}
             for name, (modules, gives) in EXTRAS.items()
         },
         "launcher": launcher(os.environ),
-        "shared_memory": shared_memory(),
+        "shared_memory": shutil.disk_usage(SHARED).total if SHARED.is_dir() else None,
     }
 
 
@@ -137,25 +139,21 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
 
 
 def kept() -> dict[str, Any]:
-    """Return the cache folder and the data in it, or why there is none."""
+    """Return where prepared data and compiled programs are kept, their sizes, the room there is, and the data sets."""
     try:
         folder = cache_folder()
     except BadInput as error:
         return {"cache": {"folder": None, "problem": str(error)}, "data": []}
-    return {"cache": cache(folder), "data": data_sets(folder / "data")}
-
-
-def cache(folder: Path) -> dict[str, Any]:
-    """Return where prepared data and compiled programs are kept, how large both are, and what room there is."""
     programs = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or folder / "xla")
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     sizes = {"data": folder_size(folder / "data"), "programs": folder_size(programs)}
-    return {"folder": str(folder), "programs_folder": str(programs), **sizes, "free": shutil.disk_usage(there).free}
+    places = {"folder": str(folder), "programs_folder": str(programs)}
+    return {"cache": places | sizes | {"free": shutil.disk_usage(there).free}, "data": data_sets(folder / "data")}
 
 
 def data_sets(folder: Path) -> list[dict[str, Any]]:
     """Return the folders of shards in the cache: tokenizer and tokens, or what is wrong with one."""
-    found = []
+    listed = []
     for place in sorted(folder.iterdir() if folder.is_dir() else []):
         if place.name.startswith(".") or not place.is_dir():
             continue
@@ -168,8 +166,8 @@ def data_sets(folder: Path) -> list[dict[str, Any]]:
                 one["problem"] = "no valid manifest.json or not all of its shards; run jspeed prepare again to resume"
         except BadInput as error:
             one["problem"] = str(error)
-        found.append(one)
-    return found
+        listed.append(one)
+    return listed
 
 
 def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -179,11 +177,6 @@ def launcher(environment: Mapping[str, str]) -> dict[str, Any]:
     except BadInput as error:
         return {"processes": None, "problem": str(error)}
     return {"processes": rank.count if rank else 1, "process_id": rank.index if rank else 0, "problem": None}
-
-
-def shared_memory(folder: Path = Path("/dev/shm")) -> int | None:
-    """Return the size in bytes of what processes of one machine share memory through; None without it."""
-    return shutil.disk_usage(folder).total if folder.is_dir() else None
 
 
 def shared_memory_problem(devices: Mapping[str, Any], shared: int | None) -> str | None:
@@ -196,42 +189,42 @@ def shared_memory_problem(devices: Mapping[str, Any], shared: int | None) -> str
     )
 
 
-def as_text(found: Mapping[str, Any]) -> str:
+def as_text(report: Mapping[str, Any]) -> str:
     """Return what was found as lines for a terminal."""
-    devices, sizes, machine = found["devices"], found["cache"], found["machine"]
-    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in found["packages"].items())
+    devices, sizes, machine = report["devices"], report["cache"], report["machine"]
+    packages = ", ".join(f"{name} {number or 'missing'}" for name, number in report["packages"].items())
     memory_of_one = f", {size(devices['memory'])} each for JAX" if devices and devices["memory"] else ""
     chosen = f" ({devices['chosen_by']})" if devices and devices["chosen_by"] else ""
     rows = [
-        ("jspeed", f"{found['jspeed']} in {found['package']}"),
-        ("repository", found["repository"] or "none (benches, records and tests need a checkout)"),
-        ("Python", f"{found['python']} ({found['executable']})"),
+        ("jspeed", f"{report['jspeed']} in {report['package']}"),
+        ("repository", report["repository"] or "none (benches, records and tests need a checkout)"),
+        ("Python", f"{report['python']} ({report['executable']})"),
         ("packages", packages),
         ("machine", f"{machine['system']}, {machine['cores']} cores, {size(machine['memory'])} memory"),
-        ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}" if devices else found["problem"]),
+        ("devices", f"{devices['count']} x {devices['kind']}{memory_of_one}{chosen}" if devices else report["problem"]),
     ]
     if devices:
-        if found["problem"]:
-            rows.append(("", found["problem"]))
-        rows.append(("attention", f"{found['attention']['backend']}: {found['attention']['why']}"))
-        rows.append(("FP8", f"{found['fp8']['matmuls']}: {found['fp8']['why']}"))
-        if too_little := shared_memory_problem(devices, found["shared_memory"]):
+        if report["problem"]:
+            rows.append(("", report["problem"]))
+        rows.append(("attention", f"{report['attention']['backend']}: {report['attention']['why']}"))
+        rows.append(("FP8", f"{report['fp8']['matmuls']}: {report['fp8']['why']}"))
+        if too_little := shared_memory_problem(devices, report["shared_memory"]):
             rows.append(("", too_little))
     if sizes["folder"]:
         rows.append(("cache", f"{sizes['folder']}: {size(sizes['data'])} data, {size(sizes['free'])} free"))
         rows.append(("", f"{sizes['programs_folder']}: {size(sizes['programs'])} compiled programs"))
     else:
         rows.append(("cache", sizes["problem"]))
-    for number, one in enumerate(found["data"]):
+    for number, one in enumerate(report["data"]):
         tokens = ", ".join(f"{split} {count:,}" for split, count in (one["tokens"] or {}).items())
         text = one["problem"] or f"{tokens} tokens of {one['tokenizer']}"
         rows.append(("" if number else "data", f"{one['name']}: {text}"))
-    if not found["data"]:
+    if not report["data"]:
         rows.append(("data", "none prepared; jspeed run prepares stdlib itself, jspeed prepare --help has others"))
-    for number, (name, extra) in enumerate(found["extras"].items()):
+    for number, (name, extra) in enumerate(report["extras"].items()):
         state = "installed" if extra["installed"] else f"pip install 'jspeed[{name}]'"
         rows.append(("" if number else "extras", f"{name}: {extra['gives']} - {state}"))
-    launched = found["launcher"]
+    launched = report["launcher"]
     alone = "none (single process)"
     several = f"process {launched.get('process_id')} of {launched['processes']}"
     rows.append(("launcher", launched["problem"] or (alone if launched["processes"] == 1 else several)))
@@ -241,19 +234,6 @@ def as_text(found: Mapping[str, Any]) -> str:
         textwrap.fill(text, width, initial_indent=f"{label:<{LABEL}}", subsequent_indent=gap, break_on_hyphens=False)
         for label, text in rows
     )
-
-
-def installed(module: str) -> bool:
-    """Return whether a module is there, without importing it."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the package above it
-        return False
-
-
-def memory() -> int:
-    """Return the machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def folder_size(folder: Path) -> int:

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jspeed.commands.flags import Command, check_folders, refuse
-from jspeed.errors import BadInput
-from jspeed.fields import Axes, File, Folder, Wants
+from jspeed.fields import Axes, Count, File, Folder, Wants
 from jspeed.files import write_whole
 from jspeed.standard_streams import without_logs
 
@@ -15,11 +14,11 @@ from jspeed.standard_streams import without_logs
 def evaluate(
     model: Annotated[Path, Wants("MODEL", positional=True)],
     data: Folder | None = None,
-    tokens: int | None = None,
+    tokens: Count | None = None,
     accuracy: bool = False,
     hellaswag_: Annotated[str | None, Wants("FILE|download")] = None,
     tasks: Annotated[str | None, Wants("NAME,...")] = None,
-    items: int | None = None,
+    items: Count | None = None,
     mesh: Axes | None = None,
     json_: File | None = None,
 ) -> None:
@@ -37,9 +36,6 @@ def evaluate(
         mesh: Spread the parameters over these devices, for example data=8.
         json_: Also write the figures here.
     """
-    for flag, given in (("tokens", tokens), ("items", items)):
-        if given is not None and given < 1:
-            raise BadInput(f"--{flag} {given}: must be at least 1")
     check_folders({"--json": json_})
     on_shards: dict[str, object] = {"--data": data, "--tokens": tokens, "--accuracy": accuracy or None}
     if tasks is not None:
@@ -63,10 +59,10 @@ def evaluate(
 
     use_compile_cache()
     loaded = load_model(model, mesh_for(mesh))
-    found: dict[str, Any]
+    report: dict[str, Any]
     if tasks is not None:
-        found = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
-        for name, figures in found.items():
+        report = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
+        for name, figures in report.items():
             for metric, value in figures.items():
                 if isinstance(value, float) and "_stderr" not in metric:
                     error = figures.get(metric.replace(",", "_stderr,"))
@@ -81,12 +77,12 @@ def evaluate(
             for scored in hellaswag(loaded, chosen):
                 bar.update(task, completed=scored.items)
         done, right, right_mean = scored
-        found = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
+        report = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
         print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
     else:
         folder = data_folder(loaded.recipe, data)
         result = validate(loaded, folder, tokens, accuracy)
-        found = dict(vars(result))
+        report = dict(vars(result))
         print(
             f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
             f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
@@ -94,7 +90,7 @@ def evaluate(
             + ("" if result.accuracy is None else f"; accuracy {result.accuracy:.4f}")
         )
     if json_:
-        write_whole(json_, json.dumps(found, indent=2) + "\n")
+        write_whole(json_, json.dumps(report, indent=2) + "\n")
 
 
 COMMAND = Command(

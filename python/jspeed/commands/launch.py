@@ -32,7 +32,7 @@ def launch(options: Launch, dry_run: bool = False) -> int:
 
 def program(words: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words as a command of this Python. Raises BadInput where there is no such script, and for wrong flags
-    of ``run``, which else every process would report."""
+    of ``run``: they are parsed here once, so that not every process reports them."""
     script, *arguments = words
     if script == TRAIN:  # a script of that name is ./run
         parse(RUN, arguments, f"jspeed {TRAIN}")

@@ -10,14 +10,14 @@ import jspeed
 from jspeed.commands import repository
 from jspeed.commands.flags import Command, group_of
 from jspeed.errors import BadInput
-from jspeed.fields import Folder, Wants, shown
+from jspeed.fields import Count, Folder, Wants, integer, shown
 from jspeed.record import store, verify
-from jspeed.record.remarks import remarks
+from jspeed.record.preregistration import MOST_RUNS, ROUND
+from jspeed.record.remarks import RECIPES, remarks
 from jspeed.standard_streams import interruptible, without_logs
 
 PACKAGE = Path(jspeed.__file__).parent
-RECIPES = PACKAGE / "recipes"
-Runs = Annotated[tuple[Path, ...], Wants("RUN_DIR ...", positional=True)]
+Runs = Annotated[tuple[Path, ...], Wants("RUN_DIR", positional=True)]
 Side = Annotated[str, Wants("RECIPE", positional=True)]
 RecordsFolder = Annotated[
     Path | None,
@@ -47,11 +47,10 @@ def add_(run_dir: Runs, records: RecordsFolder = None, weights: Annotated[str | 
         print(f"added {path}")
     for note in notes:
         print(f"note: {note}")
-    found = store.read(folder)
-    for problem in verify.verify(found, now()):
+    for problem in verify.verify(addition.records, now()):
         print(f"`jspeed leaderboard verify` fails until this is fixed: {problem.text}")
-    if own and not found.problems:
-        write_page(found, own / "site", own / "README.md")
+    if own:
+        write_page(addition.records, own / "site", own / "README.md")
 
 
 def verify_(
@@ -59,7 +58,7 @@ def verify_(
 ) -> int:
     """Recompute every number from the files in the records folder; exit code 1 and the reasons if one differs.
 
-    Of the repository's own records it also says whether the page and README's block are what they make.
+    Of the repository's own records it also says whether README's block is what they make.
 
     Args:
         record: Only what concerns this file, or the files under this folder (optional); without it everything.
@@ -67,14 +66,19 @@ def verify_(
     if record is not None and not record.exists():
         raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
     folder, own = places(records)
-    found = store.read(folder)
-    problems = verify.verify(found, now())
+    loaded = store.read(folder)
+    problems = verify.verify(loaded, now())
     if own and not problems:
-        from jspeed.leaderboard.views import page
+        from jspeed.leaderboard import history, judge
+        from jspeed.leaderboard.views import readme
 
-        problems = page.stale(page.contents(found, timing_rule(), own / "site", own / "README.md"))
-    subject = f"{len(found.rows)} runs, {len(found.plans)} plans, {len(found.sources)} recipes"
-    subject = f"{folder}: {subject}, {len(found.tracks)} tracks"
+        path, tracks = own / "README.md", judge.board(loaded)
+        text, wanted = readme.refreshed(path, tracks, history.read_histories(folder, tracks))
+        if text != wanted:
+            says = f"{path}: expected the block that the records make, found another; run: jspeed leaderboard page"
+            problems = [store.Problem(path, says)]
+    subject = f"{len(loaded.rows)} runs, {len(loaded.plans)} plans, {len(loaded.sources)} recipes"
+    subject = f"{folder}: {subject}, {len(loaded.tracks)} tracks"
     if record is not None:
         subject = str(record)
         problems = [problem for problem in problems if problem.path.resolve().is_relative_to(record.resolve())]
@@ -117,11 +121,10 @@ def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None)
 
     from jspeed.leaderboard import compare, judge
 
-    found = store.load(places(records)[0])
-    tracks = judge.board(found)
-    one, two = (compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b))
+    loaded = store.load(places(records)[0])
+    tracks, raced = judge.board_and_rounds(loaded)
+    one, two = (compare.find_side(text, tracks, loaded.sources, RECIPES) for text in (a, b))
     console = Console(highlight=False)
-    raced = judge.raced(found)
     changed = compare.changes(one.source, two.source)
     for line in [*compare.speed(one, two, raced), "", *compare.change_lines(changed)]:
         console.print(Text(line))
@@ -139,11 +142,11 @@ def page_(out: Folder | None = None, records: Folder | None = None) -> None:
         records: The records folder; one that is not the repository's own needs --out.
     """
     folder, own = places(records)
-    found = store.load(folder)
+    loaded = store.load(folder)
     if out is not None:
-        write_page(found, out)
+        write_page(loaded, out)
     elif own is not None:
-        write_page(found, own / "site", own / "README.md")
+        write_page(loaded, own / "site", own / "README.md")
     else:
         around, why = repository(), "there is no repository here"
         if around:
@@ -154,9 +157,9 @@ def page_(out: Folder | None = None, records: Folder | None = None) -> None:
 def race_(
     a: Side,
     b: Side,
-    rounds: int = 2,
+    rounds: Annotated[int, integer(1, MOST_RUNS // ROUND)] = 2,
     run_dir: Folder | None = None,
-    steps: int | None = None,
+    steps: Count | None = None,
     flags: RunFlags = "",
 ) -> int:
     """Run two recipes in turn on this machine, A B B A in each round, and say how their times compare.
@@ -179,7 +182,7 @@ def race_(
 
 def reproduce_(
     recipe: Side,
-    n: int = 1,
+    n: Annotated[int, integer(1, MOST_RUNS)] = 1,
     run_dir: Folder | None = None,
     flags: RunFlags = "",
     records: RecordsFolder = None,
@@ -197,9 +200,9 @@ def reproduce_(
 
     words = split_words("--flags", flags)
     folder, _ = places(records)
-    found, around = store.load(folder), repository()
-    side = compare.find_side(recipe, judge.board(found), found.sources, RECIPES)
-    if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in found.sources:
+    loaded, around = store.load(folder), repository()
+    side = compare.find_side(recipe, judge.board(loaded), loaded.sources, RECIPES)
+    if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in loaded.sources:
         raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that does")
     if around is None:
         raise BadInput(f"the commit of recipe '{recipe}' is in jspeed's repository: clone it, and try again there")
@@ -222,11 +225,11 @@ def places(records: Path | None) -> tuple[Path, Path | None]:
     return folder, around if around and folder.resolve() == (around / "records").resolve() else None
 
 
-def write_page(found: store.Records, folder: Path, readme: Path | None = None) -> None:
+def write_page(records: store.Records, folder: Path, readme: Path | None = None) -> None:
     """Write the page to ``folder``, and the block in ``readme``; print their paths."""
     from jspeed.leaderboard.views import page
 
-    made = page.contents(found, timing_rule(), folder, readme)
+    made = page.contents(records, timing_rule(), folder, readme)
     page.write(made)
     for path in made:
         print(f"wrote {path}")
@@ -246,7 +249,7 @@ COMMAND = group_of(
     "The leaderboard: add finished runs, check every number, show it, compare two recipes, make its page.",
     {
         "add": Command(add_, ("runs/stdlib-...-plan  # all runs of a plan, whatever came out",)),
-        "verify": Command(verify_, ("  # every number, and the page made of them",)),
+        "verify": Command(verify_, ("  # every number, and README's block made of them",)),
         "show": Command(show_, ("--track stdlib/cpu  # one track",)),
         "compare": Command(
             compare_, ("stdlib stdlib-adamw  # faster? by how much? how significant? what was changed?",)

@@ -7,10 +7,9 @@ import sys
 import traceback
 from collections.abc import MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import make_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Any
 
 from jspeed import __version__
 from jspeed.accelerators import cuda_root
@@ -37,7 +36,6 @@ EXAMPLES = (
     "run --steps 20  # its first steps",
     "plan r29 --target h100x8  # what eight H100s would do",
     "prepare text my_texts/ --out shards  # your own data",
-    "--tyro-print-completion bash  # completion for your shell; also zsh and fish",
 )
 # What JAX may be told by variables: where to run and with whom, what to keep, what to log. Each of its other settings,
 # those of releases to come too, may change numbers, or is made by a run itself.
@@ -52,7 +50,6 @@ HONOURED = {
     "JAX_LOGGING_LEVEL", "JAX_TRACEBACK_FILTERING",
 }  # fmt: skip
 OTHERS = re.compile("JAX_.*|CHECK_VMA|EAGER_CONSTANT_FOLDING")  # the last two are JAX's too
-COMPLETION = ("--tyro-print-completion", "--tyro-write-completion")
 
 
 def main(name: str = "") -> None:
@@ -106,8 +103,6 @@ def call(words: Sequence[str], name: str = "") -> int | None:
     if not name and words and words[0] == "--version":
         print(f"jspeed {__version__}")
         return 0
-    if not name and words and words[0] in COMPLETION:
-        return complete(top, words)
     prog, command = (sys.argv[0], load(name)) if name else ("jspeed", top)
     while isinstance(command, Group):
         name, words = choose_command(command, words, prog), words[1:]
@@ -125,24 +120,3 @@ def call(words: Sequence[str], name: str = "") -> int | None:
 def load(name: str) -> Any:
     """Return the command or group that the module ``name`` defines."""
     return import_module(f"jspeed.commands.{name}").COMMAND
-
-
-def complete(top: Any, words: Sequence[str]) -> int:
-    """Print or write the shell's completion of all commands and flags, as tyro makes it."""
-    import tyro
-
-    from jspeed.commands.flags import Group, flags_of
-
-    def kind(command: Any) -> Any:
-        if not isinstance(command, Group):
-            return flags_of(command)
-        named = {}
-        for name in command.commands:
-            with suppress(BadInput):  # benches, where there are none
-                named[name] = kind(command.load(name))
-        options = [Annotated[Any, tyro.conf.subcommand(name=name, constructor=of)] for name, of in named.items()]
-        return make_dataclass("Chosen", [("command", Union[tuple(options)])] if options else [])  # noqa: UP007
-
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
-    tyro.cli(kind(top), prog="jspeed", args=list(words), config=config)
-    return 0

@@ -15,18 +15,17 @@ from jspeed.commands.flags import Command, group_of
 from jspeed.corpus import Progress as Count
 from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
+from jspeed.corpus.tokenise import Files, Fraction, Processes, Tokenising
 from jspeed.corpus.tokenizers import TOKENIZERS, named_facts
-from jspeed.data.folder import LEAST_SHARD, MOST_SHARD, SHARD_TOKENS
 from jspeed.data.manifest import Manifest, complete_manifest
 from jspeed.data.ready_tokens import convert_tokens
 from jspeed.errors import BadInput, say
-from jspeed.fields import File, Folder, Wants, integer
+from jspeed.fields import File, Folder, Wants, Whole
 from jspeed.files import cache_folder
 from jspeed.standard_streams import interruptible
 
 SHOWN = 5  # names of files that are passed over
-Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...", positional=True)]
-Files = Annotated[tuple[Path, ...], Wants("FILE|FOLDER ...")]
+Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)]
 
 
 def _default(name: str) -> Path:
@@ -98,18 +97,7 @@ def stdlib(out: Folder | None = None) -> None:
     _prepare(out or tokenise.stdlib_folder(), tokenise.prepare_stdlib, "source files")
 
 
-def text(
-    inputs: Inputs,
-    out: Folder,
-    tokenizer: str = "gpt2",
-    val_fraction: float | None = None,
-    seed: int = 0,
-    val_input: Files = (),
-    end_of_text: Separator = "before",
-    separator_token: Annotated[str | None, Wants("TOKEN")] = None,
-    shard_tokens: Annotated[int, integer(LEAST_SHARD, MOST_SHARD)] = SHARD_TOKENS,
-    processes: int | None = None,
-) -> None:
+def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
     """Tokenise text files: .txt, .text, .md (one document), .jsonl, .ndjson, .parquet (field "text"); but for .parquet
     also compressed: .gz, .xz, .zst.
 
@@ -118,37 +106,9 @@ def text(
     Args:
         inputs: Files, and folders whose text files are taken in order of their paths.
         out: Folder to make; it must be absent or empty.
-        tokenizer: gpt2 (GPT-2's byte pairs), bytes, another encoding of tiktoken (o200k_base), or a tokenizer.json of
-            Hugging Face's (it needs the extra tokenizers), of which a copy comes with the shards.
-        val_fraction: Part of the documents that is for validation; default: 1 %, at least 32 documents but at most a
-            tenth. Of a single document it is the last part, by default a tenth.
-        seed: Another one chooses other documents for validation.
-        val_input: Files and folders whose documents are for validation, instead of a part of the others.
-        end_of_text: Where the token that separates documents goes: before each document, after it, or nowhere.
-        separator_token: That token, one of the tokenizer's special ones, such as '<|bos|>'; default: <|endoftext|>, or
-            the first there is of <|begin_of_text|>, <bos>, <s>, [CLS], <|end_of_text|>, <eos>, </s>.
-        shard_tokens: Most tokens of a shard, which is a file of twice as many bytes (four times, of a vocabulary above
-            65,535). A recipe that packs documents drops what is left of a shard when it is less than a batch.
-        processes: Processes that tokenise; default: one for each usable core, or one for little text. The result does
-            not depend on it.
     """
-    _say_passed_over((*inputs, *val_input))
-    _prepare(
-        out,
-        lambda folder, progress: tokenise.prepare_text(
-            inputs,
-            folder,
-            tokenizer,
-            val_fraction,
-            seed,
-            val_inputs=val_input,
-            separator=end_of_text,
-            separator_token=separator_token,
-            processes=processes,
-            progress=progress,
-            shard_tokens=shard_tokens,
-        ),
-    )
+    _say_passed_over((*inputs, *options.val_input))
+    _prepare(out, lambda folder, progress: tokenise.prepare_text(inputs, folder, options, progress))
 
 
 def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folder, tokenizer: str = "gpt2") -> None:
@@ -224,7 +184,7 @@ def tinystories(
     input: Files = (),
     val_input: Files = (),
     end_of_text: Separator = "after",
-    processes: int | None = None,
+    processes: Processes | None = None,
     out: Folder | None = None,
 ) -> None:
     """Prepare TinyStories as GPT-2's tokens, for the recipe tinystories.
@@ -236,12 +196,11 @@ def tinystories(
         processes: Processes that tokenise; default: one for each usable core, or one for little text.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
+    options = Tokenising(val_input=val_input, end_of_text=end_of_text, processes=processes)
     _say_passed_over((*input, *val_input))
     _prepare(
         out or _default("tinystories"),
-        lambda folder, progress: named_data_sets.prepare_tinystories(
-            folder, input, val_input, progress, end_of_text, processes
-        ),
+        lambda folder, progress: named_data_sets.prepare_hub_text("tinystories", folder, input, options, progress),
         recipe="tinystories",
     )
 
@@ -249,9 +208,9 @@ def tinystories(
 def openwebtext(
     input: Files = (),
     end_of_text: Separator = "after",
-    val_fraction: float = named_data_sets.OPENWEBTEXT_VAL_FRACTION,
-    seed: int = named_data_sets.OPENWEBTEXT_SEED,
-    processes: int | None = None,
+    val_fraction: Fraction = named_data_sets.OPENWEBTEXT_VAL_FRACTION,
+    seed: Whole = named_data_sets.OPENWEBTEXT_SEED,
+    processes: Processes | None = None,
     out: Folder | None = None,
 ) -> None:
     """Prepare OpenWebText as GPT-2's tokens, with nanoGPT's split.
@@ -264,12 +223,11 @@ def openwebtext(
         processes: Processes that tokenise; default: one for each usable core, or one for little text.
         out: Folder to make; default: one in the cache.
     """
+    options = Tokenising(val_fraction=val_fraction, seed=seed, end_of_text=end_of_text, processes=processes)
     _say_passed_over(input)
     _prepare(
         out or _default("openwebtext"),
-        lambda folder, progress: named_data_sets.prepare_openwebtext(
-            folder, input, progress, end_of_text, val_fraction, seed, processes
-        ),
+        lambda folder, progress: named_data_sets.prepare_hub_text("openwebtext", folder, input, options, progress),
     )
 
 

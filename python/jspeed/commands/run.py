@@ -75,7 +75,7 @@ def run(
 
         from jspeed.run.find_recipe import find
         from jspeed.run.output.console import layout_table, tile_table
-        from jspeed.run.setup import load_recipe_and_mesh
+        from jspeed.run.setup import load_recipe_and_placement
         from jspeed.run.train import train
         from jspeed.series.preregistered import run_series
 
@@ -90,11 +90,11 @@ def run(
         refuse(
             [name for name, given in several.items() if given is not None], f"{shown} prints for one process and stops"
         )
-        found, on = load_recipe_and_mesh(options)
+        found, placed = load_recipe_and_placement(options)
         if show_layout:
-            layout_table(Console(highlight=False), found.recipe, options.layout, on)
+            layout_table(Console(highlight=False), found.recipe, options.layout, placed.mesh)
         if show_tiles is not None:
-            tile_table(Console(highlight=False), found.recipe, options.layout, on, show_tiles)
+            tile_table(Console(highlight=False), found.recipe, options.layout, placed.mesh, show_tiles)
         return 0
     with interruptible():
         return run_series(options, plan) if plan is not None else train(options, partial(after_run, options))

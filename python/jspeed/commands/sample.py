@@ -7,23 +7,24 @@ from typing import Annotated
 
 from jspeed.commands.flags import Command, refuse
 from jspeed.errors import BadInput, say
-from jspeed.fields import MOST, Axes, File, Wants
+from jspeed.fields import Axes, Count, File, NotNegative, Rule, Wants, integer
 from jspeed.standard_streams import escaped, stdout_open, without_logs
 
 MOST_TEXTS = 10_000  # all are one batch
 MOST_BYTES = 10_000_000  # of a prompt
+Share = Annotated[float, Rule("a number above 0 and at most 1", lambda value: 0 < value <= 1)]
 
 
 def sample(
     model: Annotated[Path, Wants("MODEL", positional=True)],
     prompt: str | None = None,
     prompt_file: File | None = None,
-    number: int | None = None,
-    tokens: int | None = None,
-    temperature: float | None = None,
-    top_k: Annotated[int | None, Wants("K")] = None,
-    top_p: Annotated[float | None, Wants("P")] = None,
-    seed: int = 0,
+    number: Annotated[int, integer(1, MOST_TEXTS)] | None = None,
+    tokens: Count | None = None,
+    temperature: NotNegative | None = None,
+    top_k: Annotated[Count | None, Wants("K")] = None,
+    top_p: Annotated[Share | None, Wants("P")] = None,
+    seed: Annotated[int, integer(0, 2**32 - 1)] = 0,
     stop: str | None = None,
     bos: bool = True,
     mesh: Axes | None = None,
@@ -50,15 +51,12 @@ def sample(
         mesh: Spread the parameters over these devices, for example data=8.
     """
     with without_logs():
-        from jspeed.inference.generate import GREEDY, Sampling, joined, write
+        from jspeed.inference.generate import GREEDY, Generator, Sampling, joined, write
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
 
     text = read_prompt(prompt, prompt_file)
-    for flag, given, most in (("number", number, MOST_TEXTS), ("tokens", tokens, MOST)):
-        if given is not None and not 1 <= given <= most:
-            raise BadInput(f"--{flag} {given}: must be at least 1 and at most {most:,}")
     use_compile_cache()
     loaded = load_model(model, mesh_for(mesh))
     asked = loaded.recipe.sample
@@ -76,7 +74,8 @@ def sample(
         name = "<|endoftext|>" if loaded.facts["tokenizer"] == "gpt2" else f"token {first}"
         say(f"note: {name} comes before the prompt, as before a document in training; --no-bos leaves it out")
     texts, begun = list(prompts), False
-    for new in write(loaded, prompts, length, sampling, as_given("--stop", stop)):
+    stops = list(filter(None, [as_given("--stop", stop)]))
+    for new in write(Generator(loaded, count, sampling), prompts, length, stops):
         print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
         if not stdout_open():
             return

@@ -95,12 +95,12 @@ def documents(segment: Segment) -> Iterator[bytes]:
     be read.
     """
     if isinstance(segment.content, int):
-        found = _rows(segment.path, segment.content)
+        texts = _rows(segment.path, segment.content)
     elif ending(segment.path.name) in LINES:
-        found = _lines(segment.path, segment.content, segment.line, segment.offset)
+        texts = _lines(segment.path, segment.content, segment.line, segment.offset)
     else:
-        found = _texts(segment)
-    for document in found:
+        texts = _texts(segment)
+    for document in texts:
         if document:
             yield document
 

@@ -47,56 +47,48 @@ def _zstd(raw: IO[bytes]) -> Any:
     return CompressedInputStream(raw, "zstd")
 
 
-class _XzStreams(io.RawIOBase):
-    """All streams of an .xz file, and the padding of zeros that may follow each. What is neither raises LZMAError, and
-    an end within a stream EOFError: ``lzma.open`` leaves out what follows a stream and cannot be read."""
+def _xz(raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield what all streams of an .xz file hold; padding of zeros may follow each.
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._rest = raw, b""
-        self._stream: lzma.LZMADecompressor | None = None
-        self._begun = False  # whether a stream was read
+    Anything else raises LZMAError, and an end within a stream EOFError: ``lzma.open`` leaves out what follows a stream
+    and cannot be read.
+    """
+    rest = raw.read(BLOCK_BYTES)
+    while rest:
+        stream = lzma.LZMADecompressor()
+        while not stream.eof:
+            if stream.needs_input and not (rest := rest or raw.read(BLOCK_BYTES)):
+                raise EOFError("it ends within a stream")
+            yield stream.decompress(rest, BLOCK_BYTES)
+            rest = b""
+        padding, rest = 0, stream.unused_data or raw.read(BLOCK_BYTES)
+        while rest.startswith(b"\0"):
+            kept = rest.lstrip(b"\0")
+            padding, rest = padding + len(rest) - len(kept), kept or raw.read(BLOCK_BYTES)
+        if padding % 4:
+            raise lzma.LZMAError("padding of a stream that is no multiple of 4 bytes")
+
+
+class _Joined(io.RawIOBase):
+    """The parts of an iterator as one file to read."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        self._parts, self._rest = parts, b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, into: Any) -> int:
-        found = b""
-        while not found:
-            if self._stream is None and not self._open():
-                return 0
-            assert self._stream
-            found = self._stream.decompress(self._rest, len(into))
-            self._rest = self._stream.unused_data if self._stream.eof else b""
-            if self._stream.eof:
-                self._stream = None
-            elif self._stream.needs_input and not (found or self._fill()):
-                raise EOFError("it ends within a stream")
-        into[: len(found)] = found
-        return len(found)
-
-    def _fill(self) -> bool:
-        self._rest += (more := self._raw.read(BLOCK_BYTES))
-        return bool(more)
-
-    def _open(self) -> bool:
-        """Begin the next stream; return whether there is one."""
-        zeros = 0
-        while True:
-            kept = self._rest.lstrip(b"\0") if self._begun else self._rest
-            zeros, self._rest = zeros + len(self._rest) - len(kept), kept
-            if kept or not self._fill():
-                break
-        if zeros % 4:
-            raise lzma.LZMAError("padding of a stream that is no multiple of 4 bytes")
-        if not self._rest and self._begun:
-            return False
-        self._stream, self._begun = lzma.LZMADecompressor(), True
-        return True
+        while not self._rest and (part := next(self._parts, None)) is not None:
+            self._rest = part
+        count = min(len(into), len(self._rest))
+        into[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 # By ending: the name, and what makes a file's content of the file.
 FORMATS: dict[str, tuple[str, Callable[[IO[bytes]], Any]]] = {
     ".gz": ("gzip", lambda raw: gzip.GzipFile(fileobj=raw, mode="rb")),
-    ".xz": ("xz", _XzStreams),
+    ".xz": ("xz", lambda raw: _Joined(_xz(raw))),
     ".zst": ("zstd", _zstd),
 }

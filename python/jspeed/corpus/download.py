@@ -1,6 +1,5 @@
 """Verified downloads: single files by URL, many from the Hugging Face Hub."""
 
-import http.client
 import logging
 import os
 import shutil
@@ -10,6 +9,7 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
@@ -40,43 +40,54 @@ class Remote(NamedTuple):
 def fetch(
     url: str,
     path: Path,
-    expected: str,
+    sha256: str,
     progress: Progress = no_progress,
-    digest: Callable[[Path], str] = sha256_of,
     instead: str = "fetch it yourself and give the file",
 ) -> Path:
-    """Fetch ``url`` to ``path`` unless a file with the ``expected`` ``digest`` is there, and return ``path``.
+    """Fetch ``url`` to ``path`` unless a file with this ``sha256`` is there, and return ``path``.
 
-    Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or twice is not what was expected.
+    Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or is never what was expected.
     """
     writable_folder(path.parent, "the folder for downloads")
-    if path.is_file() and digest(path) == expected:
+    if path.is_file() and sha256_of(path) == sha256:
         return path
-    wrong = failures = 0
     with interruptible(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
         part = Path(folder) / path.name
-        while True:
-            try:
-                _get(url, part, progress)
-            except (OSError, http.client.HTTPException) as error:
-                failures += 1
-                if failures == ATTEMPTS or _permanent(error):
-                    raise BadInput(f"{url} cannot be fetched ({_reason(error)}); {instead}") from None
-                progress(-part.stat().st_size if part.exists() else 0, None)
-                threading.Event().wait(0.25 * failures)
-                continue
-            if (found := digest(part)) == expected:
-                os.replace(part, path)
-                return path
-            wrong += 1
-            if wrong == 2:
-                raise BadInput(
-                    f"{url} should have hash {expected} but has {found}; it changed, or a proxy alters it: {instead}"
-                )
+
+        def fault() -> str | None:
+            came = sha256_of(part)
+            wrong = f"should have SHA-256 {sha256} but has {came}; it changed, or a proxy alters it"
+            return wrong if came != sha256 else None
+
+        _persist(url, partial(_get, url, part, progress), fault, instead)
+        os.replace(part, path)
+    return path
+
+
+def _persist(what: str, get: Callable[[], object], fault: Callable[[], str | None], advice: str) -> None:
+    """Call ``get`` until ``fault`` finds nothing wrong with what came, ``ATTEMPTS`` times at most.
+
+    Raises BadInput, which names ``what`` and ends in ``advice``.
+    """
+    trouble: str | None = None
+    for attempt in range(ATTEMPTS):
+        threading.Event().wait(0.25 * attempt)
+        try:
+            get()
+            if not (trouble := fault()):
+                return
+        except Exception as error:
+            trouble = f"cannot be fetched ({_reason(error)})"
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+                if error.code < 500 and error.code not in (408, 429):  # another attempt would be answered alike
+                    break
+    raise BadInput(f"{what} {trouble}; {advice}")
 
 
 def _get(url: str, path: Path, progress: Progress) -> None:
-    path.unlink(missing_ok=True)
+    if path.exists():  # of the attempt before
+        progress(-path.stat().st_size, None)
     with urllib.request.urlopen(url, timeout=TIMEOUT) as answer, open(path, "wb") as file:
         while chunk := answer.read(CHUNK):
             file.write(chunk)
@@ -85,70 +96,60 @@ def _get(url: str, path: Path, progress: Progress) -> None:
             raise OSError("the connection was cut")
 
 
-def _permanent(error: Exception) -> bool:
-    """Whether another attempt would be answered alike."""
-    if not isinstance(error, urllib.error.HTTPError):
-        return False
-    error.close()
-    return error.code < 500 and error.code not in (408, 429)
+def describe_hub(repository: str, names: Sequence[str]) -> tuple[str, list[Remote]]:
+    """Return the present commit of a data set and what the hub says of its files ``names``.
 
-
-def describe_hub(repository: str, names: Sequence[str], revision: str = "main") -> tuple[str, list[Remote]]:
-    """Return the commit of ``revision`` and what the hub says of the files ``names`` in it.
-
-    Mirrors (HF_ENDPOINT), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN) are huggingface_hub's own. Raises
-    BadInput when the hub cannot be asked, or lacks one of them.
+    Raises BadInput when the hub cannot be asked, or lacks one of them.
     """
-    _home_of_hub()
-    from huggingface_hub import HfApi, RepoFile
-
-    _silence_logs()
-    try:
-        api = HfApi()
-        commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
-        known = api.get_paths_info(repository, list(names), repo_type="dataset", revision=commit)
-    except Exception as error:
-        raise BadInput(f"{_where(repository)} cannot be asked for its files ({_reason(error)}); {ADVICE}") from None
-    remote = {
-        file.path: Remote(file.path, file.size, file.lfs.sha256 if file.lfs else None)
-        for file in known
-        if isinstance(file, RepoFile)
-    }
+    commit, remote = _files_of_hub(repository, "main")
     for name in names:
         if name not in remote:
             raise BadInput(f"{_where(repository)} has no file {name}; ask for fewer shards")
     return commit, [remote[name] for name in names]
 
 
-def list_hub(repository: str, ending: str) -> tuple[str, list[str]]:
-    """Return (revision, sorted file names) of the first of ``REVISIONS`` that has ``ending`` files.
+def list_hub(repository: str, ending: str) -> tuple[str, list[Remote]]:
+    """Return commit and files, sorted by name, of the first of ``REVISIONS`` that has files with this ``ending``.
 
     The hub's conversion is used only if complete. Raises BadInput where none has any, or the hub cannot be asked.
     """
-    _home_of_hub()
-    from huggingface_hub import HfApi
-
-    _silence_logs()
     for revision in REVISIONS:
-        try:
-            names = HfApi().list_repo_files(repository, repo_type="dataset", revision=revision)
-        except Exception as error:
-            raise BadInput(f"{_where(repository)} cannot be asked for its files ({_reason(error)}); {ADVICE}") from None
-        found = sorted(name for name in names if name.endswith(ending))
-        if found and not any("partial" in name for name in found):
-            return revision, found
+        commit, remote = _files_of_hub(repository, revision)
+        names = sorted(name for name in remote if name.endswith(ending))
+        if names and not any("partial" in name for name in names):
+            return commit, [remote[name] for name in names]
     raise BadInput(f"{_where(repository)} holds no complete set of {ending} files")
 
 
-def fetch_set(
-    repository: str, names: Sequence[str], folder: Path, progress: Progress, revision: str = "main"
-) -> list[Path]:
-    """Fetch the files ``names`` of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
-    commit, files = describe_hub(repository, names, revision)
+def _files_of_hub(repository: str, revision: str) -> tuple[str, dict[str, Remote]]:
+    """Return the commit of ``revision`` and its files by name. Raises BadInput when the hub cannot be asked.
+
+    Mirrors (HF_ENDPOINT), offline mode (HF_HUB_OFFLINE) and tokens (HF_TOKEN) are huggingface_hub's own.
+    """
+    if not os.path.isdir(os.path.expanduser("~")):  # without a home folder its import would fail
+        os.environ.setdefault("HF_HOME", str(cache_folder() / "huggingface"))
+    from huggingface_hub import HfApi, RepoFile
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt; the last failure is raised
+    api = HfApi()
+    try:
+        commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
+        known = list(api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset"))
+    except Exception as error:
+        raise BadInput(f"{_where(repository)} cannot be asked for its files ({_reason(error)}); {ADVICE}") from None
+    return commit, {
+        file.path: Remote(file.path, file.size, file.lfs.sha256 if file.lfs else None)
+        for file in known
+        if isinstance(file, RepoFile)
+    }
+
+
+def fetch_set(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> list[Path]:
+    """Fetch ``files`` of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
     writable_folder(folder, "the folder for downloads")
     with locked(folder, wait=True):
         fetch_hub(repository, commit, files, folder, progress)
-    return [folder / name for name in names]
+    return [folder / file.name for file in files]
 
 
 def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> None:
@@ -156,7 +157,7 @@ def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Pat
 
     Interrupted downloads resume. After a kill, only completed files are kept, because huggingface_hub does not resume
     partial ones across processes. Only one process at a time may fetch to ``folder``. Raises BadInput when a file
-    cannot be fetched, or twice has another size or hash than the hub says, and NoRoom on a full disk.
+    cannot be fetched, or always has another size or hash than the hub says, and NoRoom on a full disk.
     """
     missing = [file for file in files if not is_intact(folder / file.name, file)]
     for part in (folder / ".cache").rglob("*.incomplete"):
@@ -213,30 +214,18 @@ def _fetch_checked(repository: str, commit: str, file: Remote, folder: Path, cou
     path = folder / file.name
     path.unlink(missing_ok=True)
     facts: dict[str, Any] = {"repo_type": "dataset", "revision": commit, "local_dir": folder}
-    failures, wrong = 0, ""
-    while True:
-        try:
-            hf_hub_download(repository, file.name, **facts, tqdm_class=_counter(count))
-        except Exception as error:
-            failures += 1
-            if failures == ATTEMPTS:
-                raise BadInput(
-                    f"{file.name} of {_where(repository)} cannot be fetched ({_reason(error)}); {ADVICE}"
-                ) from None
-            threading.Event().wait(0.25 * failures)
-            continue
+
+    def fault() -> str | None:
         if is_intact(path, file):
-            return
+            return None
         size, digest = path.stat().st_size, sha256_of(path)
         path.unlink()
-        if wrong:
-            raise BadInput(
-                f"{file.name} of {_where(repository)} was downloaded twice with {wrong}; run again, or with another "
-                "HF_ENDPOINT"
-            )
-        wrong = (
-            f"{size} bytes, expected {file.size}" if size != file.size else f"SHA-256 {digest}, expected {file.sha256}"
-        )
+        if size != file.size:
+            return f"came with {size} bytes, expected {file.size}"
+        return f"came with SHA-256 {digest}, expected {file.sha256}"
+
+    get = partial(hf_hub_download, repository, file.name, **facts, tqdm_class=_counter(count))
+    _persist(f"{file.name} of {_where(repository)}", get, fault, ADVICE)
 
 
 def _counter(count: Callable[[int], None]) -> Any:
@@ -253,17 +242,6 @@ def _counter(count: Callable[[int], None]) -> Any:
             count(int(n or 0))
 
     return Counter
-
-
-def _home_of_hub() -> None:
-    """Give huggingface_hub, which fails without a home folder, a place in jspeed's cache. Call before its import."""
-    if not os.path.isdir(os.path.expanduser("~")):
-        os.environ.setdefault("HF_HOME", str(cache_folder() / "huggingface"))
-
-
-def _silence_logs() -> None:
-    """Keep huggingface_hub from logging every attempt; the last one's failure is raised."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def _where(repository: str) -> str:

@@ -66,7 +66,7 @@ def gpt2_facts(folder: Path, config: Mapping[str, Any]) -> TokenizerFacts:
     begin, end = ([n for n in each if n is not None and 0 <= n < ids and n != left_over] for each in lists)
     bos_id = begin[0] if begin else facts["bos_id"]
     count = max([facts["vocab_size"], *(n + 1 for n in begin + end)])
-    found: TokenizerFacts = {"tokenizer": facts["tokenizer"], "vocab_size": count, "bos_id": bos_id}
+    described: TokenizerFacts = {"tokenizer": facts["tokenizer"], "vocab_size": count, "bos_id": bos_id}
     if end and end != [bos_id]:
-        found["end_ids"] = end
-    return found
+        described["end_ids"] = end
+    return described

@@ -1,21 +1,21 @@
 """Prepare well-known data sets (names, Shakespeare, TinyStories, OpenWebText), downloaded or from a file."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from jspeed.corpus import Progress, download, no_progress, split
-from jspeed.corpus.parallel_tokenise import SPLITS, Separator
+from jspeed.corpus.parallel_tokenise import SPLITS
 from jspeed.corpus.sources import hash_of
-from jspeed.corpus.tokenise import describe, prepare_text
+from jspeed.corpus.tokenise import Tokenising, describe, prepare_text
 from jspeed.corpus.tokenizers import SYMBOLS, named_tokenizer, symbols_tokenizer
 from jspeed.data.folder import EncodedDocuments, write_folder
-from jspeed.data.manifest import Description, matches
+from jspeed.data.manifest import Description
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, read_regular, sha256_of
+from jspeed.files import cache_folder, read_text, sha256_of
 
 
 class Download(NamedTuple):
@@ -34,8 +34,26 @@ SHAKESPEARE = Download(
     f"{GITHUB}/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
-TINYSTORIES = "roneneldan/TinyStories", ("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt")
-OPENWEBTEXT = "Skylion007/openwebtext"
+
+
+class HubText(NamedTuple):
+    """Texts on Hugging Face: the files for training and for validation, or none for all ``.parquet`` files.
+
+    ``rows``: documents for validation are drawn by :func:`jspeed.corpus.split.by_rows`.
+    """
+
+    repository: str
+    files: tuple[str, ...] = ()
+    rows: bool = False
+
+
+HUB_TEXTS = {
+    "tinystories": HubText(  # its second version, by GPT-4
+        "roneneldan/TinyStories", ("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt")
+    ),
+    "openwebtext": HubText("Skylion007/openwebtext", rows=True),
+}
+AFTER = Tokenising(end_of_text="after")
 OPENWEBTEXT_VAL_FRACTION, OPENWEBTEXT_SEED = 0.0005, 2357  # nanoGPT's
 SHAKESPEARE_TRAIN = 0.9  # of the characters, nanoGPT's
 NAMES_ROW = 32  # tokens: the block of microgpt
@@ -54,15 +72,13 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
     if not 3 <= row <= MOST_ROW:
         raise BadInput(f"--row {row}: a row holds BOS, a character and BOS; give 3 to {MOST_ROW:,} tokens")
     path = given or _fetched(NAMES, "names.txt", progress)
-    names = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    names = [line.strip() for line in some_text(path).splitlines() if line.strip()]
     symbols = sorted(set("".join(names)))
     bos, pad = len(symbols), len(symbols) + 1
     tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols) + 2, bos)
     source = {"kind": "names", "sha256": sha256_of(path), "row": row}
     truncated = sum(len(name) > row - 1 for name in names)
     description: Description = {**describe(tokenizer, "both", source), "pad_id": pad, "truncated": truncated}
-    if matches(out, description):
-        return out
     hashes = np.array([hash_of(name.encode()) for name in names], np.uint64)
     is_val = split.by_content_hash(hashes)
     rows = np.full((len(names), row), pad, tokenizer.dtype)
@@ -94,13 +110,11 @@ def prepare_shakespeare(
     errors as of :func:`prepare_names`.
     """
     path = given or _fetched(SHAKESPEARE, "tinyshakespeare.txt", progress)
-    text = read_text(path)
+    text = some_text(path)
     symbols = sorted(set(text))
     tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
     source = {"kind": "text", "sha256": sha256_of(path), "train": SHAKESPEARE_TRAIN}
     description = describe(tokenizer, "none", source)
-    if matches(out, description):
-        return out
     cut = int(SHAKESPEARE_TRAIN * len(text))
 
     def batches() -> Iterator[EncodedDocuments]:
@@ -113,64 +127,35 @@ def prepare_shakespeare(
     return out
 
 
-def prepare_tinystories(
+def prepare_hub_text(
+    name: str,
     out: Path,
     inputs: Sequence[Path] = (),
-    val_inputs: Sequence[Path] = (),
+    options: Tokenising = AFTER,
     progress: Progress = no_progress,
-    separator: Separator = "after",
-    processes: int | None = None,
 ) -> Path:
-    """Prepare TinyStories (its second version, by GPT-4) with GPT-2's tokens, downloaded unless ``inputs`` are given.
+    """Prepare a text of ``HUB_TEXTS``, downloaded unless ``inputs`` are given.
 
     Arguments, result and errors as of :func:`jspeed.corpus.tokenise.prepare_text`.
     """
-    if val_inputs and not inputs:
+    repository, files, rows = HUB_TEXTS[name]
+    if options.val_input and not inputs:
         raise BadInput("--val-input needs --input: without it, both splits are downloaded")
     if not inputs:
-        inputs, val_inputs = ([path] for path in _from_hub(*TINYSTORIES, progress))
-    return prepare_text(inputs, out, val_inputs=val_inputs, separator=separator, processes=processes, progress=progress)
+        folder = downloads() / repository.replace("/", "--")
+        try:
+            found = download.describe_hub(repository, files) if files else download.list_hub(repository, ".parquet")
+            inputs = download.fetch_set(repository, *found, folder, progress)
+        except BadInput as error:
+            raise BadInput(f"{error}; or give files that you have with --input") from None
+        if files:
+            inputs, options = inputs[:1], replace(options, val_input=tuple(inputs[1:]))
+    return prepare_text(inputs, out, options, progress, rows)
 
 
-def prepare_openwebtext(
-    out: Path,
-    inputs: Sequence[Path] = (),
-    progress: Progress = no_progress,
-    separator: Separator = "after",
-    val_fraction: float = OPENWEBTEXT_VAL_FRACTION,
-    seed: int = OPENWEBTEXT_SEED,
-    processes: int | None = None,
-) -> Path:
-    """Prepare OpenWebText with GPT-2's tokens, split by rows as nanoGPT does, downloaded unless ``inputs`` are given.
-
-    Arguments, result and errors as of :func:`jspeed.corpus.tokenise.prepare_text`.
-    """
-    if not inputs:
-        with _suggest_input():
-            revision, names = download.list_hub(OPENWEBTEXT, ".parquet")
-        inputs = _from_hub(OPENWEBTEXT, names, progress, revision)
-    return prepare_text(
-        inputs,
-        out,
-        val_fraction=val_fraction,
-        seed=seed,
-        separator=separator,
-        processes=processes,
-        rows=True,
-        progress=progress,
-    )
-
-
-def read_text(path: Path) -> str:
-    """Read a whole file. Raises BadInput when it is missing, empty or not UTF-8."""
-    try:
-        content = read_regular(path)
-    except OSError as error:
-        raise BadInput(f"input {path} cannot be read ({error.strerror}); give a text file") from None
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"{path} is not UTF-8 at byte {error.start}; convert it to UTF-8") from None
+def some_text(path: Path) -> str:
+    """Return the text of a file. Raises BadInput when it is missing, empty or not UTF-8."""
+    text = read_text(path, "give a text file")
     if not text.strip():
         raise BadInput(f"{path} holds no text, some was expected; give another file")
     return text
@@ -184,17 +169,3 @@ def downloads() -> Path:
 def _fetched(source: Download, name: str, progress: Progress) -> Path:
     instead = "fetch it yourself, or take a text of yours, and give it with --input FILE"
     return download.fetch(source.url, downloads() / name, source.sha256, progress, instead=instead)
-
-
-def _from_hub(repository: str, names: Sequence[str], progress: Progress, revision: str = "main") -> list[Path]:
-    folder = downloads() / repository.replace("/", "--")
-    with _suggest_input():
-        return download.fetch_set(repository, names, folder, progress, revision)
-
-
-@contextmanager
-def _suggest_input() -> Iterator[None]:
-    try:
-        yield
-    except BadInput as error:
-        raise BadInput(f"{error}; or give files that you have with --input") from None

@@ -14,7 +14,7 @@ from jspeed.corpus.chunks import LINES, TABLES, TEXTS, ending
 from jspeed.corpus.compressed import FORMATS
 from jspeed.data.manifest import Split
 from jspeed.errors import BadInput
-from jspeed.files import as_text, sha256_of
+from jspeed.files import as_text, read_input, sha256_of
 
 # Folders that Linux distributions put in packages of their own, drop or move (idlelib, tkinter, turtledemo,
 # ensurepip, macholib), that some versions of Python do not have (lib2to3, distutils) and test suites.
@@ -47,7 +47,7 @@ def stdlib_files() -> list[tuple[str, int]]:
     Raises BadInput when nothing is left, as for an interpreter that keeps its library in a zip file.
     """
     root = stdlib_root()
-    found = []
+    sources = []
     for folder, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in EXCLUDED_FOLDERS and not f.startswith(EXCLUDED_PREFIXES)]
         for name in names:
@@ -55,10 +55,10 @@ def stdlib_files() -> list[tuple[str, int]]:
             if not name.endswith(".py") or name in EXCLUDED_FILES or name.startswith(EXCLUDED_PREFIXES):
                 continue
             if path.is_file() and (size := path.stat().st_size):
-                found.append((path.relative_to(root).as_posix(), size))
-    if not found:
+                sources.append((path.relative_to(root).as_posix(), size))
+    if not sources:
         raise BadInput(f"this Python's standard library {root} holds no .py sources; use another Python")
-    return sorted(found)
+    return sorted(sources)
 
 
 def stdlib_key(files: Sequence[tuple[str, int]]) -> str:
@@ -67,19 +67,12 @@ def stdlib_key(files: Sequence[tuple[str, int]]) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
-def stdlib_split(path: str) -> Split:
-    """Return ``"val"`` or ``"train"`` for a relative POSIX path; depends on the path only."""
-    return "val" if hash_of(path.encode()) % STDLIB_VALIDATION_ONE_IN == 0 else "train"
-
-
 def stdlib_documents(files: Iterable[tuple[str, int]]) -> Iterator[tuple[Split, bytes]]:
-    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order. Raises BadInput."""
+    """Yield (split, document) for files that :func:`stdlib_files` listed, in their order; the split depends on the path
+    alone. Raises BadInput."""
     for name, _ in files:
-        path = stdlib_root() / name
-        try:
-            yield stdlib_split(name), path.read_bytes()
-        except OSError as error:
-            raise BadInput(f"source file {path} cannot be read ({error.strerror})") from None
+        is_val = hash_of(name.encode()) % STDLIB_VALIDATION_ONE_IN == 0
+        yield "val" if is_val else "train", read_input(stdlib_root() / name, "use another Python")
 
 
 def hash_of(content: bytes) -> int:
@@ -94,7 +87,7 @@ def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
     path, without :func:`passed_over`. The name is relative to the folder, or the file's own.
     Raises BadInput for a missing input, an unknown ending and a folder without text files.
     """
-    found: dict[str, tuple[str, Path]] = {}
+    by_path: dict[str, tuple[str, Path]] = {}
     for given in inputs:
         try:
             names = _names(given)
@@ -102,20 +95,20 @@ def text_files(inputs: Sequence[Path]) -> list[tuple[str, Path]]:
             raise BadInput(f"input {given} cannot be read ({error.strerror})") from None
         for name in names:
             path = given / name
-            found.setdefault(os.path.realpath(path), (name or given.name, path))
-    if not found:
+            by_path.setdefault(os.path.realpath(path), (name or given.name, path))
+    if not by_path:
         raise BadInput(f"no input was given; name a {ENDINGS} file or a folder of them")
-    return list(found.values())
+    return list(by_path.values())
 
 
 def passed_over(inputs: Iterable[Path]) -> list[str]:
     """Return the relative paths of what is not read of the folders among ``inputs``, sorted: files of other endings,
     hidden files and folders, and links to folders. A folder that cannot be read is left to :func:`text_files`."""
-    found = set()
+    names = set()
     for given in inputs:
         with suppress(OSError):
-            found |= {name for name, is_read in _below(given) if not is_read}
-    return sorted(found)
+            names |= {name for name, is_read in _below(given) if not is_read}
+    return sorted(names)
 
 
 def _names(given: Path) -> list[str]:
@@ -172,7 +165,7 @@ def text_stamps(files: Sequence[tuple[str, Path]]) -> list[tuple[int, int]]:
     Raises BadInput for a file that cannot be read.
     """
     try:
-        found = [os.stat(path) for _, path in files]
+        stats = [os.stat(path) for _, path in files]
     except OSError as error:
         raise BadInput(f"{error.filename} cannot be read ({error.strerror})") from None
-    return [(stat.st_size, stat.st_mtime_ns) for stat in found]
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

@@ -11,14 +11,6 @@ DEFAULT = f"{VAL_FRACTION:.0%}, at least {VAL_DOCUMENTS} but at most a tenth"
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: the step between SplitMix64's streams
 
 
-def check_choice(fraction: float | None, seed: int) -> None:
-    """Raise BadInput for a fraction that leaves one split empty, or a negative seed."""
-    if seed < 0:
-        raise BadInput(f"--seed {seed}: must be 0 or more")
-    if fraction is not None and not 0 < fraction < 1:
-        raise BadInput(f"--val-fraction is {fraction}; expected a number between 0 and 1")
-
-
 def by_content_hash(hashes: NDArray[np.uint64], fraction: float | None = None, seed: int = 0) -> NDArray[np.bool_]:
     """Return which documents form the validation split, by the hashes of their contents: independent of their position.
 

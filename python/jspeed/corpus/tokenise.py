@@ -4,9 +4,10 @@ import hashlib
 import json
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +18,19 @@ from jspeed.corpus.chunks import PIECE_BYTES, pieces
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.process_pool import MAX_WORKERS
 from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, named_tokenizer
-from jspeed.data.folder import SHARD_TOKENS, EncodedDocuments, write_folder
-from jspeed.data.manifest import FORMAT_VERSION, Description, Split, matches
+from jspeed.data.folder import LEAST_SHARD, MOST_SHARD, SHARD_TOKENS, EncodedDocuments, is_made, write_folder
+from jspeed.data.manifest import FORMAT_VERSION, Description, Split
 from jspeed.errors import BadInput
+from jspeed.fields import Rule, Wants, Whole, integer
 from jspeed.files import cache_folder
-from jspeed.output_folder import require_empty
 
 WORTH_PROCESSES = 32 << 20  # bytes of input; a process takes half a second to start
 ONE_DOCUMENT_TOKENS = 20  # below this, a tenth of a document is too short for one input and target
 ONE_DOCUMENT_VAL = 0.1  # of a single document's tokens, as in nanoGPT's Shakespeare
+
+Files = Annotated[tuple[Path, ...], Wants("FILE|FOLDER")]
+Fraction = Annotated[float, Rule("a number between 0 and 1", lambda value: 0 < value < 1)]
+Processes = Annotated[int, integer(1, MAX_WORKERS)]
 
 
 def stdlib_folder() -> Path:
@@ -48,99 +53,107 @@ def prepare_stdlib(out: Path | None = None, progress: Progress = no_progress) ->
     folder = stdlib_folder() if out is None else out
     tokenizer = bytes_tokenizer()
     description = describe(tokenizer, "before", source)
-    if not matches(folder, description):
-        documents = with_progress(sources.stdlib_documents(files), len(files), progress)
-        try:
-            write_folder(folder, encoded(documents, tokenizer), description, "stdlib")
-        except BadInput:
-            if not matches(folder, description):  # else another process finished it just now
-                raise
+
+    def batches() -> Iterator[EncodedDocuments]:
+        for batch in encoded(sources.stdlib_documents(files), tokenizer):
+            yield batch
+            progress(1, len(files))
+
+    write_folder(folder, batches(), description, "stdlib")
     return folder
+
+
+@dataclass(frozen=True)
+class Tokenising:
+    """How text files become shards: the flags of ``jspeed prepare text``, whose values are checked there.
+
+    Args:
+        tokenizer: gpt2 (GPT-2's byte pairs), bytes, another encoding of tiktoken (o200k_base), or a tokenizer.json of
+            Hugging Face's (it needs the extra tokenizers), of which a copy comes with the shards.
+        val_fraction: Part of the documents that is for validation; default: 1 %, at least 32 documents but at most a
+            tenth. Of a single document it is the last part, by default a tenth.
+        seed: Another one chooses other documents for validation.
+        val_input: Files and folders whose documents are for validation, instead of a part of the others.
+        end_of_text: Where the token that separates documents goes: before each document, after it, or nowhere.
+        separator_token: That token, one of the tokenizer's special ones, such as '<|bos|>'; default: <|endoftext|>, or
+            the first there is of <|begin_of_text|>, <bos>, <s>, [CLS], <|end_of_text|>, <eos>, </s>.
+        shard_tokens: Most tokens of a shard, which is a file of twice as many bytes (four times, of a vocabulary above
+            65,535). A recipe that packs documents drops what is left of a shard when it is less than a batch.
+        processes: Processes that tokenise; default: one for each usable core, or one for little text. The result does
+            not depend on it.
+    """
+
+    tokenizer: str = "gpt2"
+    val_fraction: Fraction | None = None
+    seed: Whole = 0
+    val_input: Files = ()
+    end_of_text: Separator = "before"
+    separator_token: Annotated[str | None, Wants("TOKEN")] = None
+    shard_tokens: Annotated[int, integer(LEAST_SHARD, MOST_SHARD)] = SHARD_TOKENS
+    processes: Processes | None = None
+
+    def chosen(self) -> Tokenizer:
+        """Return the tokenizer, with ``separator_token``. Raises BadInput where nothing can separate documents."""
+        if self.end_of_text == "none" and self.separator_token is not None:
+            raise BadInput("--end-of-text none leaves no token between documents; leave out --separator-token")
+        tokenizer = named_tokenizer(self.tokenizer)
+        if self.separator_token is not None:
+            tokenizer = tokenizer.separated_by(self.separator_token)
+        if self.end_of_text != "none" and tokenizer.bos_id is None:
+            raise BadInput(
+                f"tokenizer {self.tokenizer} has none of the tokens that usually separate documents; name one with "
+                f"--separator-token (it has {tokenizer.special_names()}), or give --end-of-text none"
+            )
+        return tokenizer
 
 
 def prepare_text(
     inputs: Sequence[Path],
     out: Path,
-    tokenizer: str = "gpt2",
-    val_fraction: float | None = None,
-    seed: int = 0,
-    val_inputs: Sequence[Path] = (),
-    separator: Separator = "before",
-    separator_token: str | None = None,
-    processes: int | None = None,
-    rows: bool = False,
+    options: Tokenising = Tokenising(),
     progress: Progress = no_progress,
-    shard_tokens: int = SHARD_TOKENS,
+    rows: bool = False,
 ) -> Path:
-    """Tokenise text files (:func:`jspeed.corpus.chunks.documents`) into ``out`` and return it.
+    """Tokenise the text files ``inputs`` (:func:`jspeed.corpus.chunks.documents`) into ``out`` and return it.
 
-    An interrupted preparation resumes with the same inputs and ``out``.
-
-    Args:
-        inputs: Files and folders.
-        out: Folder to make.
-        tokenizer: Name or file (:func:`jspeed.corpus.tokenizers.named_tokenizer`).
-        val_fraction: Part of the documents in the validation split; of a single document, its last part (None: 0.1).
-        seed: Another one chooses other documents for it; a single document takes none.
-        val_inputs: Files and folders whose documents form the validation split; without them it is chosen by
-            :func:`jspeed.corpus.split.by_content_hash`.
-        separator: Where the token that separates documents stands.
-        separator_token: That token, a special one of the tokenizer; None: the tokenizer's choice.
-        processes: Default: one for each usable core, or one for little text. The result does not depend on it.
-        rows: Choose by :func:`jspeed.corpus.split.by_rows` instead.
-        progress: Is told the bytes of input.
-        shard_tokens: Most tokens of a shard; the manifest's source has another than the default.
-
-    Raises:
-        NoRoom: The disk is full, or a process was killed; finished work is kept.
-        BadInput: For bad input or output; its files are removed.
+    The validation split is chosen by :func:`jspeed.corpus.split.by_content_hash`, with ``rows`` by
+    :func:`jspeed.corpus.split.by_rows`. ``progress`` is told the bytes of input. An interrupted preparation resumes
+    with the same inputs and ``out``. Raises BadInput for bad input or output, whose files are removed; and NoRoom on a
+    full disk, or when a process was killed: finished work is kept.
     """
-    split.check_choice(val_fraction, seed)
-    if separator == "none" and separator_token is not None:
-        raise BadInput("--end-of-text none leaves no token between documents; leave out --separator-token")
-    if val_inputs and (val_fraction is not None or seed):
+    if options.val_input and (options.val_fraction is not None or options.seed):
         raise BadInput("--val-input names the documents to validate on; leave out --val-fraction and --seed")
-    if processes is not None and not 1 <= processes <= MAX_WORKERS:
-        raise BadInput(f"--processes {processes}: must be from 1 to {MAX_WORKERS:,}")
-    files = [sources.text_files(inputs), sources.text_files(val_inputs) if val_inputs else []]
+    files = [sources.text_files(inputs), sources.text_files(options.val_input) if options.val_input else []]
     parallel_tokenise.tokenizer_of_process.cache_clear()  # a tokenizer.json may have changed
-    chosen = named_tokenizer(tokenizer)
-    if separator_token is not None:
-        chosen = chosen.separated_by(separator_token)
-    if separator != "none" and chosen.bos_id is None:
-        raise BadInput(
-            f"tokenizer {tokenizer} has none of the tokens that usually separate documents; name one with "
-            f"--separator-token (it has {chosen.special_names()}), or give --end-of-text none"
-        )
+    tokenizer = options.chosen()
     stamps = [sources.text_stamps(its) for its in files]
     fingerprints = [sources.text_fingerprint(its) for its in files]
-    source = {"kind": "text", "val_fraction": val_fraction, "seed": seed} | fingerprints[0]
-    source |= ({"val": fingerprints[1]} if val_inputs else {}) | ({"split": "rows"} if rows else {})
-    source |= {"shard_tokens": shard_tokens} if shard_tokens != SHARD_TOKENS else {}
-    description = describe(chosen, separator, source)
-    if matches(out, description):
+    description = describe(tokenizer, options.end_of_text, _source(options, fingerprints, rows))
+    if is_made(out, description):
         return out
-    require_empty(out)
-    identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, chosen.name, separator, chosen.bos_id, fingerprints])
+    separator, bos_id = options.end_of_text, tokenizer.bos_id
+    identity = json.dumps([FORMAT_VERSION, PIECE_BYTES, tokenizer.name, separator, bos_id, fingerprints])
     total = sum(fingerprint["bytes"] for fingerprint in fingerprints)
-    processes = processes or (cores() if total >= WORTH_PROCESSES else 1)
+    processes = options.processes or (cores() if total >= WORTH_PROCESSES else 1)
     with parallel_tokenise.work_folder(out, hashlib.sha256(identity.encode()).hexdigest()[:12]) as folder:
-        parts = []
-        for name, its in zip(("main", "val"), files, strict=True):
-            (part := folder / name).mkdir(exist_ok=True)
+        parts = [folder / "main", folder / "val"]
+        for part, its in zip(parts, files, strict=True):
+            part.mkdir(exist_ok=True)
             cut = pieces([path for _, path in its], lambda count: progress(count, total))
-            parallel_tokenise.tokenise(part, cut, tokenizer, separator, chosen.bos_id, processes)
-            parts.append(part)
+            parallel_tokenise.tokenise(part, cut, options.tokenizer, separator, bos_id, processes)
         if [sources.text_stamps(its) for its in files] != stamps:
             raise BadInput(f"an input of {out} changed while it was read; try again when it is complete")
-        batches: Iterator[EncodedDocuments]
-        if val_inputs:
-            batches = chain(*(_all_of(part, chosen, is_val) for part, is_val in zip(parts, (False, True), strict=True)))
-        else:
-            batches = _split(parts[0], chosen, separator, val_fraction, seed, rows)
-        extra_files = {TOKENIZER_FILE: chosen.content} if chosen.content else {}
-        write_folder(out, batches, description, out.name, shard_tokens, extra_files)
+        extra_files = {TOKENIZER_FILE: tokenizer.content} if tokenizer.content else {}
+        batches = _split(parts, tokenizer, options, rows)
+        write_folder(out, batches, description, out.name, options.shard_tokens, extra_files)
     return out
+
+
+def _source(options: Tokenising, fingerprints: Sequence[dict[str, Any]], rows: bool) -> dict[str, Any]:
+    """Return what the manifest says of the files and of how they are split; of what is usual it says nothing."""
+    source = {"kind": "text", "val_fraction": options.val_fraction, "seed": options.seed} | fingerprints[0]
+    source |= ({"val": fingerprints[1]} if options.val_input else {}) | ({"split": "rows"} if rows else {})
+    return source | ({"shard_tokens": options.shard_tokens} if options.shard_tokens != SHARD_TOKENS else {})
 
 
 def _all_of(part: Path, tokenizer: Tokenizer, is_val: bool) -> Iterator[EncodedDocuments]:
@@ -149,21 +162,21 @@ def _all_of(part: Path, tokenizer: Tokenizer, is_val: bool) -> Iterator[EncodedD
     return parallel_tokenise.batches(part, chosen, tokenizer.dtype)
 
 
-def _split(
-    part: Path, tokenizer: Tokenizer, separator: Separator, fraction: float | None, seed: int, rows: bool
-) -> Iterator[EncodedDocuments]:
-    """Yield the documents of one work folder, divided into two splits."""
-    records = parallel_tokenise.records(part)
+def _split(parts: Sequence[Path], tokenizer: Tokenizer, options: Tokenising, rows: bool) -> Iterator[EncodedDocuments]:
+    """Yield the documents of both work folders, each in its split; without ``val_input`` the second is empty."""
+    if options.val_input:
+        return chain(_all_of(parts[0], tokenizer, False), _all_of(parts[1], tokenizer, True))
+    records, fraction, seed = parallel_tokenise.records(parts[0]), options.val_fraction, options.seed
     if not rows and records.size == 1 and records["tokens"][0] >= ONE_DOCUMENT_TOKENS:
         if seed:
             raise BadInput(f"--seed {seed}: the input is one document, whose last part validates; leave --seed out")
-        ((_, only, _),) = _all_of(part, tokenizer, False)
-        return _cut(only, fraction or ONE_DOCUMENT_VAL, [tokenizer.bos_id] if separator == "before" else [])
+        ((_, only, _),) = _all_of(parts[0], tokenizer, False)
+        return _cut(only, fraction or ONE_DOCUMENT_VAL, [tokenizer.bos_id] if options.end_of_text == "before" else [])
     if rows:
         is_val = split.by_rows(records.size, fraction or split.VAL_FRACTION, seed)
     else:
         is_val = split.by_content_hash(records["hash"], fraction, seed)
-    return parallel_tokenise.batches(part, is_val, tokenizer.dtype)
+    return parallel_tokenise.batches(parts[0], is_val, tokenizer.dtype)
 
 
 def _cut(
@@ -192,10 +205,3 @@ def encoded(documents: Iterable[tuple[Split, bytes]], tokenizer: Tokenizer) -> I
     for name, document in documents:
         tokens = np.concatenate([np.array([tokenizer.bos_id], tokenizer.dtype), tokenizer.encode(document)])
         yield EncodedDocuments(name, tokens, np.array([tokens.size]))
-
-
-def with_progress(items: Iterable[Any], total: int, progress: Progress) -> Iterator[Any]:
-    """Pass on ``items``, of which there are ``total``, and tell ``progress`` of each."""
-    for item in items:
-        yield item
-        progress(1, total)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jspeed.data.folder import id_dtype
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
-from jspeed.files import read_regular, write_whole
+from jspeed.files import read_input, write_whole
 
 MAX_VOCAB = 2**31 - 1  # ids are int32 on devices
 TOKENIZER_FILE = "tokenizer.json"  # beside the shards, and in the run directory, of a tokenizer that is a file
@@ -99,10 +99,10 @@ def tokenizer_of(facts: Mapping[str, Any], folder: Path | None = None) -> Tokeni
     if not name.startswith(f"{TOKENIZER_FILE}@"):
         return named_tokenizer(name)
     path = (folder or Path()) / TOKENIZER_FILE
-    found = named_tokenizer(str(path))
-    if found.name != name:
-        raise BadInput(f"{path} is {found.name}, but the text was tokenised with {name}; copy that one there")
-    return found
+    tokenizer = named_tokenizer(str(path))
+    if tokenizer.name != name:
+        raise BadInput(f"{path} is {tokenizer.name}, but the text was tokenised with {name}; copy that one there")
+    return tokenizer
 
 
 def copy_tokenizer(folder: Path, to: Path, facts: Mapping[str, Any] | None) -> None:
@@ -198,10 +198,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
         import tokenizers
     except ImportError:
         raise BadInput(f"{path} needs the package tokenizers to be read; pip install '.[tokenizers]'") from None
-    try:
-        content = read_regular(path)
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read ({error.strerror}); give a tokenizer.json") from None
+    content = read_input(path, "give a tokenizer.json")
     try:
         made = tokenizers.Tokenizer.from_buffer(content)
         described = json.loads(content)
@@ -280,12 +277,12 @@ def symbols_tokenizer(name: str, symbols: Sequence[str], vocab_size: int, bos_id
     order = np.argsort(points)
 
     def encode(text: bytes) -> NDArray[np.unsignedinteger]:
-        found = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
-        places = order[np.minimum(np.searchsorted(points, found, sorter=order), len(points) - 1)]
-        strange = np.flatnonzero(points[places] != found)
+        given = np.frombuffer(text.decode().encode("utf-32-le"), "<u4")
+        places = order[np.minimum(np.searchsorted(points, given, sorter=order), len(points) - 1)]
+        strange = np.flatnonzero(points[places] != given)
         if strange.size:
             raise BadInput(
-                f"character {chr(found[strange[0]])!r} is not among the {len(symbols)} symbols of tokenizer '{name}'; "
+                f"character {chr(given[strange[0]])!r} is not among the {len(symbols)} symbols of tokenizer '{name}'; "
                 "leave it out"
             )
         return places.astype(id_dtype(vocab_size))

@@ -1,6 +1,6 @@
 """Token shards and the batches made of them. Only ``batches`` imports jax."""
 
-from jspeed._dataloader import Batch, ContextIndex, Matches, Shards, Shuffle, TokenLoader, canonical_mask
+from jspeed._dataloader import Batch, ContextIndex, Matches, Shards, TokenLoader, canonical_mask
 from jspeed.data.document_sharding import shard
 from jspeed.data.errors import (
     DocOverflowError,
@@ -12,6 +12,7 @@ from jspeed.data.errors import (
     TokenRangeError,
 )
 from jspeed.data.find_shards import find_split, open_shards
+from jspeed.data.shuffle import Shuffle
 from jspeed.stage import Stage
 
 __all__ = [

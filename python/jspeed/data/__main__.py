@@ -11,8 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from jspeed.commands.flags import Command, parse
 from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, tokenizer_of
 from jspeed.data.find_shards import find_split, map_tokens, split_of
-from jspeed.data.manifest import SPLITS, Manifest, read_manifest
-from jspeed.data.verify import verify
+from jspeed.data.manifest import SPLITS, Manifest, read_manifest, verify
 from jspeed.errors import BadInput, run_script
 from jspeed.fields import Wants
 from jspeed.standard_streams import end_at_ctrl_c
@@ -40,12 +39,6 @@ def first_words(path: Path, dtype: np.dtype, manifest: Manifest | None) -> str:
         return f"[the vocabulary of {facts['tokenizer']} is not available; tokens {ids}]"
 
 
-def count_documents(paths: list[Path], dtype: np.dtype, bos_id: int) -> int:
-    """Count document starts, reading every token."""
-    counts = [np.count_nonzero(map_tokens(path, dtype) == bos_id) for path in paths]
-    return int(sum(counts))
-
-
 def describe(folder: Path) -> None:
     """Print, for each split: shards, tokens, documents, fingerprint and the first words of a document."""
     manifest = read_manifest(folder) if folder.is_dir() else None
@@ -57,7 +50,8 @@ def describe(folder: Path) -> None:
         if manifest:
             documents = sum(file["documents"] for file in manifest["files"] if file["split"] == split)
         else:
-            documents = count_documents(shards.paths, shards.dtype, GPT2_BOS)
+            starts = (np.count_nonzero(map_tokens(path, shards.dtype) == GPT2_BOS) for path in shards.paths)
+            documents = int(sum(starts))
         words = first_words(shards.paths[0], shards.dtype, manifest)
         facts = {
             "shards": f"{len(shards):,} ({shards.paths[0].name} .. {shards.paths[-1].name}), {shards.dtype}",

@@ -48,9 +48,10 @@ def shard(
     count = lengths[0] - lengths[0] % n if drop_last else lengths[0]
     order = np.random.default_rng(seed or 0).permutation(lengths[0]) if shuffle else np.arange(lengths[0])
     mine = order[rank:count:n]
-    shares = tuple(one[mine] if isinstance(one, np.ndarray) else _like(one, [one[i] for i in mine]) for one in data)
-    return shares if len(shares) > 1 else shares[0]
 
+    def share(one: Any) -> Any:
+        if isinstance(one, np.ndarray):
+            return one[mine]
+        return (tuple if isinstance(one, tuple) else list)(one[i] for i in mine)
 
-def _like(one: Sequence[Any], mine: list[Any]) -> Sequence[Any]:
-    return tuple(mine) if isinstance(one, tuple) else mine
+    return tuple(map(share, data)) if len(data) > 1 else share(data[0])

@@ -2,17 +2,6 @@
 
 from jspeed.errors import BadInput
 
-__all__ = [
-    "BadInput",
-    "DocOverflowError",
-    "LoaderForkedError",
-    "ShardError",
-    "ShardFormatError",
-    "ShardTruncatedError",
-    "StateMismatchError",
-    "TokenRangeError",
-]
-
 
 class ShardError(BadInput, OSError):
     """A shard cannot be found, opened or read."""

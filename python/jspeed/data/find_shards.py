@@ -66,8 +66,8 @@ def find_split(folder: str | os.PathLike[str], split: Split) -> Shards:
     if split not in _NAMES:
         raise BadInput(f'split should be "train" or "val" but is "{split}"; choose one of the two')
     if not folder.is_dir():
-        found = "is not a folder" if folder.exists() else "does not exist"
-        raise BadInput(f"the data folder {folder} {found}, a folder of .bin shards was expected; {_REMEDY}")
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise BadInput(f"the data folder {folder} {what}, a folder of .bin shards was expected; {_REMEDY}")
     convert = f"convert them with `jspeed prepare tokens {folder} --out DIR`"
     try:
         files = sorted(folder.iterdir())

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jspeed._dataloader import HEADER_BYTES, header
-from jspeed.data.manifest import SPLITS, Description, Shard, Split, complete_manifest, manifest_of
+from jspeed.data.manifest import SPLITS, Description, Shard, Split, complete_manifest, manifest_of, matches
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of, write_whole
 from jspeed.output_folder import atomic_folder, require_empty
@@ -51,11 +51,12 @@ def write_folder(
     """Write documents as shards of at most ``shard_tokens`` tokens.
 
     Shards are ``NAME_<train|val>_<index>.bin``; ``manifest.json``, with ``description`` in it, and ``extra_files``
-    (name -> content) are written beside them. ``out`` must be absent or empty and appears only when complete; if an
-    equal preparation gets there first, its result stands. Raises BadInput when ``out`` is not empty or cannot be
-    written, or a split would be empty, and NoRoom on a full disk.
+    (name -> content) are written beside them. Nothing is done when :func:`is_made` says so, and if an equal preparation
+    gets there first, its result stands; ``out`` appears only when complete. Raises BadInput as :func:`is_made` does,
+    when ``out`` cannot be written, or a split would be empty, and NoRoom on a full disk.
     """
-    require_empty(out)
+    if is_made(out, description):
+        return
     # A name that itself says train or val would make every shard match a search for that split.
     plain = re.fullmatch(r"(?!.*_(train|val)(_|$))[A-Za-z0-9][A-Za-z0-9._-]*", name)
     stem = name if plain else "text"
@@ -71,6 +72,17 @@ def write_folder(
         for extra, content in (extra_files or {}).items():
             write_whole(folder / extra, content)
         write_whole(folder / "manifest.json", json.dumps(manifest_of(files, description), indent=1) + "\n")
+
+
+def is_made(out: Path, description: Description) -> bool:
+    """Whether ``out`` is complete as ``description`` says. Raises BadInput unless it is, or is absent or empty."""
+    try:
+        require_empty(out)
+    except BadInput:
+        if matches(out, description):
+            return True
+        raise
+    return False
 
 
 @dataclass

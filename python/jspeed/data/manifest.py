@@ -1,17 +1,23 @@
-"""Read, check and summarise ``manifest.json`` of a data folder: how its tokens were made, each file's size and hash."""
+"""``manifest.json`` of a data folder: how its tokens were made, each file's size and hash, and whether they are so."""
 
+import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 from jspeed._dataloader import HEADER_BYTES
+from jspeed.cores import cores
+from jspeed.data.errors import ShardFormatError
 from jspeed.errors import BadInput
-from jspeed.fields import Rule, check_json, found
-from jspeed.files import read_json
+from jspeed.fields import AtLeastOne, Rule, Whole, at_least, check_json, parse_json, shown_json
+from jspeed.files import open_regular, read_regular
 
 FORMAT_VERSION = 1
+READ_BYTES = 4 << 20  # at once, to verify
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 TOTALS: tuple[Literal["bytes", "tokens", "documents"], ...] = ("bytes", "tokens", "documents")
@@ -27,14 +33,6 @@ def _text(pattern: str, expected: str) -> Rule:
     return Rule(expected, lambda value: re.fullmatch(pattern, value))
 
 
-def _from(least: int) -> Rule:
-    return Rule(f"a whole number of {least} or more", lambda value: least <= value < 2**63)
-
-
-CountOrZero = Annotated[int, _from(0)]
-Count = Annotated[int, _from(1)]
-
-
 class TokenizerFacts(TypedDict):
     """What a tokenizer is made from again; ``bos_id`` separates documents, None: nothing does.
 
@@ -42,10 +40,10 @@ class TokenizerFacts(TypedDict):
     """
 
     tokenizer: Annotated[str, _text(".+", "a name")]
-    vocab_size: Count
-    bos_id: CountOrZero | None
+    vocab_size: AtLeastOne
+    bos_id: Whole | None
     symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
-    end_ids: NotRequired[list[CountOrZero]]
+    end_ids: NotRequired[list[Whole]]
 
 
 class Description(TokenizerFacts):
@@ -53,8 +51,8 @@ class Description(TokenizerFacts):
 
     source: dict[str, Any]
     mark: NotRequired[Literal["before", "after", "both", "none"]]  # where the separator of documents stands
-    pad_id: NotRequired[CountOrZero | None]
-    truncated: NotRequired[CountOrZero]
+    pad_id: NotRequired[Whole | None]
+    truncated: NotRequired[Whole]
 
 
 class Totals(TypedDict):
@@ -71,10 +69,10 @@ class Shard(TypedDict):
 
     name: Annotated[str, _text(r"[^/\0]+\.bin", "the name of a .bin file in the same folder")]
     split: Split
-    bytes: Annotated[int, _from(HEADER_BYTES + 2)]
+    bytes: Annotated[int, at_least(HEADER_BYTES + 2)]
     sha256: Annotated[str, _text("[0-9a-f]{64}", "64 hexadecimal digits")]
-    tokens: Count
-    documents: CountOrZero
+    tokens: AtLeastOne
+    documents: Whole
 
 
 class Manifest(Description):
@@ -107,20 +105,19 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     path = folder / "manifest.json"
     try:
-        manifest = read_json(path)
+        content = read_regular(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); {REMEDY}") from None
-    except ValueError as error:
-        raise BadInput(f"{path} should be the manifest of a data folder but is not JSON ({error}); {REMEDY}") from None
-    try:
-        check_json(manifest, Manifest)
-        for field, expected, value in _contradictions(manifest):
-            raise BadInput(f"field '{field}': expected {expected}, found {found(value)}")
-    except BadInput as error:
-        raise BadInput(f"{path} is not a valid manifest: {error}; {REMEDY}") from None
+    manifest = parse_json(content, path, _check, REMEDY)
     return cast(Manifest, manifest | {"splits": split_totals(manifest["files"])})
+
+
+def _check(manifest: Any) -> None:
+    check_json(manifest, Manifest)
+    for field, expected, value in _contradictions(manifest):
+        raise BadInput(f"field '{field}': expected {expected}, found {shown_json(value)}")
 
 
 def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str, Any]]:
@@ -154,3 +151,48 @@ def matches(folder: Path, description: Description) -> bool:
     """Whether ``folder`` is complete and its manifest has all fields of ``description``."""
     manifest = complete_manifest(folder)
     return manifest is not None and {**manifest, **json.loads(json.dumps(description))} == manifest
+
+
+def verify(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+    """Compare the SHA-256 of every shard with the manifest's, several at a time, and return the bytes read.
+
+    ``progress`` is called from any thread with the bytes just read and the bytes in all.
+
+    Raises:
+        BadInput: There is no manifest to compare with.
+        ShardFormatError: Shards are missing, differ or are not in the manifest; the text names the first of them.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise BadInput(f"{folder} has no manifest.json with the hashes to verify against, one was expected; {REMEDY}")
+    files = manifest["files"]
+    total = sum(file["bytes"] for file in files)
+    if others := {path.name for path in folder.glob("*.bin")} - {file["name"] for file in files}:
+        raise ShardFormatError(
+            f"shard {folder / min(others)} is not listed in manifest.json, but training would read it; remove it, or "
+            f"{REMEDY}"
+        )
+
+    def fault(file: Shard) -> str | None:
+        path = folder / file["name"]
+        sha = hashlib.sha256()
+        try:
+            with open_regular(path) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != file["bytes"]:
+                    return f"shard {path} should have {file['bytes']} bytes but has {size}"
+                while chunk := opened.read(READ_BYTES):
+                    sha.update(chunk)
+                    progress(len(chunk), total)
+        except OSError as error:
+            return f"shard {path} should be there but cannot be read ({error.strerror})"
+        if sha.hexdigest() != file["sha256"]:
+            return f"shard {path} should have SHA-256 {file['sha256']} but has {sha.hexdigest()}"
+        return None
+
+    with ThreadPoolExecutor(cores()) as pool:
+        faults = [wrong for wrong in pool.map(fault, files) if wrong]
+    if faults:
+        more = f" (and {len(faults) - 1} more shards are wrong)" if len(faults) > 1 else ""
+        raise ShardFormatError(f"{faults[0]}{more}; copy it again or {REMEDY}")
+    return total

@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 
 from jspeed.data.errors import ShardFormatError, TokenRangeError
 from jspeed.data.find_shards import open_shards, split_of
-from jspeed.data.folder import EncodedDocuments, id_dtype, write_folder
-from jspeed.data.manifest import Description, TokenizerFacts, matches
+from jspeed.data.folder import EncodedDocuments, id_dtype, is_made, write_folder
+from jspeed.data.manifest import Description, TokenizerFacts
 from jspeed.errors import BadInput, first_line
 from jspeed.files import sha256_of
-from jspeed.output_folder import require_empty
 
 CHUNK = 1 << 24  # tokens
 
@@ -54,9 +53,8 @@ def convert_tokens(
             f"{error.filename} cannot be read ({error.strerror}); give a folder of files of tokens"
         ) from None
     description: Description = {**facts, "source": {"kind": "tokens", "files": hashes}}
-    if matches(out, description):
+    if is_made(out, description):
         return out
-    require_empty(out)
     dtype = id_dtype(facts["vocab_size"])
     arrays = {path: _array(path) for path in files}
     total = sum(array.nbytes for array in arrays.values())
@@ -109,5 +107,5 @@ def _lengths(path: Path, array: NDArray[np.integer], facts: TokenizerFacts) -> N
                 f"{facts['tokenizer']} has {facts['vocab_size']:,} ids; give the --tokenizer that made it"
             )
         starts.append(at + np.flatnonzero(part == facts["bos_id"]))
-    found = np.unique(np.concatenate(starts))
-    return np.diff(found[(found == 0) | (found < array.size - 1)], append=array.size)
+    borders = np.unique(np.concatenate(starts))
+    return np.diff(borders[(borders == 0) | (borders < array.size - 1)], append=array.size)

@@ -37,17 +37,6 @@ class Sampling:
     seed: int = 0
     bos: bool = True
 
-    def check(self) -> None:
-        """Raise BadInput for invalid values."""
-        if not 0 <= self.temperature < float("inf"):
-            raise BadInput(f"--temperature {self.temperature}: must be 0 (greedy) or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise BadInput(f"--top-k {self.top_k}: must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise BadInput(f"--top-p {self.top_p}: must be more than 0 and at most 1")
-        if not 0 <= self.seed < 2**32:
-            raise BadInput(f"--seed {self.seed}: must be a whole number from 0 to {2**32 - 1}")
-
 
 def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
     """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``, NOT_A_NUMBER for NaN."""
@@ -85,8 +74,8 @@ class Generator:
     """
 
     def __init__(self, model: Model, rows: int, sampling: Sampling) -> None:
-        sampling.check()
         recipe = model.recipe
+        self.tokenizer = model.tokenizer  # called by what writes text: it may have to be fetched
         self.rows, self.limit = rows, context_length(recipe)
         bos_id = model.facts["bos_id"]
         self.bos_id = bos_id if sampling.bos else None
@@ -184,29 +173,26 @@ class Generator:
         return cache
 
 
-def write(
-    model: Model, prompts: Sequence[str], tokens: int, sampling: Sampling, stop: str | None = None
-) -> Iterator[list[str]]:
-    """Yield, token by token, the new text of each row, prompts left out.
+def write(generator: Generator, prompts: Sequence[str], tokens: int, stops: Sequence[str] = ()) -> Iterator[list[str]]:
+    """Yield, token by token, the new text of each row of ``generator``, prompts left out.
 
-    A text also ends before ``stop``. Only whole characters are yielded; invalid UTF-8 becomes U+FFFD.
+    A text also ends before the first of ``stops`` in it. Only whole characters are yielded; invalid UTF-8 becomes
+    U+FFFD.
     """
-    tokenizer = model.tokenizer()
-    generator = Generator(model, len(prompts), sampling)
+    tokenizer = generator.tokenizer()
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
-    held = [""] * len(prompts)  # what may be the start of ``stop``
+    held = [""] * len(prompts)  # what may be the start of a stop
     ended = [False] * len(prompts)
 
     def released(row: int, text: str, last: bool) -> str:
         if ended[row]:
             return ""
         held[row] += text
-        if stop and stop in held[row]:
+        if ends := [at for stop in stops if (at := held[row].find(stop)) >= 0]:
             ended[row] = True
-            return held[row].partition(stop)[0]
-        keep = 0
-        if stop and not last:
-            keep = next((n for n in range(len(stop) - 1, 0, -1) if held[row].endswith(stop[:n])), 0)
+            return held[row][: min(ends)]
+        starts = [n for stop in stops for n in range(1, len(stop)) if held[row].endswith(stop[:n])]
+        keep = 0 if last else max(starts, default=0)
         out, held[row] = held[row][: len(held[row]) - keep], held[row][len(held[row]) - keep :]
         ended[row] = last
         return out
@@ -232,6 +218,6 @@ def joined(texts: Sequence[str]) -> str:
 def sample(model: Model, prompts: Sequence[str], tokens: int, sampling: Sampling) -> list[str]:
     """Return whole texts, prompts included."""
     texts = list(prompts)
-    for new in write(model, prompts, tokens, sampling):
+    for new in write(Generator(model, len(prompts), sampling), prompts, tokens):
         texts = [text + more for text, more in zip(texts, new, strict=True)]
     return texts

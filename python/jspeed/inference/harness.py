@@ -1,11 +1,11 @@
 """Adapter for EleutherAI's lm-evaluation-harness (``lm-eval``): its model interface, and running its tasks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from jspeed.errors import BadInput, first_line, nearest
-from jspeed.inference.generate import STOPPED, Generator, Sampling, context_length
+from jspeed.inference.generate import Generator, Sampling, context_length, write
 from jspeed.inference.score import scorer
 from jspeed.inference.trained import Model
 
@@ -29,11 +29,13 @@ def run_tasks(model: Model, tasks: Sequence[str | dict[str, Any]], limit: int | 
         if isinstance(task, str) and task not in manager.all_tasks:
             raise BadInput(f"lm-eval has no task '{task}'{nearest(task, manager.all_tasks)}; see `lm-eval ls tasks`")
     try:
-        found = simple_evaluate(harness(model), tasks=list(tasks), limit=limit, log_samples=False, task_manager=manager)
+        results = simple_evaluate(
+            harness(model), tasks=list(tasks), limit=limit, log_samples=False, task_manager=manager
+        )
     except OSError as error:
         raise BadInput(f"the data of {', '.join(map(str, tasks))} cannot be fetched ({first_line(error)})") from None
-    assert found is not None
-    return dict(found["results"])
+    assert results is not None
+    return dict(results["results"])
 
 
 def harness(model: Model) -> Any:
@@ -46,6 +48,13 @@ def harness(model: Model) -> Any:
     @cache
     def generator(temperature: float) -> Generator:
         return Generator(model, BATCH, Sampling(temperature))
+
+    def written(prompts: list[str], settings: Settings) -> list[str]:
+        rows = prompts + prompts[:1] * (BATCH - len(prompts))  # always as many: one program
+        texts = [""] * BATCH
+        for new in write(generator(settings.temperature), rows, settings.tokens, settings.stops):
+            texts = [text + more for text, more in zip(texts, new, strict=True)]
+        return texts[: len(prompts)]
 
     class Harness(TemplateLM):
         @property
@@ -72,50 +81,30 @@ def harness(model: Model) -> Any:
             return totals
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-            asked = [request.args for request in requests]
-            by_settings: dict[tuple[float, int], list[int]] = {}  # numbers of requests by their settings
-            for n, (_, how) in enumerate(asked):
-                by_settings.setdefault(settings_of(how), []).append(n)
+            by_settings: dict[Settings, list[int]] = {}  # numbers of requests
+            for n, request in enumerate(requests):
+                by_settings.setdefault(settings_of(request.args[1]), []).append(n)
             answers: dict[int, str] = {}
-            for (temperature, max_tokens), numbers in by_settings.items():
+            for settings, numbers in by_settings.items():
                 for start in range(0, len(numbers), BATCH):
                     group = numbers[start : start + BATCH]
-                    texts = self.written([asked[n] for n in group], temperature, max_tokens)
-                    answers |= zip(group, texts, strict=True)
-            return [answers[n] for n in range(len(asked))]
-
-        def written(
-            self, asked: Sequence[tuple[str, Mapping[str, Any]]], temperature: float, max_tokens: int
-        ) -> Iterator[str]:
-            stops = [stops_of(given) for _, given in asked]
-            prompts = [self.tok_encode(context) for context, _ in asked]
-            texts = [b""] * len(asked)
-            for new in generator(temperature)(prompts + prompts[:1] * (BATCH - len(asked)), max_tokens):
-                texts = [
-                    text + (b"" if token == STOPPED else tokenizer.decode([token]))
-                    for text, token in zip(texts, new.tolist(), strict=False)
-                ]
-                if all(
-                    any(stop in text.decode(errors="replace") for stop in ends)
-                    for text, ends in zip(texts, stops, strict=True)
-                ):
-                    break
-            for text, ends in zip(texts, stops, strict=True):
-                answer = text.decode(errors="replace")
-                for stop in ends:
-                    answer = answer.partition(stop)[0]
-                yield answer
+                    answers |= zip(group, written([requests[n].args[0] for n in group], settings), strict=True)
+            return [answers[n] for n in range(len(requests))]
 
     return Harness()
 
 
-def settings_of(given: Mapping[str, Any]) -> tuple[float, int]:
-    """Return temperature (0: the argmax) and most new tokens of an answer."""
+class Settings(NamedTuple):
+    """How an answer is written: ``temperature`` (0: the argmax), most new ``tokens``, texts before which it ends."""
+
+    temperature: float
+    tokens: int
+    stops: tuple[str, ...]
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """Return the settings that lm-eval gives with a request."""
     temperature = float(given.get("temperature", 1.0)) if given.get("do_sample") else 0.0
-    return temperature, int(given.get("max_gen_toks", TOKENS))
-
-
-def stops_of(given: Mapping[str, Any]) -> list[str]:
-    """Return the texts before which an answer ends."""
-    until = given.get("until") or []
-    return [until] if isinstance(until, str) else [stop for stop in until if stop]
+    until = given.get("until") or ()
+    stops = (until,) if isinstance(until, str) else tuple(filter(None, until))
+    return Settings(temperature, int(given.get("max_gen_toks", TOKENS)), stops)

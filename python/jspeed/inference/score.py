@@ -1,6 +1,5 @@
 """Evaluate a trained model: loss, bits per byte and accuracy on any text; HellaSwag."""
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,18 +17,20 @@ from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, read_regular
+from jspeed.files import cache_folder, read_text
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe import Context, Recipe
 from jspeed.run import evaluate
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
+from jspeed.run.compute.step import weigh
 
 HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
-HELLASWAG_BLOB = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's name of that file's contents
+# Of that commit's file, as evaluations on it publish.
+HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 ROWS = 32  # sequences that are scored at once
 BUCKET = 32  # tokens; sequences are padded to a multiple, so that few programs are compiled
 
@@ -71,11 +72,11 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     if recipe.eval_tokens < recipe.eval_len:
         raise BadInput(f"--tokens {tokens}: the model is evaluated in rows of {recipe.eval_len}; give at least as many")
     rows = evaluate.read_rows(find_split(folder, "val"), recipe)
-    device = device_of(model.mesh, recipe=recipe)
-    device = preflight(recipe, model.mesh, device, {}, Console(stderr=True, highlight=False)).device
-    evaluate.check_documents(rows, recipe, eval_context(recipe, device).stage.max_docs)
+    placement = Placement(model.mesh, DEFAULT_LAYOUT, device_of(model.mesh, recipe=recipe))
+    placement = preflight(recipe, placement, {}, Console(stderr=True, highlight=False)).placement
+    evaluate.check_documents(rows, recipe, eval_context(recipe, placement.device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(rows, recipe))
-    padded, run = compile_evaluation(recipe, model.mesh, DEFAULT_LAYOUT, device, device.micro_batch, len(rows))
+    padded, run = compile_evaluation(recipe, placement, placement.device.micro_batch, len(rows))
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     if pairs := evaluate.byte_pairs(recipe, tokenizer.name):
         validation.impossible = evaluate.impossible(recipe, pairs, model.mesh)
@@ -110,9 +111,7 @@ def accuracy(model: Model, rows: np.ndarray) -> float:
 
 def target_weights(recipe: Recipe, rows: np.ndarray) -> np.ndarray:
     """Return the weight in the loss of each target of ``rows`` (ids ``[N, T + 1]``): float64 ``[N, T]``."""
-    if recipe.weigh is None:
-        return np.ones(rows[:, 1:].shape)
-    return np.asarray(recipe.weigh(jnp.asarray(rows[:, :-1]), jnp.asarray(rows[:, 1:])), np.float64)
+    return np.asarray(weigh(recipe, jnp.asarray(rows), jnp.ones(rows[:, 1:].shape)), np.float64)
 
 
 def in_bytes(recipe: Recipe, tokenizer: Tokenizer, rows: np.ndarray, loss: float) -> Validation:
@@ -138,10 +137,7 @@ class Item:
 def read_hellaswag(path: Path) -> list[Item]:
     """Read HellaSwag's own .jsonl. Raises BadInput with the line that is not of it."""
     items = []
-    try:
-        lines = read_regular(path).decode().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{path} cannot be read as UTF-8 ({error}); give hellaswag_val.jsonl") from None
+    lines = read_text(path, "give hellaswag_val.jsonl").splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -159,13 +155,7 @@ def read_hellaswag(path: Path) -> list[Item]:
 def fetch_hellaswag() -> Path:
     """Fetch HellaSwag's validation items to the cache folder and return the file."""
     path = cache_folder() / "downloads" / "hellaswag_val.jsonl"
-    return fetch(HELLASWAG_URL, path, HELLASWAG_BLOB, digest=git_blob)
-
-
-def git_blob(path: Path) -> str:
-    """Return git's SHA-1 of a file's contents."""
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+    return fetch(HELLASWAG_URL, path, HELLASWAG_SHA256)
 
 
 class HellaSwag(NamedTuple):

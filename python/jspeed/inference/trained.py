@@ -78,19 +78,19 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     if at.name.isdecimal() and at.parent.name == "checkpoints":
         step, run_dir = int(at.name), at.parent.parent
     config = read_config(run_dir)
-    found = find_trained(run_dir, config)
-    facts = facts_of(run_dir, config, found.recipe)
-    _, shardings = state_shardings(found.recipe, DEFAULT_LAYOUT, mesh)
+    loaded = find_trained(run_dir, config)
+    facts = facts_of(run_dir, config, loaded.recipe)
+    _, shardings = state_shardings(loaded.recipe, DEFAULT_LAYOUT, mesh)
     about = metadata_of(path / FILE)
     if LEFT_OUT in about and (run_dir / "checkpoints" / about[STEP]).is_dir():
         step = int(about[STEP])
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
-        arrays = read_parameters(path, found.recipe)
+        arrays = read_parameters(path, loaded.recipe)
         params = jax.tree.map(put, arrays, shardings["params"])
     else:
-        params = restored(run_dir / "checkpoints", step, found.recipe, mesh)
+        params = restored(run_dir / "checkpoints", step, loaded.recipe, mesh)
     require_finite(params, path)
-    return Model(found, params, mesh, facts, run_dir, config.get("model_type") == "gpt2")
+    return Model(loaded, params, mesh, facts, run_dir, config.get("model_type") == "gpt2")
 
 
 def metadata_of(file: Path) -> dict[str, str]:

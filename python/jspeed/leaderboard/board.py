@@ -3,6 +3,8 @@
 Losses are nats per token, times are seconds. An entry is one recipe by hash, on the same data and one kind of devices.
 """
 
+from collections.abc import Sequence
+from statistics import fmean, stdev
 from typing import Any, Literal, TypedDict
 
 from jspeed.leaderboard.stats import Test
@@ -67,7 +69,7 @@ class Better(TypedDict):
 
     parent: str
     parent_hash: str
-    parent_sha256: str | None
+    parent_sha256: str
     how: Literal["in turn", "apart"]
     ratio: float
     low: float | None
@@ -89,14 +91,14 @@ class Anchored(TypedDict):
     high: float | None
 
 
-class Entry(TypedDict):
-    """Runs of one recipe that count together, and what the track's rules say of them."""
+class Facts(TypedDict):
+    """Runs of one recipe that count together, as their files describe them."""
 
     recipe: str
     recipe_hash: str
     overrides: dict[str, Any]
     parent: str | None
-    recipe_sha256: str | None
+    recipe_sha256: str
     card: dict[str, str]  # title and paragraphs of the recipe's docstring
     devices: Devices
     mesh: dict[str, int]
@@ -121,12 +123,22 @@ class Entry(TypedDict):
     extra: int
     loss: Spread | None  # of the first run of each seed
     holdout: Spread | None  # of their losses on the second validation range
-    why_not: list[str]  # reasons against validity
+    why_not: list[str]  # reasons against validity; in an entry all, before it is judged those apart from the mean loss
     cut_short: bool  # stopped before the end of the schedule, above the target
     counted: bool  # its losses tell how far losses vary
+
+
+class Judged(Facts):
+    """An entry with what its track's rules say of it."""
+
     tests: Tests
     more_runs: int | None  # that would make the test significant
     valid: bool
+
+
+class Entry(Judged):
+    """An entry of the board, compared with the others of its track."""
+
     rank: int | None  # among valid entries; where seconds are ranked, among those on its kind and number of devices
     better: Better | None
     anchored: Anchored | None
@@ -162,6 +174,19 @@ class HistoryRow(TypedDict):
 Histories = dict[str, list[HistoryRow]]  # by the name that a track gives
 
 
+def spread(values: Sequence[float]) -> Spread | None:
+    """Return number, mean, standard deviation (None for one), least and most of ``values``; None for none."""
+    if not values:
+        return None
+    return {
+        "n": len(values),
+        "mean": fmean(values),
+        "sd": stdev(values) if len(values) > 1 else None,
+        "least": min(values),
+        "most": max(values),
+    }
+
+
 def result(test: Test) -> TestResult:
     """Return ``test`` as leaderboard.json has it."""
     return {"statistic": test.statistic, "p": test.p}
@@ -181,3 +206,22 @@ def mean_of(spread: Spread | None) -> float:
 def kind_of(devices: Devices) -> tuple[str, int]:
     """Return kind and number of devices: seconds compare between runs that have both in common."""
     return devices["kind"], devices["count"]
+
+
+def times(runs: Sequence[RunLine]) -> list[float]:
+    """Return the timed seconds of all ``runs`` that converged."""
+    return [run["timed_seconds"] for run in runs if run["val_loss"] is not None]
+
+
+def losses(runs: Sequence[RunLine], of: Literal["val_loss", "holdout"] = "val_loss") -> list[float]:
+    """Return the final losses of ``runs``, one for each seed; or those on the second validation range."""
+    return [loss for run in by_seed(runs).values() if (loss := run[of]) is not None]
+
+
+def by_seed(runs: Sequence[RunLine]) -> dict[int, RunLine]:
+    """Return those of ``runs`` that converged by seed: the first of each, for the same seed is no second sample."""
+    first: dict[int, RunLine] = {}
+    for run in runs:
+        if run["val_loss"] is not None:
+            first.setdefault(run["seed"], run)
+    return first

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput, nearest
+from jspeed.files import read_text
 from jspeed.leaderboard import formatting, stats
-from jspeed.leaderboard.board import BoardTrack, Entry, mean_of
-from jspeed.leaderboard.parents import losses, times
-from jspeed.record.preregistration_status import Rounds
+from jspeed.leaderboard.board import BoardTrack, Entry, losses, mean_of, times
+from jspeed.leaderboard.parents import Rounds
 
 STATES = ("changed", "new", "gone")
 
@@ -38,24 +38,21 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
     file = Path(text) if is_path else recipes / f"{name.replace('-', '_')}.py"
     source = None
     if os.path.isfile(file):  # Path.is_file raises for a name that is too long
-        try:
-            source = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"recipe file {file} cannot be read as text: {error}") from None
+        source = read_text(file, "give a recipe file")
     elif is_path:
         raise BadInput(f"recipe file {file} does not exist; give a recipe file or the name of a recipe")
 
     def matches(entry: Entry) -> bool:
         if is_path:
-            return sources.get(entry["recipe_sha256"] or "") == source
+            return sources.get(entry["recipe_sha256"]) == source
         return entry["recipe"] == name and entry["recipe_hash"].startswith(digest)
 
-    found = [(track, entry) for track in tracks for entry in track["entries"] if matches(entry)]
-    if found:
+    entries = [(track, entry) for track in tracks for entry in track["entries"] if matches(entry)]
+    if entries:
         track, entry = max(
-            found, key=lambda each: (each[1]["recipe_sha256"] in sources, each[1]["valid"], each[1]["date"])
+            entries, key=lambda each: (each[1]["recipe_sha256"] in sources, each[1]["valid"], each[1]["date"])
         )
-        stored = sources.get(entry["recipe_sha256"] or "", source)
+        stored = sources.get(entry["recipe_sha256"], source)
         return Side(file.stem if is_path else text, track, entry, stored or "")
     if source is not None and (is_path or not digest):
         return Side(file.stem if is_path else text, None, None, source)
@@ -87,7 +84,9 @@ def speed(a: Side, b: Side, raced: Rounds) -> list[str]:
             f"{formatting.devices(b.entry['devices'])}, and never interleaved. Race them: "
             f"jspeed leaderboard race {b.name} {a.name}"
         ]
-    ratio = stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry), times(a.entry))
+    ratio = (
+        stats.paired_ratio(rounds) if rounds else stats.unpaired_ratio(times(b.entry["runs"]), times(a.entry["runs"]))
+    )
     mean = [formatting.seconds(mean_of(side.entry["seconds"])) for side in (a, b) if side.entry]
     how = f"in {ratio.n} interleaved rounds" if rounds else "in separate runs"
     lines = [f"{verdict(a.name, b.name, ratio)} It takes {formatting.ratio(*ratio[:3])} of {b.name}'s time, {how}."]
@@ -117,7 +116,7 @@ def loss(a: Side, b: Side) -> list[str]:
     if a.track["sigma"] is None:
         return [f"Mean losses: {means[0]} and {means[1]}."]
     difference = one["mean"] - two["mean"]
-    test = stats.better_than(losses(a.entry), losses(b.entry), a.track["sigma"])
+    test = stats.better_than(losses(a.entry["runs"]), losses(b.entry["runs"]), a.track["sigma"])
     p = min(test.p, 1 - test.p)
     return [
         f"Its mean loss is {means[0]} against {means[1]}: {abs(difference):.4f} "
@@ -150,11 +149,11 @@ def changes(a: str, b: str) -> dict[str, Any]:
     return found | {"added": count["+"], "removed": count["-"], "diff": diff}
 
 
-def change_lines(found: Mapping[str, Any]) -> list[str]:
+def change_lines(changed: Mapping[str, Any]) -> list[str]:
     """Return :func:`changes` as lines, without the diff."""
-    lines = [f"{found['added']} lines added, {found['removed']} removed."]
+    lines = [f"{changed['added']} lines added, {changed['removed']} removed."]
     for state in STATES:
-        for kind, names in found[state].items():
+        for kind, names in changed[state].items():
             if names:
                 lines.append(f"{state.capitalize()} {kind}: {', '.join(names)}.")
     return lines

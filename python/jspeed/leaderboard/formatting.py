@@ -21,10 +21,10 @@ def loss(value: float | None) -> str:
 
 def holdout(entry: Entry) -> str | None:
     """Return an entry's mean loss on the track's second validation range as a phrase, or None."""
-    found = entry["holdout"]
+    second = entry["holdout"]
     return (
-        found
-        and f"on the second validation range, which chose nothing: mean loss {loss(found['mean'])} (n = {found['n']})"
+        second
+        and f"on the second validation range, which chose nothing: mean loss {loss(second['mean'])} (n = {second['n']})"
     )
 
 
@@ -39,10 +39,10 @@ def parameters(entry: Entry) -> str:
     return f"{short(total)} parameters" + (f", {short(active)} active" if active and active != total else "")
 
 
-def devices(found: Devices) -> str:
+def devices(ran_on: Devices) -> str:
     """Return devices as ``8 x NVIDIA H100 in 8 processes``."""
-    among = f" in {found['processes']} processes" if found["processes"] > 1 else ""
-    return f"{found['count']} x {found['kind']}{among}"
+    among = f" in {ran_on['processes']} processes" if ran_on["processes"] > 1 else ""
+    return f"{ran_on['count']} x {ran_on['kind']}{among}"
 
 
 def commit(git: Git) -> str:

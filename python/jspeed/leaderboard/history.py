@@ -2,27 +2,30 @@
 
 import csv
 import io
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jspeed.errors import BadInput
-from jspeed.files import read_input
-from jspeed.leaderboard.board import HistoryRow
+from jspeed.files import read_text
+from jspeed.leaderboard.board import BoardTrack, Histories, HistoryRow
 
 NAMES = {"modded-nanogpt": "PyTorch, the NanoGPT speedrun"}
 COLUMNS = ("record", "time_minutes", "date", "steps", "tokens_per_step", "total_tokens", "step_avg_ms", "val_loss",
            "n_runs", "description")  # fmt: skip
 
 
+def read_histories(records: Path, tracks: Sequence[BoardTrack]) -> Histories:
+    """Return the tables that ``tracks`` name, by name; raises BadInput as :func:`read_history` does."""
+    return {name: read_history(records, name) for name in sorted({t["history"] for t in tracks if t.get("history")})}
+
+
 def read_history(records: Path, name: str) -> list[HistoryRow]:
     """Return the records of ``history/NAME.csv`` in order: number, ``date`` (ISO 8601), ``seconds``, steps, tokens,
     mean loss, number of runs, what changed; None for what was not published. Raises BadInput for a wrong table."""
     path = records / "history" / f"{name}.csv"
-    try:
-        text = read_input(path, "restore it").decode()
-    except UnicodeDecodeError:
-        raise BadInput(f"{path} is not UTF-8 text; restore it") from None
+    text = read_text(path, "restore it")
     reader = csv.DictReader(io.StringIO(text, newline=""))
     if tuple(reader.fieldnames or ()) != COLUMNS:
         raise BadInput(f"{path}: expected the columns {', '.join(COLUMNS)}, found {reader.fieldnames}")

@@ -98,8 +98,8 @@ def attention(
     :mod:`jspeed.model.kernels.attention_backends` and want bf16: ``splash`` a TPU, the rest a GPU (and all but
     ``triton`` take fp16). ``xla`` and ``splash`` read ``documents.ids``, the rest ``documents.offsets``: a lane of more
     than ``max_docs`` documents, or of one past ``max_doc_len``, gives NaN, never a silently wrong mask; of the
-    latter ``cudnn`` does not write what is past it. ``marked``: the caller has already made the queries of such lanes
-    NaN (:func:`jspeed.model.positions.queries_and_keys`), which here could cost a pass over them.
+    latter ``cudnn`` does not write what is past it. ``marked``: the queries of such lanes are NaN already
+    (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them NaN is left out.
     Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
     for heads that do not divide.
     """

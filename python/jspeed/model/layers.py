@@ -1,6 +1,6 @@
 """Small parts of a block: embedding lookup, normalisation, rotary positions, squared ReLU, dropout."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,42 @@ def _lookup_backward(saved: tuple[jax.Array, jax.Array], grad_BTD: jax.Array):
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
+class Summed(NamedTuple):
+    """N tables side by side, ``[V, N, D]``, and fp32 sums of their gradients in earlier steps."""
+
+    tables_VND: jax.Array
+    sums_VND: jax.Array
+
+
+def look_up_all(tables: jax.Array | Summed, tokens_BT: jax.Array) -> list[jax.Array]:
+    """Return rows ``tokens_BT`` of each of N tables side by side, ``[V, N, D]``, as :func:`lookup` does.
+
+    Of :class:`Summed` tables the sums have the gradient, which is these sums with the rows of this step's gradients
+    added, in place: no pass over whole tables. They can be read once in a program.
+    """
+    if not isinstance(tables, Summed):
+        return [lookup(tables[:, number], tokens_BT) for number in range(tables.shape[1])]
+    return _look_up_all(tables.sums_VND, jax.lax.stop_gradient(tables.tables_VND), tokens_BT)
+
+
+@jax.custom_vjp
+def _look_up_all(sums_VND: jax.Array, tables_VND: jax.Array, tokens_BT: jax.Array) -> list[jax.Array]:
+    return [tables_VND[tokens_BT, number] for number in range(tables_VND.shape[1])]
+
+
+def _look_up_all_backward(saved: tuple[jax.Array, jax.Array], grads: list[jax.Array]):
+    sums_VND, tokens_BT = saved
+    for number, grad_BTD in enumerate(grads):
+        sums_VND = sums_VND.at[tokens_BT, number].add(grad_BTD.astype(jnp.float32))
+    return sums_VND, None, None
+
+
+_look_up_all.defvjp(
+    lambda sums_VND, tables_VND, tokens_BT: (_look_up_all(sums_VND, tables_VND, tokens_BT), (sums_VND, tokens_BT)),
+    _look_up_all_backward,
+)
 
 
 def rms_norm(x: jax.Array) -> jax.Array:

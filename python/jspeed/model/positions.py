@@ -62,6 +62,7 @@ def queries_and_keys(
     own_kernels: bool = False,
     offsets_BO: jax.Array | None = None,
     look_back: bool = False,
+    padded: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Split ``y_BTE`` into queries and keys of ``shape`` ``[B, T, H, K]``, normalise each head and :func:`rotate` it.
 
@@ -69,8 +70,9 @@ def queries_and_keys(
 
     With ``own_kernels``, and no active KV cache, that is one kernel, and so is its gradient: equal up to rounding
     (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have more documents than ``offsets_BO``
-    (``Documents.offsets``) have slots: call :func:`jspeed.model.attention.attention` with ``marked``. Inside
-    ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not support.
+    (``Documents.offsets``) have slots: call :func:`jspeed.model.attention.attention` with ``marked``. It appends zeros
+    to each head up to ``padded`` channels, as attention would where values are that wide. Inside ``jax.shard_map`` it
+    needs ``check_vma=False``. It raises BadInput for what its kernels do not support.
     """
     if not own_kernels or active_cache():
         q, k = jnp.split(y_BTE, 2, axis=-1)
@@ -82,7 +84,7 @@ def queries_and_keys(
     overflown_B = jnp.zeros(shape[0], bool) if offsets_BO is None else offsets_BO[:, -1] < shape[1]
     factor_B = jnp.where(overflown_B, jnp.nan, 1).astype(jnp.float32)
     tables = jnp.cos(angle_TPF), jnp.sin(angle_TPF)
-    return qk_norm.norm_and_rotate(y_BTE, *tables, factor_B, shape[2], look_back)
+    return qk_norm.norm_and_rotate(y_BTE, *tables, factor_B, shape[2], look_back, padded)
 
 
 def shift_right(x_BT: jax.Array) -> jax.Array:

@@ -36,8 +36,8 @@ def slow_adams(
 ) -> dict[str, optax.GradientTransformation]:
     """Return cautious Adam for each group of parameters that is due every ``period`` steps.
 
-    ``lines`` gives a group's peak rate, its two betas and its weight decay in units of ``decay``; ``rate`` is the
-    multiple of the peak by step; an update uses the value of the last step of its ``period``.
+    ``lines`` gives a group's peak rate, its two betas and its weight decay in units of ``decay``; ``rate``, the
+    multiple of the peak by step, is read at the last step of the ``period``.
     """
 
     def adam(peak: float, beta1: float, beta2: float, decays: float) -> optax.GradientTransformation:

@@ -8,20 +8,20 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jspeed.cores import cores
 from jspeed.jax_versions import reserve_workspace
 from jspeed.parallel.layout import with_remat
-from jspeed.plan import MEMORY_FRACTION, hlo
+from jspeed.plan import hlo
+from jspeed.plan.attention import workspace_bytes
 from jspeed.plan.cost import Kernel, kernels, with_windows
-from jspeed.plan.custom_calls.attention import workspace_bytes
 from jspeed.plan.schema import Allocation
 from jspeed.plan.target import Cluster, pretend, target_mesh, without_machine_code
 from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
 from jspeed.run.compute.accumulators import first_alike, steps_of, updates
-from jspeed.run.compute.device import GPUS, USABLE, Device, device_of, divisions, micro_batches
+from jspeed.run.compute.device import GPUS, Placement, device_of
+from jspeed.run.compute.division import divisions, micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
@@ -42,20 +42,17 @@ class Step:
     remat: bool = False  # whether layers are recomputed for their gradients because memory is short
 
     @cached_property
-    def kernels(self) -> list[Kernel]:
+    def kernels(self) -> tuple[Kernel, ...]:
         """The kernels in order, with this stage's attention windows."""
-        found = kernels(self.text, self.stage.max_doc_len)
-        return with_windows(found, dict(self.windows), self.stage.max_doc_len) if self.windows else found
+        compiled = kernels(self.text, self.stage.max_doc_len)
+        return with_windows(compiled, dict(self.windows), self.stage.max_doc_len) if self.windows else compiled
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """What a plan compiles for: absent devices, their mesh, the layout of parameters, the memory JAX may take."""
+class Hardware(Placement):
+    """What a plan compiles for: absent devices of a ``cluster``."""
 
     cluster: Cluster
-    mesh: Mesh
-    layout: str
-    device: Device
 
     @property
     def limit(self) -> int:
@@ -63,16 +60,13 @@ class Hardware:
         return self.device.memory or self.cluster.facts.hbm_bytes
 
 
-def hardware_for(
-    cluster: Cluster, layout: str, axes: dict[str, int] | None = None, fraction: float = MEMORY_FRACTION
-) -> Hardware:
+def hardware_for(cluster: Cluster, layout: str, axes: dict[str, int] | None = None) -> Hardware:
     """Return the absent devices of ``cluster``. Raises :class:`BadInput` without a plugin.
 
     Set ``jax_platforms`` to ``cpu`` first (:func:`.target.target_mesh`).
     """
     mesh = target_mesh(cluster.target, cluster.per_node, cluster.nodes, axes)
-    usable = 1.0 if cluster.target.tpu else USABLE
-    return Hardware(cluster, mesh, layout, device_of(mesh, memory=int(usable * fraction * cluster.facts.hbm_bytes)))
+    return Hardware(mesh, layout, device_of(mesh, memory=cluster.usable_bytes), cluster)
 
 
 def with_backend(hardware: Hardware, recipe: Recipe) -> Hardware:
@@ -110,7 +104,9 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
 
         def build(number: int) -> tuple[Step, Attempt | None]:
             attempt = compile_that_fits(recipe, stages[number], hardware, micro_batch, number % period)
-            return step_of(stages[number], attempt), attempt if number in compared else None
+            step = step_of(stages[number], attempt)
+            largest_buffers(step), memory_by_kind(step)  # read while the other cores compile
+            return step, attempt if number in compared else None
 
         def start(number: int) -> Future[tuple[Step, Attempt | None]]:
             return pool.submit(build, number)
@@ -131,13 +127,13 @@ def compile_stages(recipe: Recipe, hardware: Hardware, micro_batch: int | None =
                 copies |= dict.fromkeys(others, last)
             else:
                 jobs |= {n: start(n) for n in others}
-        found = {number: job.result()[0] for number, job in jobs.items()}
+        steps = {number: job.result()[0] for number, job in jobs.items()}
     for number, last in [*copies.items(), *alike_to.items()]:
-        found[number] = with_stage(found[last], stages[number])
+        steps[number] = with_stage(steps[last], stages[number])
     for number, (base, other, less) in changes.items():
-        changed = found[other], found[less]
-        found[number] = replace(found[base], stage=stages[number], shared=True, changed=changed)
-    return [found[number] for number in range(len(stages))]
+        changed = steps[other], steps[less]
+        steps[number] = replace(steps[base], stage=stages[number], shared=True, changed=changed)
+    return [steps[number] for number in range(len(stages))]
 
 
 def by_difference(recipe: Recipe, numbers: Sequence[int]) -> dict[int, tuple[int, int, int]]:
@@ -149,7 +145,7 @@ def by_difference(recipe: Recipe, numbers: Sequence[int]) -> dict[int, tuple[int
     is the first, more that of the longest stage (``other``), less the first of that.
     """
     period, stages = recipe.period, recipe.stages
-    found = {}
+    summed = {}
     for number in numbers:
         stage, phase = divmod(number, period)
         ends = [n % period for n in numbers if n // period == stage]
@@ -161,8 +157,8 @@ def by_difference(recipe: Recipe, numbers: Sequence[int]) -> dict[int, tuple[int
         model = max(alike, key=lambda n: stages[n].steps)
         if model != stage:
             start = model * period
-            found[number] = stage * period + ends[0], start + phase, start + ends[0]
-    return found
+            summed[number] = stage * period + ends[0], start + phase, start + ends[0]
+    return summed
 
 
 def moving(recipe: Recipe, stage: Stage, phase: int) -> tuple[bool, ...]:
@@ -171,20 +167,14 @@ def moving(recipe: Recipe, stage: Stage, phase: int) -> tuple[bool, ...]:
     return tuple(bool(average.moves(steps).any()) for average in recipe.averages)
 
 
-def last_step(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> Step:
-    """Compile the last stage's step that updates all parameters. Raises as :func:`compile_that_fits` does."""
-    with pretend(hardware.cluster.target):
-        return step_of(recipe.stages[-1], compile_that_fits(recipe, recipe.stages[-1], hardware, micro_batch))
-
-
 def programs(recipe: Recipe) -> list[Stage]:
     """Return every stage as often as the recipe has phases, with the number of steps that are in each."""
-    found, start = [], 0
+    listed, start = [], 0
     for stage in recipe.stages:
         phases = [step % recipe.period for step in range(start, start + stage.steps)]
-        found += [replace(stage, steps=phases.count(phase)) for phase in range(recipe.period)]
+        listed += [replace(stage, steps=phases.count(phase)) for phase in range(recipe.period)]
         start += stage.steps
-    return found
+    return listed
 
 
 def with_stage(step: Step, stage: Stage) -> Step:
@@ -197,9 +187,7 @@ def lower(
     recipe: Recipe, stage: Stage, hardware: Hardware, parts: int, phase: int = -1, head_chunk: int | None = None
 ) -> jax.stages.Lowered:
     """Lower one stage's step through the code that training runs, with the workspace that cuDNN asks for on a GPU."""
-    lowered = program.lower_step(
-        recipe, stage, hardware.mesh, hardware.layout, hardware.device, parts, phase, head_chunk
-    )
+    lowered = program.trace_step(recipe, stage, hardware, parts, phase, head_chunk).lower()
     reserve_workspace(lowered, partial(workspace_bytes, hardware.cluster.target.capability))
     return lowered
 
@@ -254,35 +242,28 @@ def step_of(stage: Stage, attempt: Attempt) -> Step:
     return Step(stage, attempt.parts, str(built.as_text()), memory, head_chunk=attempt.head_chunk, remat=attempt.remat)
 
 
-def largest_that_fits(recipe: Recipe, hardware: Hardware, stage: Stage, below: int) -> tuple[int, int] | None:
-    """Compile a stage with micro-batches below ``below`` tokens until one fits: (its tokens, bytes), or None."""
-    own = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"]
-    numbers = [parts for parts in divisions(recipe, stage, hardware.mesh) if own // parts < below]
-    with pretend(hardware.cluster.target):
-        for attempt in tries(recipe, stage, hardware, numbers):
-            if attempt.fits(hardware.limit):
-                return own // attempt.parts, attempt.need
-    return None
-
-
 def memory_by_kind(step: Step) -> dict[str, int]:
     """Peak memory of one device by use, in bytes; the values sum to the peak.
 
     "gathered parameters" is the sum of all gathers of the step, which need not exist at once.
     """
     kinds = {"parameters": 0, "optimizer": 0, "batch": 0}
-    entry = hlo.entry(step.text)
-    for argument in hlo.instructions(step.text):
-        if argument.opcode == "parameter" and argument.computation == entry:
-            kind = "batch"
-            if argument.op_name.startswith("state"):
-                kind = "parameters" if "'params'" in argument.op_name[:20].replace("\\", "") else "optimizer"
-            kinds[kind] += argument.bytes
+    for argument in hlo.arguments(step.text):
+        kind = "batch"
+        if argument.op_name.startswith("state"):
+            kind = "parameters" if "'params'" in argument.op_name[:20].replace("\\", "") else "optimizer"
+        kinds[kind] += argument.bytes
     collectives = [kernel.collective for kernel in step.kernels if kernel.collective]
     gathered = sum(one.bytes for one in collectives if one.kind == "all-gather")
     gathered = min(gathered, step.memory["temporaries"])
     rest = step.memory["peak"] - sum(kinds.values()) - gathered
     return kinds | {"gathered parameters": gathered, "activations, gradients and workspace": rest}
+
+
+def largest_buffers(step: Step) -> list[hlo.Buffer]:
+    """The 10 largest arrays, of 64 kB or more, that differ in shape or source."""
+    different = {(buffer.array, buffer.instruction.source): buffer for buffer in hlo.buffers(step.text, 2**16)}
+    return list(different.values())[:10]
 
 
 def _windows(compiled: Stage, stage: Stage) -> tuple[tuple[int, int], ...] | None:
@@ -293,8 +274,3 @@ def _windows(compiled: Stage, stage: Stage) -> tuple[tuple[int, int], ...] | Non
     if any(pairs[there] != here for there, here in zip(compiled.windows, stage.windows, strict=True)):
         return None
     return tuple(pairs.items())
-
-
-def compiled_count(steps: Sequence[Step]) -> int:
-    """Return the number of programs that were compiled for these steps."""
-    return sum(not step.shared for step in steps)

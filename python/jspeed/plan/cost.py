@@ -1,6 +1,6 @@
 """Cost of one step on one device, kernel by kernel in schedule order: FLOPs, bytes and collectives, read from HLO.
 
-Only matmuls have FLOPs, attention among them (`custom_calls/attention.py`); element-wise work counts as bytes. Each
+Only matmuls have FLOPs, attention among them (`attention.py`); element-wise work counts as bytes. Each
 array is counted once (concurrent blocks are assumed to share reads through the L2 cache), except splash attention's
 repeated reads.
 """
@@ -8,10 +8,10 @@ repeated reads.
 import math
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
-from jspeed.plan import hlo
-from jspeed.plan.custom_calls import attention
+from jspeed.plan import attention, hlo
 from jspeed.plan.hlo import Collective, Instruction
 from jspeed.plan.schema import Kind
 
@@ -42,7 +42,8 @@ class Kernel(NamedTuple):
     empty_blocks: int = 0  # thread blocks that find nothing to do
 
 
-def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
+@lru_cache(hlo.PROGRAMS)
+def kernels(text: str, max_doc_len: int | None = None) -> tuple[Kernel, ...]:
     """Return the kernels of a step in schedule order; one in a loop is listed once, with its number of runs.
 
     Of a conditional all branches are counted.
@@ -51,18 +52,43 @@ def kernels(text: str, max_doc_len: int | None = None) -> list[Kernel]:
     found: list[Kernel] = []
     computations = _computations(text)
     collectives = {found.instruction.name: found for found in hlo.collectives(text)}
-    _walk(hlo.entry(text), 1, computations, collectives, max_doc_len, found)
-    return found
+
+    def walk(name: str, times: int) -> None:
+        """Append the kernels of a computation and of the loops it runs, in order."""
+        waiting: dict[str, int] = {}  # a collective that has started -> its index in ``found``
+        for step in computations[name].values():
+            if step.opcode.endswith(("-done", "-update")):
+                for operand in step.operands:
+                    if operand in waiting:
+                        start = waiting.pop(operand)
+                        if step.opcode.endswith("-update"):
+                            waiting[step.name] = start
+                        else:
+                            found[start] = found[start]._replace(waited_at=len(found))
+            elif collective := collectives.get(step.name):
+                if step.opcode.endswith("-start"):
+                    waiting[step.name] = len(found)
+                found.append(Kernel("collective", 0.0, 0.0, "", (), times, step, collective, len(found) + 1))
+            elif step.opcode in ("while", "conditional", "call", "async", "async-start"):
+                again = times * (_trips(step, computations) if step.opcode == "while" else 1)
+                for called in step.calls:
+                    if called in computations:
+                        walk(called, again)
+            elif step.opcode not in FREE:
+                found.append(_kernel(step, computations, times, max_doc_len))
+
+    walk(hlo.entry(text), 1)
+    return tuple(found)
 
 
-def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_len: int | None) -> list[Kernel]:
+def with_windows(steps: Iterable[Kernel], windows: Mapping[int, int], max_doc_len: int | None) -> tuple[Kernel, ...]:
     """Return ``steps`` with other attention windows: ``windows`` maps each one that was compiled to its value."""
-    return [
+    return tuple(
         step._replace(flops=attention.flops_of(step.kind, step.instruction, max_doc_len, windows))
         if step.kind in attention.MATMULS
         else step
         for step in steps
-    ]
+    )
 
 
 def part_of(step: Kernel, matrices: Mapping[str, tuple[int, int]]) -> str:
@@ -117,50 +143,10 @@ def convolution_flops(step: Instruction, operands: list[Instruction]) -> tuple[f
 MATMUL_OPS = {"dot": matmul_flops, "convolution": convolution_flops}
 
 
-def _is_matmul(step: Instruction) -> bool:
-    return step.opcode in MATMUL_OPS or "matmul" in step.target
-
-
-def _walk(
-    name: str,
-    times: int,
-    computations: dict[str, dict[str, Instruction]],
-    collectives: dict[str, Collective],
-    max_doc_len: int | None,
-    found: list[Kernel],
-) -> None:
-    """Append the kernels of a computation and of the loops it runs, in order."""
-    inside = computations[name]
-    waiting: dict[str, int] = {}  # a collective that has started -> its index in ``found``
-    for step in inside.values():
-        if step.opcode.endswith(("-done", "-update")):
-            for operand in step.operands:
-                if operand in waiting:
-                    start = waiting.pop(operand)
-                    if step.opcode.endswith("-update"):
-                        waiting[step.name] = start
-                    else:
-                        found[start] = found[start]._replace(waited_at=len(found))
-        elif collective := collectives.get(step.name):
-            if step.opcode.endswith("-start"):
-                waiting[step.name] = len(found)
-            found.append(Kernel("collective", 0.0, 0.0, "", (), times, step, collective, len(found) + 1))
-        elif step.opcode in ("while", "conditional", "call", "async", "async-start"):
-            again = times * (_trips(step, computations) if step.opcode == "while" else 1)
-            for called in step.calls:
-                if called in computations:
-                    _walk(called, again, computations, collectives, max_doc_len, found)
-        elif step.opcode not in FREE:
-            found.append(_kernel(step, inside, computations, times, max_doc_len))
-
-
 def _kernel(
-    step: Instruction,
-    inside: dict[str, Instruction],
-    computations: dict[str, dict[str, Instruction]],
-    times: int,
-    max_doc_len: int | None,
+    step: Instruction, computations: dict[str, dict[str, Instruction]], times: int, max_doc_len: int | None
 ) -> Kernel:
+    inside = computations[step.computation]
     operands = [inside[name] for name in step.operands if name in inside]
     moved = float(_bytes_moved(step, operands, computations))
     if kind := attention.kind_of(step):
@@ -168,27 +154,30 @@ def _kernel(
         dtype = "bf16" if step.target == attention.TPU else _dtype(step.arrays[0].dtype)
         moved += attention.read_again(step) - attention.workspace(step)
         return Kernel(kind, flops, moved, dtype, (), times, step, empty_blocks=attention.empty_blocks(step))
-    if _is_matmul(step):
-        flops, dims = MATMUL_OPS.get(step.opcode, matmul_flops)(step, [inside[name] for name in step.operands])
-        dtype = _dtype(operands[0].arrays[0].dtype)
+    flops, dims, dtype = _matmul(step, operands, computations)
+    if flops:
         return Kernel("fp8_matmul" if dtype == "f8" else "matmul", flops, moved, dtype, dims, times, step)
+    return Kernel("fusion" if step.opcode == "fusion" else "other", 0.0, moved, "", (), times, step)
+
+
+def _matmul(
+    step: Instruction, operands: list[Instruction], computations: dict[str, dict[str, Instruction]]
+) -> tuple[float, tuple[int, ...], str]:
+    """FLOPs, dims and dtype of a matmul, of a fusion's matmuls together (dims: the last), or of a kernel of our own."""
     if step.target.startswith("mosaic_gpu") and (sizes := _own_matmul(step, operands)):
-        dtype = _dtype(operands[0].arrays[0].dtype)
-        return Kernel(
-            "fp8_matmul" if dtype == "f8" else "matmul", 2.0 * math.prod(sizes), moved, dtype, sizes, times, step
-        )
-    if step.opcode == "fusion":
-        flops, dims, dtype = 0.0, (), ""
-        for called in step.calls:
-            body = computations.get(called, {})
-            for dot in body.values():
-                if _is_matmul(dot):  # from JAX 0.12 on also cuBLAS's, with the slice of a bank that it reads
-                    of = MATMUL_OPS.get(dot.opcode, matmul_flops)
-                    more, dims = of(dot, [body[name] for name in dot.operands])
-                    flops, dtype = flops + more, _dtype(body[dot.operands[0]].arrays[0].dtype)
-        what: Kind = "fusion" if not flops else "fp8_matmul" if dtype == "f8" else "matmul"
-        return Kernel(what, flops, moved, dtype, dims, times, step)
-    return Kernel("other", 0.0, moved, "", (), times, step)
+        return 2.0 * math.prod(sizes), sizes, _dtype(operands[0].arrays[0].dtype)
+    dots = [step]
+    if step.opcode == "fusion":  # from JAX 0.12 on cuBLAS's are in fusions too, with the slice of a bank that they read
+        dots = [inner for name in step.calls for inner in computations.get(name, {}).values()]
+    flops, dtype = 0.0, ""
+    dims: tuple[int, ...] = ()
+    for dot in dots:
+        if dot.opcode not in MATMUL_OPS and "matmul" not in dot.target:
+            continue
+        given = [computations[dot.computation][name] for name in dot.operands]
+        more, dims = MATMUL_OPS.get(dot.opcode, matmul_flops)(dot, given)
+        flops, dtype = flops + more, _dtype(given[0].arrays[0].dtype)
+    return flops, dims, dtype
 
 
 def _own_matmul(step: Instruction, operands: list[Instruction]) -> tuple[int, ...] | None:
@@ -245,7 +234,7 @@ def _bytes_of_arguments(
 def _bytes_used(
     step: Instruction, users: dict[str, list[Instruction]], body: dict[str, Instruction], known: dict[str, int]
 ) -> int:
-    """Bytes that a fusion reads of one of its arguments, or computes of one of its instructions: what is used of it."""
+    """Bytes of ``step``, an argument or an instruction of a fusion, that its users read."""
     if step.name in known:
         return known[step.name]
     total = 0 if users.get(step.name) or step.opcode == "parameter" else step.bytes  # all of a result
@@ -265,19 +254,19 @@ def _bytes_used(
 
 
 def _computations(text: str) -> dict[str, dict[str, Instruction]]:
-    found: dict[str, dict[str, Instruction]] = {}
+    by_name: dict[str, dict[str, Instruction]] = {}
     for step in hlo.instructions(text):
-        found.setdefault(step.computation, {})[step.name] = step
-    return found
+        by_name.setdefault(step.computation, {})[step.name] = step
+    return by_name
 
 
 def _dot_numbers(step: Instruction) -> dict[str, list[int]]:
     """Contracted and batch dimensions, as a dot writes them ({1}) or as a cuBLAS call does (["1"])."""
-    found = {}
+    numbers = {}
     for key in ("lhs_contracting", "lhs_batch"):
         match = re.search(key + r'_dim(?:ension)?s"?[=:]\s*[{\[]([^}\]]*)[}\]]', step.attributes)
-        found[key] = [int(number) for number in re.findall(r"\d+", match[1])] if match else []
-    return found
+        numbers[key] = [int(number) for number in re.findall(r"\d+", match[1])] if match else []
+    return numbers
 
 
 def _trips(step: Instruction, computations: dict[str, dict[str, Instruction]]) -> int:

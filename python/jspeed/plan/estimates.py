@@ -1,37 +1,38 @@
-"""Estimates for a recipe without a compiler or a device: parameters, memory, FLOPs.
+"""Estimates for a recipe without a compiler or a device: published sizes, and the memory of a step.
 
 Memory that persists between steps (parameters, optimizer state) is exact: it follows from the shapes and shardings of
-training. What a step adds is an estimate by formula; ``plan.py`` without ``--no-compile`` compiles the step instead.
+training. What a step adds is an estimate by formula; a plan that compiles the step has the compiler's own figure.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from jspeed.errors import BadInput, nearest
+from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout, gathered_per_layer, partition, sharded_dim
 from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
-from jspeed.run.compute.device import GPU_MICRO_BATCH, Device, lanes_of_device, micro_batches
+from jspeed.run.compute.device import GPU_MICRO_BATCH, Device
+from jspeed.run.compute.division import lanes_of_device, micro_batches
 from jspeed.run.compute.program import state_shardings
-from jspeed.run.find_recipe import find
-from jspeed.sizes import active_matmul_parameters, attention_widths, is_matrix
+from jspeed.run.find_recipe import LoadedRecipe, find
+from jspeed.sizes import is_matrix
 
 # Fields of the recipe llmc, which is the GPT-2 of llm.c. Sizes: Radford et al. 2019, table 2; GPT-3: Brown et al. 2020,
 # table 2.1, its batch of 3.2 M tokens as 1,536 lanes so that 512 devices divide it, its 300 G tokens.
-# GPT-2's vocabulary without the padding of llmc, so that counts are the published ones.
-PRESETS: dict[str, dict[str, int]] = {
-    "gpt2": {"layers": 12, "width": 768, "heads": 12},
-    "gpt2-medium": {"layers": 24, "width": 1024, "heads": 16},
-    "gpt2-large": {"layers": 36, "width": 1280, "heads": 20},
-    "gpt2-xl": {"layers": 48, "width": 1600, "heads": 25},
-    "gpt3": {"layers": 96, "width": 12_288, "heads": 96, "context": 2048, "lanes": 1536, "steps": 95_367},
+PUBLISHED = {
+    "gpt2": "LAYERS=12 WIDTH=768 HEADS=12 MLP_WIDTH=3072",
+    "gpt2-medium": "LAYERS=24 WIDTH=1024 HEADS=16 MLP_WIDTH=4096",
+    "gpt2-large": "LAYERS=36 WIDTH=1280 HEADS=20 MLP_WIDTH=5120",
+    "gpt2-xl": "LAYERS=48 WIDTH=1600 HEADS=25 MLP_WIDTH=6400",
+    "gpt3": "LAYERS=96 WIDTH=12288 HEADS=96 MLP_WIDTH=49152 LANE_LEN=2048 EVAL_LEN=2048 LANES=1536 STEPS=95367",
 }
+VOCABULARY = "VOCAB=50257"  # GPT-2's without the padding of llmc, so that counts are the published ones
 
 
 class Memory(NamedTuple):
@@ -49,32 +50,17 @@ class Memory(NamedTuple):
         """Bytes that persist between steps."""
         return self.parameters + self.optimizer + self.batch
 
-
-def gpt(
-    layers: int,
-    width: int,
-    heads: int,
-    *,
-    vocab: int = 50_257,
-    context: int = 1024,
-    lanes: int = 512,
-    steps: int | None = None,
-) -> Recipe:
-    """A GPT-2 by numbers: the recipe ``llmc`` with other fields, so that it can be compiled and trained too.
-
-    Its functions are not traced here.
-    """
-    fields = {"LAYERS": layers, "WIDTH": width, "HEADS": heads, "MLP_WIDTH": 4 * width, "VOCAB": vocab}
-    fields |= {"LANE_LEN": context, "EVAL_LEN": context, "LANES": lanes} | ({"STEPS": steps} if steps else {})
-    recipe = find("llmc", [f"{name}={value}" for name, value in fields.items()], trace=False).recipe
-    return replace(recipe, name=f"gpt-{layers}x{width}")
+    def fits(self, limit: int) -> str:
+        """Whether a step fits into ``limit`` bytes: ``no`` if persistent state plus gathered parameters exceed it."""
+        if self.kept + self.gathered > limit:
+            return "no"
+        return "likely" if sum(self) <= limit else "perhaps not"
 
 
-def preset(name: str) -> Recipe:
-    """Return :func:`gpt` of a published size. Raises :class:`BadInput` with the names there are."""
-    if name not in PRESETS:
-        raise BadInput(f"model {name} is unknown{nearest(name, PRESETS)}; known models: {', '.join(PRESETS)}")
-    return replace(gpt(**PRESETS[name]), name=name)
+def published(name: str, sets: Sequence[str] = ()) -> LoadedRecipe:
+    """Return the recipe llmc with the fields of a published size, then ``sets``. Its functions are not traced here."""
+    loaded = find("llmc", [VOCABULARY, *PUBLISHED[name].split(), *sets], trace=False)
+    return replace(loaded, recipe=replace(loaded.recipe, name=name))
 
 
 def abstract_mesh(axes: Mapping[str, int], devices: int | None = None) -> Mesh:
@@ -101,41 +87,28 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
     a layout that is unknown, or lanes that do not divide over the devices.
     """
     check_layout(layout, mesh, recipe)
-    parts, at_once = micro_batching(recipe, stage, mesh, micro_batch)
+    parts, tokens = micro_batching(recipe, stage, mesh, micro_batch)
     state, _ = state_shardings(recipe, layout, mesh)
     later = dict(leaves(gathered_per_layer(recipe, layout)))
-    own = _local_bytes(state["params"])
-    gathered = []  # (parameter, sharding, elements that are gathered at once, elements that stay for the sum)
+    gathered = gradients = 0
     for path, spec in leaves(recipe.parameters):
-        if not spec.lookups:
-            cut = partition(spec, layout, mesh)
-            whole = math.prod(spec.shape) // _not_gathered(cut, mesh)
-            shard = math.prod(NamedSharding(mesh, cut).shard_shape(spec.shape))
-            gathered.append(
-                (spec, cut, whole // recipe.layers + shard, shard) if later[path] else (spec, cut, whole, whole)
-            )
+        if spec.lookups:
+            continue
+        cut = partition(spec, layout, mesh)
+        whole = math.prod(spec.shape) // math.prod(mesh.shape[axis] for axis in cut if axis not in (None, "data"))
+        shard = math.prod(NamedSharding(mesh, cut).shard_shape(spec.shape))
+        at_once, summed = (whole // recipe.layers + shard, shard) if later[path] else (whole, whole)
+        if sharded_dim(cut) is not None or jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype):
+            gathered += at_once * _itemsize(spec)
+        gradients += at_once * _itemsize(spec) + (4 * summed if parts > 1 else 0)
     return Memory(
-        parameters=own,
+        parameters=_local_bytes(state["params"]),
         optimizer=_local_bytes({name: part for name, part in state.items() if name != "params"}),
         batch=recipe.lanes // row_shards(mesh) * (stage.lane_len + 1) * recipe.data.dtype.itemsize,
-        gathered=sum(size * _itemsize(spec) for spec, cut, size, _ in gathered if _copied(spec, cut)),
-        gradients=sum(size * _itemsize(spec) for spec, _, size, _ in gathered)
-        + _local_bytes(without_lazy(recipe, state["params"]))
-        + (4 * sum(size for *_, size in gathered) if parts > 1 else 0),
-        activations=activation_bytes(recipe, at_once),
+        gathered=gathered,
+        gradients=gradients + _local_bytes(without_lazy(recipe, state["params"])),
+        activations=activation_bytes(recipe, tokens),
     )
-
-
-def longest_stage(recipe: Recipe) -> Stage:
-    """Return the stage with the longest lanes."""
-    return max(recipe.stages, key=lambda stage: stage.lane_len)
-
-
-def verdict(found: Memory, limit: int) -> str:
-    """Whether a step fits into ``limit`` bytes: ``no`` if persistent state plus gathered parameters exceed it."""
-    if found.kept + found.gathered > limit:
-        return "no"
-    return "likely" if sum(found) <= limit else "perhaps not"
 
 
 def micro_batching(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | None = None) -> tuple[int, int]:
@@ -157,23 +130,6 @@ def activation_bytes(recipe: Recipe, tokens: int) -> int:
     return sum(_kept_for_backward(spec) for _, spec in leaves(recipe.parameters)) * tokens
 
 
-def flops_without_mask(recipe: Recipe, stage: Stage) -> int:
-    """Training FLOPs per token as PaLM and nanoGPT count: every query meets every key of its lane, masked or not.
-
-    ``6 N + 12 x layers x width x lane length``, N the active matmul parameters (PaLM, arXiv 2204.02311, appendix B).
-    """
-    return 6 * active_matmul_parameters(recipe, stage) + 12 * sum(attention_widths(recipe)) * stage.lane_len
-
-
-def zero3_bytes(parameters: int, devices: int) -> dict[str, float]:
-    """Bytes a device of mixed-precision Adam's state, sharded evenly (ZeRO stage 3, arXiv 1910.02054): 16 a parameter.
-
-    bf16 parameters 2, bf16 gradients 2, fp32 master copy 4, fp32 moments 8 bytes each parameter.
-    """
-    sizes = {"parameters, bf16": 2, "gradients, bf16": 2, "master copy, fp32": 4, "Adam's moments, fp32": 8}
-    return {name: size * parameters / devices for name, size in sizes.items()}
-
-
 def _local_bytes(tree: Any) -> int:
     def local(leaf: Any) -> int:
         sharding = cast(NamedSharding, leaf.sharding)
@@ -184,15 +140,6 @@ def _local_bytes(tree: Any) -> int:
 
 def _itemsize(spec: ParamSpec) -> int:
     return jnp.dtype(spec.compute or spec.dtype).itemsize
-
-
-def _not_gathered(cut: PartitionSpec, mesh: Mesh) -> int:
-    """Into how many parts a parameter stays sharded when it is gathered over ``data``."""
-    return math.prod(mesh.shape[axis] for axis in cut if axis not in (None, "data"))
-
-
-def _copied(spec: ParamSpec, cut: PartitionSpec) -> bool:
-    return jnp.dtype(spec.compute or spec.dtype) != jnp.dtype(spec.dtype) or sharded_dim(cut) is not None
 
 
 def _kept_for_backward(spec: ParamSpec) -> int:

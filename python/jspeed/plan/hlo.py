@@ -5,15 +5,18 @@ Nothing here needs JAX or the device that the text was compiled for.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
+from jspeed.cores import cores
+
 # bf16[8,<=128], a bound counting as the size, and the memory space at the end of its layout: {1,0:T(8,128)S(1)}.
 ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{[^{}]*S\((\d+)\)\})?")
 VMEM = "1"  # of a TPU, on the chip
+PROGRAMS = 64  # of which answers are kept: a plan asks again for every stage that shares a program
 CALLED = re.compile(r"(calls|to_apply|body|condition|branch_computations|true_computation|false_computation)=")
 KERNEL_METADATA = re.compile(r"kernel_metadata=\{\n(.*)\n\}")  # of TPUs: an instruction in three lines
 COLLECTIVES = frozenset(
@@ -80,6 +83,11 @@ class Collective(NamedTuple):
         """Devices of a replica group."""
         return len(self.members)
 
+    def along(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+        """The axes of ``mesh`` along which the members of a replica group differ."""
+        places = zip(mesh, np.unravel_index(self.members, tuple(mesh.values())), strict=True)
+        return tuple(axis for axis, at in places if len(set(at)) > 1)
+
 
 class Buffer(NamedTuple):
     """One array that an instruction writes."""
@@ -88,18 +96,18 @@ class Buffer(NamedTuple):
     instruction: Instruction
 
 
-@lru_cache(maxsize=2)  # a plan asks many questions of one program, half a second each
+@lru_cache(maxsize=max(2, cores()))  # a plan reads a program on each core, and asks several things of each
 def instructions(text: str) -> tuple[Instruction, ...]:
     """Return the instructions of all computations, in the order of the text (the schedule, if it is scheduled)."""
     text = KERNEL_METADATA.sub(r"kernel_metadata={\1}", text)
     frames = _source_lines(text)
-    found, computation = [], ""
+    listed, computation = [], ""
     for line in text.splitlines():
         if line.endswith("{") and " -> " in line:
             computation = line.removeprefix("ENTRY ").split(" ", 1)[0].removeprefix("%")
         elif line.startswith("  ") and " = " in line:
-            found.append(_instruction(line.strip().removeprefix("ROOT "), computation, frames))
-    return tuple(found)
+            listed.append(_instruction(line.strip().removeprefix("ROOT "), computation, frames))
+    return tuple(listed)
 
 
 def running(text: str) -> list[Instruction]:
@@ -138,8 +146,8 @@ def paired(steps: Sequence[Instruction]) -> list[Instruction]:
 
 def entry(text: str) -> str:
     """Return the name of the entry computation. Raises ``ValueError`` when the text is not HLO."""
-    if found := re.search(r"^ENTRY %?([^\s(]+)", text, re.MULTILINE):
-        return found[1]
+    if match := re.search(r"^ENTRY %?([^\s(]+)", text, re.MULTILINE):
+        return match[1]
     raise ValueError("no ENTRY computation: this is not the text of an HLO module")
 
 
@@ -149,17 +157,25 @@ def collectives(text: str) -> list[Collective]:
     wrapped = {name for step in steps if step.opcode == "async" for name in step.calls}
     header = text[: text.index("\n")]
     devices = int(_word(header, "num_partitions=") or 1) * int(_word(header, "replica_count=") or 1)
-    found = []
+    listed = []
     for step in steps:
         if step.opcode in COLLECTIVES:
             members = _members(step.attributes, devices)
             whole = step.bytes * (len(members) if step.opcode == "reduce-scatter" else 1)
             overlaps = (step.asynchronous or step.computation in wrapped) and '"is_sync":true' not in step.attributes
-            found.append(Collective(step.opcode, step.arrays, whole, members, overlaps, step))
-    return found
+            listed.append(Collective(step.opcode, step.arrays, whole, members, overlaps, step))
+    return listed
 
 
-def buffers(text: str, at_least_bytes: int = 1) -> list[Buffer]:
+@lru_cache(PROGRAMS)
+def arguments(text: str) -> tuple[Instruction, ...]:
+    """Return the arguments of the program."""
+    main = entry(text)
+    return tuple(step for step in instructions(text) if step.opcode == "parameter" and step.computation == main)
+
+
+@lru_cache(PROGRAMS)
+def buffers(text: str, at_least_bytes: int = 1) -> tuple[Buffer, ...]:
     """Return the arrays that running instructions write, of ``at_least_bytes`` bytes each, largest first.
 
     Arguments are not among them. Two of them can share memory when they are not needed at the same time, and an
@@ -172,7 +188,7 @@ def buffers(text: str, at_least_bytes: int = 1) -> list[Buffer]:
         for array in step.arrays
         if array.bytes >= at_least_bytes
     ]
-    return sorted(found, key=lambda buffer: -buffer.array.bytes)
+    return tuple(sorted(found, key=lambda buffer: -buffer.array.bytes))
 
 
 def _instruction(line: str, computation: str, frames: dict[str, str]) -> Instruction:

@@ -1,12 +1,15 @@
 """The ahead-of-time plan of one recipe on one target, as plain values (:class:`.schema.Plan`)."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import LAYOUTS, with_remat
+from jspeed.parallel.layout import LAYOUTS, check_layout, with_remat
 from jspeed.parallel.mesh import batch_rows, make_mesh, row_shards
 from jspeed.plan import findings, hlo, predict
 from jspeed.plan.compile import (
@@ -14,20 +17,20 @@ from jspeed.plan.compile import (
     Step,
     add_remat,
     compile_stages,
-    compiled_count,
     hardware_for,
-    largest_that_fits,
-    last_step,
+    step_of,
+    tries,
     with_backend,
 )
 from jspeed.plan.cudnn import plans as cudnn
-from jspeed.plan.describe_stage import describe_stage
+from jspeed.plan.describe import describe_stage
 from jspeed.plan.schema import MatmulRow, Plan, SearchRow, StagePlan
 from jspeed.plan.shard_map_checks import check_shard_map
 from jspeed.plan.target import Cluster, Target, pretend
 from jspeed.recipe import Recipe, leaves
-from jspeed.run.compute import compiler, program
-from jspeed.run.compute.device import USABLE, divisions, micro_batches
+from jspeed.run.compute import program
+from jspeed.run.compute.device import USABLE
+from jspeed.run.compute.division import divisions, micro_batches
 from jspeed.run.compute.known_faults import has_cas_scatter
 from jspeed.run.find_recipe import LoadedRecipe
 from jspeed.sizes import parameter_count, scored_shape
@@ -51,32 +54,29 @@ GUESSES = [
 ]
 
 
-def make_plan(
-    found: LoadedRecipe, hardware: Hardware, micro_batch: int | None = None, dollars_per_hour: float | None = None
-) -> Plan:
+def make_plan(loaded: LoadedRecipe, hardware: Hardware, micro_batch: int | None = None) -> Plan:
     """Compile every stage of a recipe for a target and return the plan.
 
     The micro-batch is the one that training would find, with ``micro_batch`` tokens or the first that fits. Raises
     :class:`BadInput` when the recipe cannot run there at all; that it needs too much memory is in the plan.
     """
-    recipe, cluster = found.recipe, hardware.cluster
+    recipe, cluster = loaded.recipe, hardware.cluster
     hardware = with_backend(hardware, recipe)
     steps = compile_stages(recipe, hardware, micro_batch)
     last = add_remat(hardware) if steps[-1].remat else hardware
-    ideal = ideal_flops(recipe, last, steps[-1].parts)
     stages = [describe_stage(recipe, hardware, number, step) for number, step in enumerate(steps, 1)]
     total = sum(stage["steps"] for stage in stages)
     seconds = [sum(s["steps"] * s["predicted_ms"][edge] for s in stages) / 1e3 for edge in (0, 1)]
-    problems, matmuls = find_problems(recipe, last, steps[-1], stages, ideal)
+    problems, matmuls = find_problems(recipe, last, steps[-1], stages)
     answers = ask_cudnn(steps, cluster.target)
-    problems += findings.refused_by_cudnn(answers) if answers else []
-    price = cluster.facts.dollars_per_hour if dollars_per_hour is None else dollars_per_hour
+    problems += findings.refused_by_cudnn(answers) if answers else ()
+    price = cluster.facts.dollars_per_hour
     fits, summary = memory_summary(recipe, hardware, steps)
     return {
         "schema": 2,
         "recipe": recipe.name,
-        "recipe_hash": found.hash,
-        "sets": [f"{name}={value}" for name, value in found.overrides.items()],
+        "recipe_hash": loaded.hash,
+        "sets": [f"{name}={value}" for name, value in loaded.overrides.items()],
         "target": cluster.name,
         "device_kind": cluster.target.device_kind,
         "devices": cluster.devices,
@@ -85,7 +85,7 @@ def make_plan(
         "layout": hardware.layout,
         "attention": hardware.device.attention,
         "compiled": True,
-        "programs": compiled_count(steps),
+        "programs": sum(not step.shared for step in steps),
         "parameters": parameter_count(recipe.parameters),
         "device_memory_bytes": cluster.facts.hbm_bytes,
         "memory_limit_bytes": hardware.limit,
@@ -108,15 +108,9 @@ def make_plan(
         "cudnn": answers
         and {
             "version": answers.version,
-            "calls": [
-                {"call": call.words, "engine": one.engine, "workspace_bytes": one.workspace, "refused": one.refused}
-                for call, one in answers.by_call.items()
-            ],
+            "calls": [{"call": call.words, **one._asdict()} for call, one in answers.by_call.items()],
         },
-        "doctor": [
-            {"name": f.name, "level": f.level, "text": f.text, "value": f.value, "threshold": f.threshold}
-            for f in problems
-        ],
+        "findings": [problem._asdict() for problem in problems],
         "matmuls": matmuls,
         "warnings": warnings(hardware, steps, max(stage["attention_workspace_bytes"] for stage in stages), answers)
         + ([] if fits else [summary])
@@ -127,25 +121,26 @@ def make_plan(
 
 
 def find_problems(
-    recipe: Recipe, hardware: Hardware, step: Step, stages: Sequence[StagePlan], ideal: Mapping[str, float]
+    recipe: Recipe, hardware: Hardware, step: Step, stages: Sequence[StagePlan]
 ) -> tuple[list[findings.Finding], list[MatmulRow]]:
     """Examine the last ``step`` and the stage with most exposed communication: (findings, matmuls of the step)."""
-    matmuls = findings.matmuls(step.kernels, ideal, hardware.cluster.devices)
+    mesh = hardware.mesh
+    matmuls = findings.matmuls(step.kernels, ideal_flops(recipe, hardware, step.parts), hardware.cluster.devices)
     micro = stages[-1]["micro_batch_tokens"]
-    specs = findings.by_path(recipe, hardware.layout, hardware.mesh)
+    specs = findings.by_path(recipe, hardware.layout, mesh)
     worst = max(stages, key=lambda stage: stage["time_ms"]["exposed_communication"] / stage["roofline_ms"])
-    found = [
+    problems = [
         *findings.redundant(matmuls, step.kernels),
-        *findings.mesh_axis_use(specs, batch_rows(hardware.mesh).spec, dict(hardware.mesh.shape)),
-        *shard_map_findings(recipe, hardware, step.parts),
-        *findings.replicated_parameters(recipe, specs, hardware.mesh),
+        *findings.mesh_axis_use(specs, batch_rows(mesh).spec, dict(mesh.shape)),
+        *(check_shard_map(trace_last(recipe, hardware, mesh, step.parts)) if mesh.size > 1 else ()),
+        *findings.replicated_parameters(recipe, specs, mesh),
         *findings.wide_logits(step.text, micro, narrow_vocabulary(recipe, step.stage)),
         *findings.exposed(worst["collectives"], worst["roofline_ms"], worst["name"]),
         *(findings.slow_scatters(step.text) if has_cas_scatter() else ()),
     ]
     for row in matmuls:
         row["source"] = hlo.short(row["source"])
-    return found, matmuls
+    return problems, matmuls
 
 
 def ask_cudnn(steps: Sequence[Step], target: Target) -> cudnn.Answers | None:
@@ -163,29 +158,24 @@ def narrow_vocabulary(recipe: Recipe, stage: Stage) -> int | None:
     return max((scored_shape(spec, stage)[spec.axes.index("vocab")] for spec in narrow), default=None)
 
 
-def shard_map_findings(recipe: Recipe, hardware: Hardware, parts: int) -> list[findings.Finding]:
-    """What :func:`.check_shard_map` finds in the last stage's step, where there are several devices."""
-    if hardware.mesh.size == 1:
-        return []
+def trace_last(recipe: Recipe, hardware: Hardware, mesh: Mesh, parts: int) -> Any:
+    """The jaxpr of the last stage's step over ``parts`` micro-batches, on ``mesh``."""
     with pretend(hardware.cluster.target):
-        traced = program.trace_step(recipe, recipe.stages[-1], hardware.mesh, hardware.layout, hardware.device, parts)
-    return check_shard_map(traced.jaxpr)
+        return program.trace_step(recipe, recipe.stages[-1], replace(hardware, mesh=mesh), parts).jaxpr
 
 
 def ideal_flops(recipe: Recipe, hardware: Hardware, parts: int) -> dict[str, float]:
-    """FLOPs of a step's matmuls by source line, on a single device."""
-    parts *= hardware.mesh.shape["data"]  # micro-batches as large as those of the plan
+    """FLOPs of a step's matmuls by source line, on a single device, in micro-batches as large as those of the plan."""
     one = make_mesh({"data": 1}, list(hardware.mesh.devices.flat[:1]))
-    with pretend(hardware.cluster.target):
-        traced = program.trace_step(recipe, recipe.stages[-1], one, hardware.layout, hardware.device, parts)
-    return findings.ideal_flops(traced.jaxpr)
+    return findings.ideal_flops(trace_last(recipe, hardware, one, parts * hardware.mesh.shape["data"]))
 
 
 def memory_summary(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) -> tuple[bool, str]:
     """Return (whether every stage fits, a summary): what it needs, or what would fit, found by compiling."""
     worst = max(steps, key=lambda step: step.memory["peak"])
     need, limit = worst.memory["peak"], hardware.limit
-    tokens = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"] // worst.parts
+    own = recipe.tokens_per_step(worst.stage) // hardware.mesh.shape["data"]
+    tokens = own // worst.parts
     whole = hardware.cluster.facts.hbm_bytes
     have = f"{limit / 1e9:.1f} GB ({limit / whole:.0%} of {whole / 1e9:.1f})"
     if need <= limit:
@@ -196,9 +186,12 @@ def memory_summary(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) ->
         how = f"a micro-batch of {tokens:,} tokens{pieces}{chunks}{again}"
         return True, f"fits: {need / 1e9:.1f} of {have} a device with {how}"
     start = f"does not fit: {need / 1e9:.1f} GB a device with a micro-batch of {tokens:,} tokens, and there are {have}"
-    if smaller := largest_that_fits(recipe, hardware, worst.stage, tokens):
+    numbers = [parts for parts in divisions(recipe, worst.stage, hardware.mesh) if parts > worst.parts]
+    with pretend(hardware.cluster.target):
+        smaller = next((one for one in tries(recipe, worst.stage, hardware, numbers) if one.fits(limit)), None)
+    if smaller:
         flag = "--micro-batch " if len({stage.lane_len for stage in recipe.stages}) == 1 else "a micro-batch of "
-        return False, f"{start}; {flag}{smaller[0]} needs {smaller[1] / 1e9:.1f} GB and fits"
+        return False, f"{start}; {flag}{own // smaller.parts} needs {smaller.need / 1e9:.1f} GB and fits"
     if need <= USABLE * 0.95 * whole and not hardware.cluster.target.tpu:
         return False, f"{start}; XLA_PYTHON_CLIENT_MEM_FRACTION=.95 makes it fit"
     return (
@@ -208,13 +201,13 @@ def memory_summary(recipe: Recipe, hardware: Hardware, steps: Sequence[Step]) ->
     )
 
 
-def candidates(recipe: Recipe, cluster: Cluster, fraction: float) -> Iterator[Hardware]:
+def candidates(recipe: Recipe, cluster: Cluster) -> Iterator[Hardware]:
     """Yield ``cluster`` in every layout that fits ``recipe``, with 2 along the axis that it needs besides ``data``."""
     for layout, how in LAYOUTS.items():
         over = sorted(set(how.rules.values()) - {"data"})
         if over and cluster.devices % 2:
             continue
-        hardware = hardware_for(cluster, layout, {"data": cluster.devices // 2, over[0]: 2} if over else None, fraction)
+        hardware = hardware_for(cluster, layout, {"data": cluster.devices // 2, over[0]: 2} if over else None)
         try:
             require_devices(recipe, hardware)
         except BadInput:
@@ -222,100 +215,95 @@ def candidates(recipe: Recipe, cluster: Cluster, fraction: float) -> Iterator[Ha
         yield hardware
 
 
-def search(found: LoadedRecipe, candidates: Iterable[Hardware]) -> list[SearchRow]:
+def search(loaded: LoadedRecipe, candidates: Iterable[Hardware]) -> list[SearchRow]:
     """Compile the last stage on all ``candidates``; best first, what does not fit last.
 
     The first micro-batch is the one that training would choose, then smaller ones until one fits. If none does and all
     layers are alike, remat is tried.
     """
     rows = []
-    for hardware in (with_backend(candidate, found.recipe) for candidate in candidates):
-        tried = list(search_layout(found.recipe, hardware))
+    for hardware in (with_backend(candidate, loaded.recipe) for candidate in candidates):
+        tried = list(search_layout(loaded.recipe, hardware))
         plain = [row for row in tried if row["fits"] and row["layout"] == hardware.layout]
-        if not plain and found.recipe.alike:
+        if not plain and loaded.recipe.alike:
             tried = [row for row in tried if row["layout"] == hardware.layout]  # with remat the largest, not the last
-            tried += search_layout(found.recipe, add_remat(hardware))
+            tried += search_layout(loaded.recipe, add_remat(hardware))
         rows += tried
     return sorted(rows, key=lambda row: (not row["fits"], (row["predicted_ms"] or [math.inf])[0], row["peak_bytes"]))
 
 
 def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[SearchRow]:
-    """Compile the last stage's step with ever smaller micro-batches, and yield a row for each, until one fits."""
+    """Compile the last stage's step as training would, with ever smaller micro-batches, and yield a row for each try.
+
+    It ends with the first that fits.
+    """
     last = recipe.stages[-1]
-    parts = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
     tokens_per_device = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
-    for number in (n for n in divisions(recipe, last, hardware.mesh) if n >= parts):
-        row: SearchRow = {
-            "layout": hardware.layout,
-            "mesh": dict(hardware.mesh.shape),
-            "micro_batch_tokens": tokens_per_device // number,
-            "head_chunk": None,
-            "peak_bytes": 0,
-            "fits": False,
-            "predicted_ms": None,
-        }
-        try:
-            step = last_step(recipe, hardware, tokens_per_device // number)
-        except compiler.DoesNotFit as refused:
-            yield row | {"peak_bytes": refused.bytes}
-            continue
-        seconds = predict.times(step.kernels, hardware.cluster)[0].fitted
-        fits = step.memory["peak"] <= hardware.limit
-        yield row | {
-            "layout": with_remat(hardware.layout) if step.remat else hardware.layout,
-            "head_chunk": step.head_chunk,
-            "peak_bytes": step.memory["peak"],
-            "fits": fits,
-            "predicted_ms": [1e3 * edge for edge in predict.predicted_range(seconds)],
-        }
-        if fits:
-            return
+    first = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
+    numbers = [parts for parts in divisions(recipe, last, hardware.mesh) if parts >= first]
+    with pretend(hardware.cluster.target):
+        for attempt in tries(recipe, last, hardware, numbers):
+            fits, predicted = attempt.fits(hardware.limit), None
+            if attempt.step:
+                seconds = predict.times(step_of(last, attempt).kernels, hardware.cluster)[0].fitted
+                predicted = [1e3 * edge for edge in predict.predicted_range(seconds)]
+            yield {
+                "layout": with_remat(hardware.layout) if attempt.remat else hardware.layout,
+                "mesh": dict(hardware.mesh.shape),
+                "micro_batch_tokens": tokens_per_device // attempt.parts,
+                "head_chunk": attempt.head_chunk,
+                "peak_bytes": attempt.need,
+                "fits": fits,
+                "predicted_ms": predicted,
+            }
+            if fits:
+                return
 
 
 def warnings(hardware: Hardware, steps: Sequence[Step], workspace: int, answers: cudnn.Answers | None) -> list[str]:
     """Limits of this plan: shared programs, attention backend with its ``workspace`` in bytes, autotuning."""
-    found = []
-    if any(step.shared for step in steps):
-        found.append(
-            f"{len(steps)} stages, {compiled_count(steps)} compiled: the others differ in attention windows alone "
+    lines = []
+    if shared := sum(step.shared for step in steps):
+        lines.append(
+            f"{len(steps)} stages, {len(steps) - shared} compiled: the others differ in attention windows alone "
             "(checked on the first and the last program), or in nothing, so their kernels, bytes and memory are those "
             "of the compiled one"
         )
     if summed := sum(step.changed is not None for step in steps):
-        found.append(
+        lines.append(
             f"{summed} of the others update other parameters than the one whose memory and largest arrays they have: "
             "times, FLOPs and bytes are its own and what that changes in the longest stage, where it was compiled"
         )
     if hardware.device.attention in ("cudnn", "cudnn_lanes"):
         size = f"{workspace / 1e9:.2f} GB of workspace"
-        found.append(
+        lines.append(
             f"attention is cuDNN's: cuDNN {answers.version}, asked, has a plan for each call that it does not refuse "
             f"above; at most {size}"
             if answers
             else f"attention is cuDNN's, with at most {size} by the formula that its plans for an H100 follow; what it "
             "supports is not asked: make test-cudnn installs it for plans to ask"
         )
-        found.append("with fa4_jax installed, training uses FlashAttention 4 on H100 and H200")
+        lines.append("with fa4_jax installed, training uses FlashAttention 4 on H100 and H200")
     elif hardware.device.attention == "triton":
-        found.append(
+        lines.append(
             "attention is planned with jspeed's own kernels; they compile for this GPU but have not run on one, and "
             "their efficiency is assumed to be cuDNN's"
         )
     elif hardware.device.attention == "splash":
-        found.append("attention is JAX's splash attention, which computes and masks blocks of other documents")
+        lines.append("attention is JAX's splash attention, which computes and masks blocks of other documents")
     elif hardware.device.attention == "xla":
-        found.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
+        lines.append("this device gets XLA's own attention, which holds the scores of a block of queries in memory")
     if hardware.cluster.target.tpu:
-        found.append("not measured on TPUs: kernel efficiencies are those assumed for GPUs")
-        found.append("libtpu compiles with its least effort, as runs do; JAX_OPTIMIZATION_LEVEL changes it")
+        lines.append("not measured on TPUs: kernel efficiencies are those assumed for GPUs")
+        lines.append("libtpu compiles with its least effort, as runs do; JAX_OPTIMIZATION_LEVEL changes it")
     else:
-        found.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
-    return found
+        lines.append("matmuls are cuBLAS calls: what autotuning would choose cannot be known without the GPU")
+    return lines
 
 
 def require_devices(recipe: Recipe, hardware: Hardware) -> None:
     """Raise :class:`BadInput` when the layout does not fit, or the lanes cannot be divided over the devices."""
-    program.check_layout(hardware.layout, hardware.mesh, recipe)
+    check_layout(hardware.layout, hardware.mesh, recipe)
     devices = row_shards(hardware.mesh)
     if recipe.lanes % devices:
         raise BadInput(

@@ -10,13 +10,13 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jspeed.plan import hlo
+from jspeed.plan.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.cost import Kernel
-from jspeed.plan.custom_calls.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.hlo import Collective
-from jspeed.plan.schema import BottleneckRow, Bound, CalibrationRow
+from jspeed.plan.schema import BottleneckRow, Bound
 from jspeed.plan.target import Cluster, Facts
 
 # Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to
@@ -46,19 +46,19 @@ SPREAD = (0.85, 1.25)  # range around the fitted time: wide enough for the four 
 
 
 class Times(NamedTuple):
-    """Seconds of one step on one device."""
+    """Seconds of one step on one device; a plan has them in ms under these names."""
 
     compute: float  # compute-bound kernels
     memory: float  # memory-bound kernels
     communication: float  # all communication, hidden or not
-    exposed: float  # communication that no kernel hides
+    exposed_communication: float  # communication that no kernel hides
     launches: float  # idle time between kernels
     empty_blocks: float  # blocks of attention that find nothing to do
 
     @property
     def total(self) -> float:
         """The roofline: everything but communication that is hidden, and empty blocks."""
-        return self.compute + self.memory + self.exposed + self.launches
+        return self.compute + self.memory + self.exposed_communication + self.launches
 
     @property
     def fitted(self) -> float:
@@ -70,9 +70,9 @@ class Published(NamedTuple):
     """A step time that others measured on 8 H100s, for a schedule that is a recipe here."""
 
     recipe: str
-    milliseconds: float
-    roofline: float  # ms: what ``plan.py RECIPE --target h100x8`` computes before the slowdown; checked in tests/aot
-    fitted: bool
+    measured_ms: float
+    roofline_ms: float  # what ``plan.py RECIPE --target h100x8`` computes before the slowdown; checked in tests/aot
+    used_to_fit: bool
     source: str
 
 
@@ -86,7 +86,7 @@ PUBLISHED = (
 
 def slowdown() -> float:
     """Measured over roofline milliseconds: the geometric mean over the published programs that are fitted."""
-    ratios = [math.log(p.milliseconds / p.roofline) for p in PUBLISHED if p.fitted]
+    ratios = [math.log(p.measured_ms / p.roofline_ms) for p in PUBLISHED if p.used_to_fit]
     return math.exp(sum(ratios) / len(ratios))
 
 
@@ -96,19 +96,12 @@ def predicted_range(fitted: float) -> tuple[float, float]:
     return fitted * low, fitted * high
 
 
-def calibration() -> list[CalibrationRow]:
-    """Every published time beside what is predicted for it."""
+def calibration() -> list[dict[str, Any]]:
+    """Each of PUBLISHED with the range that is predicted for it, and the error of the fitted time."""
+    fitted = [p.roofline_ms * slowdown() for p in PUBLISHED]
     return [
-        {
-            "recipe": p.recipe,
-            "measured_ms": p.milliseconds,
-            "roofline_ms": p.roofline,
-            "predicted_ms": list(predicted_range(p.roofline * slowdown())),
-            "used_to_fit": p.fitted,
-            "error": p.roofline * slowdown() / p.milliseconds - 1,
-            "source": p.source,
-        }
-        for p in PUBLISHED
+        {**p._asdict(), "predicted_ms": list(predicted_range(ms)), "error": ms / p.measured_ms - 1}
+        for p, ms in zip(PUBLISHED, fitted, strict=True)
     ]
 
 

@@ -7,10 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 Kind = Literal["fp8_matmul", "matmul", "attention_forward", "attention_backward", "fusion", "other", "collective"]
 Level = Literal["error", "warning", "note"]  # only errors count for --strict
-Time = Literal["compute", "memory", "communication", "exposed_communication", "launches", "empty_blocks"]
-Allocation = Literal[
-    "arguments", "outputs", "aliased", "temporaries", "peak"
-]  # aliased: outputs in the place of arguments
+Allocation = Literal["arguments", "outputs", "aliased", "temporaries", "peak"]  # aliased: outputs in arguments' place
 Bound = Literal["compute", "memory"]
 Pass = Literal["forward", "backward", "rest"]  # rest: the optimizer and everything outside the gradient
 Bytes = Annotated[int, "bytes"]
@@ -76,24 +73,10 @@ class StagePlan(MicroBatch):
     bytes_moved: float  # bytes read and written in device memory
     kernels: dict[str, int]  # runs by Kind; collectives are not among them
     collectives: list[CollectiveRow]  # in schedule order
-    # Compute-bound and memory-bound kernels, all and exposed communication, idle time between kernels (launches), and
-    # blocks of attention that find nothing to do.
-    time_ms: dict[Time, Milliseconds]
+    time_ms: dict[str, Milliseconds]  # jspeed.plan.predict.Times
     roofline_ms: Milliseconds  # compute, memory, exposed communication and launches
     fitted_ms: Milliseconds  # what is predicted: the roofline by the fit to published times, and empty blocks
     predicted_ms: MillisecondRange
-
-
-class CalibrationRow(TypedDict):
-    """A published step time on 8 H100s beside the predicted one."""
-
-    recipe: str
-    measured_ms: Milliseconds
-    roofline_ms: Milliseconds
-    predicted_ms: MillisecondRange
-    used_to_fit: bool
-    error: float  # (fitted - measured) / measured
-    source: str
 
 
 class BottleneckRow(TypedDict):
@@ -112,32 +95,6 @@ class Cost(TypedDict):
     per_device_hour: float
     low: float
     high: float
-
-
-class CudnnRow(TypedDict):
-    """A call of cuDNN's attention, and what cuDNN says of it."""
-
-    call: str
-    engine: str  # of the plan that it takes; empty if it refuses
-    workspace_bytes: Bytes
-    refused: str  # why, or empty
-
-
-class CudnnPlan(TypedDict):
-    """The answers of a cuDNN that was asked; :mod:`jspeed.plan.cudnn.plans`."""
-
-    version: str
-    calls: list[CudnnRow]
-
-
-class FindingRow(TypedDict):
-    """One finding of the doctor; :class:`jspeed.plan.findings.Finding` as plain values."""
-
-    name: str
-    level: Level
-    text: str
-    value: float
-    threshold: float | None  # None where every value is right
 
 
 class MatmulRow(TypedDict):
@@ -185,15 +142,15 @@ class Plan(TypedDict):
     fit: str  # what it needs, or what would fit
     facts: dict[str, Any]  # the fields of jspeed.plan.target.Facts, each with its source
     fractions: dict[str, float]  # of the peak that is assumed to be reached
-    calibration: list[CalibrationRow]
+    calibration: list[dict[str, Any]]  # :func:`jspeed.plan.predict.calibration`
     stages: list[StagePlan]
     predicted_step_ms: MillisecondRange  # the mean over all steps
     predicted_seconds: list[Seconds]  # low and high, of the run
     fitted_seconds: Seconds  # of the run
     bottlenecks: list[BottleneckRow]  # largest first
     predicted_cost: Cost
-    cudnn: CudnnPlan | None  # None: not asked
-    doctor: list[FindingRow]
+    cudnn: dict[str, Any] | None  # version, and calls: words and :class:`.cudnn.plans.Answer`; None: not asked
+    findings: list[dict[str, Any]]  # :class:`jspeed.plan.findings.Finding`
     matmuls: list[MatmulRow]  # most FLOPs first
     warnings: list[str]
     bounds: list[str]
@@ -202,8 +159,8 @@ class Plan(TypedDict):
     against: NotRequired["Plan"]  # --against
 
 
-BytesRow = TypedDict(
-    "BytesRow",
+LineRow = TypedDict(
+    "LineRow",
     {
         "source": str,  # file:line of the kernel's last operation, which may be fused with others; or "the compiler"
         "pass": Pass,
@@ -215,7 +172,7 @@ BytesRow = TypedDict(
 )
 
 
-class BytesPlan(MicroBatch):
+class Traffic(MicroBatch):
     """What ``--bytes`` prints and writes: the sums of the last stage's step, and its source lines."""
 
     recipe: str
@@ -226,4 +183,4 @@ class BytesPlan(MicroBatch):
     peak_bytes: Bytes
     roofline_ms: Milliseconds
     fitted_ms: Milliseconds
-    lines: list[BytesRow]  # most bytes first
+    lines: list[LineRow]  # most bytes first

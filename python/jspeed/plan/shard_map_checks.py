@@ -11,9 +11,9 @@ import jax
 import jax.extend
 from jax.extend.core import jaxprs_in_params
 
-from jspeed.jax_versions import scan_sizes
+from jspeed.jax_versions import scan_sizes, source_line
 from jspeed.plan import hlo
-from jspeed.plan.findings import Finding, axes_of, source_of
+from jspeed.plan.findings import Finding, axes_of
 
 REDUCE = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 SPREAD = {"psum_scatter", "reduce_scatter", "ppermute", "all_to_all", "axis_index"}
@@ -23,12 +23,11 @@ SHAPING |= {"copy", "sharding_constraint", "optimization_barrier", "concatenate"
 
 
 class Origin(NamedTuple):
-    """Of a value in ``shard_map``: the axes over which it ``varies``, over which it has other rows of the batch
-    (``rows``), and over which it still is a part of a weight (``parts``)."""
+    """Where a value in a ``shard_map`` comes from, in mesh axes."""
 
-    varies: frozenset[str] = frozenset()
-    rows: frozenset[str] = frozenset()
-    parts: frozenset[str] = frozenset()
+    varies: frozenset[str] = frozenset()  # axes along which devices have other values
+    rows: frozenset[str] = frozenset()  # axes that split its batch
+    parts: frozenset[str] = frozenset()  # axes that split its weight
 
 
 class Seen(NamedTuple):
@@ -163,4 +162,4 @@ def _bodies(eqn: Any) -> list[Any]:
 
 
 def _where(eqn: Any) -> str:
-    return hlo.short(source_of(eqn)) or "an unknown line"
+    return hlo.short(source_line(eqn)) or "an unknown line"

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import tempfile
+import threading
 import tomllib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -20,8 +21,12 @@ from jax.sharding import Mesh
 from jspeed.errors import BadInput, nearest
 from jspeed.jax_versions import pretend_gpu
 from jspeed.parallel.mesh import MOST_DEVICES, make_mesh
+from jspeed.run.compute.device import USABLE
 from jspeed.standard_streams import without_logs
 
+# What JAX lets its allocator take of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+MEMORY_FRACTION = 0.75
+TPU_MEMORY_FRACTION = 0.93  # a guess: the runtime keeps about a sixteenth
 TARGETS = Path(__file__).with_name("targets")
 PLUGINS = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
 CUDA = ("cuda_nvcc", "cu13")  # folders of NVIDIA's wheels, for CUDA 12 and 13, with the assembler
@@ -82,6 +87,11 @@ class Cluster(NamedTuple):
     def devices(self) -> int:
         """GPUs of all nodes."""
         return self.nodes * self.per_node
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes of one device's memory that a step may take."""
+        return int((TPU_MEMORY_FRACTION if self.target.tpu else USABLE * MEMORY_FRACTION) * self.facts.hbm_bytes)
 
 
 def load_target(name: str) -> Target:
@@ -154,13 +164,13 @@ def parse_target(text: str) -> Cluster:
 def missing(target: Target | None = None) -> str | None:
     """Return the error message if nothing can be compiled for ``target`` (None: a GPU) here, else None."""
     if target and target.tpu:
-        if _installed("libtpu"):
+        if installed("libtpu"):
             return None
         return (
             "libtpu is not installed here, so nothing can be compiled for a TPU; install the one for JAX 0.10.2 with "
             "pip install 'libtpu==0.0.42.*' (213 MB to download)"
         )
-    if any(_installed(plugin) for plugin in PLUGINS):
+    if any(installed(plugin) for plugin in PLUGINS):
         return None
     return (
         "no CUDA plugin of JAX is installed here, so nothing can be compiled for a GPU; "
@@ -207,11 +217,16 @@ def without_machine_code() -> dict[str, Any]:
 
     XLA writes assembly for each kernel and starts NVIDIA's assembler, ptxas, for it. Something of that name that writes
     nothing takes its place, and LLVM does not optimise what it would get. Kernels, memory and schedule are decided
-    before. Options that XLA_FLAGS sets are left out; all are where NVIDIA's wheel is not found.
+    before. A kernel that an earlier program of this thread has is not compiled again: XLA keeps them in a file, which
+    two threads must not write. Options that XLA_FLAGS sets are left out; all are where NVIDIA's wheel is not found.
     """
     if (folder := _pretended_cuda()) is None:
         return {}
-    wanted = {"xla_gpu_cuda_data_dir": str(folder), "xla_backend_optimization_level": 0}
+    wanted = {
+        "xla_gpu_cuda_data_dir": str(folder),
+        "xla_backend_optimization_level": 0,
+        "xla_gpu_kernel_cache_file": str(folder / f"kernels-{threading.get_ident()}"),
+    }
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in wanted.items() if not re.search(rf"--{name}\b", flags)}
 
@@ -243,13 +258,14 @@ def device_numbers(text: str) -> dict[str, float]:
 
 def _fields(text: str, message: str, *names: str) -> list[int]:
     """Whole numbers in a message of a text proto that has none inside it; what is not set is 0."""
-    found = re.search(message + r"\s*\{([^}]*)\}", text)
-    inside = found[1] if found else ""
+    match = re.search(message + r"\s*\{([^}]*)\}", text)
+    inside = match[1] if match else ""
     numbers = dict(re.findall(r"(\w+):\s*(\d+)", inside))
     return [int(numbers.get(name, 0)) for name in names]
 
 
-def _installed(module: str) -> bool:
+def installed(module: str) -> bool:
+    """Return whether a module is there, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # not even the package above it

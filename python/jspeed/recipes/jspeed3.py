@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
-from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
+from jspeed.model.layers import look_up_all, lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import Copies, asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named, padded, slots
@@ -178,7 +178,9 @@ def slow(start: Any, group: str, *shape: int) -> ParamSpec:
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, WIDTH), ("token", "model"), tiny, "words", COMPUTE, every=2, twin="head"),
     "head": ParamSpec((VOCAB, WIDTH), ("vocab", "model"), tiny, "words", COMPUTE, every=2),
-    "values": ParamSpec((VALUE_TABLES, VOCAB, WIDTH), ("table", "token", "model"), small, "tables", COMPUTE, every=4),
+    "values": ParamSpec(
+        (VOCAB, VALUE_TABLES, WIDTH), ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True
+    ),
     "ngrams": ParamSpec((NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2),
     "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW),
     "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)),
@@ -214,7 +216,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     heads = (*lanes, HEADS, HEAD_WIDTH)
     segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
     documents = find_documents(tokens_BT, BOS, ctx.stage.max_docs, ctx.stage.max_doc_len, segment)
-    values = [lookup(table, tokens_BT) for table in params["values"]]
+    values = look_up_all(params["values"], tokens_BT)
     narrow, wide = (
         yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
@@ -250,13 +252,12 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=kernels)
             y_BTE, v_BTE = map(multiply, (weights_DE.T for weights_DE in weights), largest[number, 3:])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
-        fused = kernels and long
-        turned = angles, positions_TP, fused, documents.offsets, long
-        q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
+        turned = angles, positions_TP, kernels, documents.offsets, long, v_BTHK.shape[-1]
+        q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=fused)
+        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=kernels)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])

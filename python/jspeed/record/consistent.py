@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import pairwise
 
 from jspeed.errors import BadInput
-from jspeed.fields import MISSING, found
+from jspeed.fields import MISSING, shown_json
 from jspeed.record.schema import Run, count_parameters
 
 PROBES = {  # what each probe, a validity check of a trained model, ensures
@@ -31,12 +31,11 @@ def check(run: Run) -> None:
     _curve(run)
     loss, target = run["val_loss"], run["target_loss"]
     if run["reached"] and (loss is None or loss > target):
-        raise _wrong("reached", f"false, because val_loss is {found(loss)} and target_loss is {target}", "true")
+        raise _wrong("reached", f"false, because val_loss is {shown_json(loss)} and target_loss is {target}", "true")
     _parameters(run)
-    if run["schema"] >= 2:
-        _verdict(run)
-        _moments(run)
-        _holdout(run)
+    _verdict(run)
+    _moments(run)
+    _holdout(run)
 
 
 def _wrong(field: str, expected: str, found: object) -> BadInput:
@@ -50,7 +49,7 @@ def _parameters(run: Run) -> None:
                 raise _wrong(f"parameter_table.{name}.axes", f"{len(row['shape'])} names", row["axes"])
         for field, count in zip(("parameters", "active_parameters"), count_parameters(table), strict=True):
             if run.get(field) != count:
-                raise _wrong(field, f"{count}, which follows from parameter_table", found(run.get(field, MISSING)))
+                raise _wrong(field, f"{count}, which follows from parameter_table", shown_json(run.get(field, MISSING)))
 
 
 def _ledger(run: Run) -> None:
@@ -61,8 +60,6 @@ def _ledger(run: Run) -> None:
     total = math.fsum(entry["seconds"] for entry in ledger)
     if total > 1e-3 + 1.01 * wall:
         raise _wrong("wall_seconds", f"at least the sum of all ledger entries, {total:.3f}", f"{wall:.3f}")
-    if run["schema"] < 2:
-        return
     if wall > 1.0 + 1.01 * total:
         raise _wrong("ledger", f"entries that add up to wall_seconds, {wall:.3f}", f"{total:.3f}")
     compiling = math.fsum(entry["seconds"] for entry in ledger if entry["name"] == "compile")
@@ -79,7 +76,7 @@ def _curve(run: Run) -> None:
         if point["timed_seconds"] < before["timed_seconds"]:
             wanted = f"at least {before['timed_seconds']}, the time before it"
             raise _wrong(f"curve[{index}].timed_seconds", wanted, point["timed_seconds"])
-    if run["schema"] < 2 or not curve:
+    if not curve:
         return
     last, end = curve[-1], len(curve) - 1
     if last["timed_seconds"] > run["timed_seconds"] + 1e-3:
@@ -96,7 +93,7 @@ def _verdict(run: Run) -> None:
         raise _wrong("steps", f"planned_steps, {run['planned_steps']}, of a finished run", run["steps"])
     if status not in ("finished", "stopped"):
         if loss is not None:
-            raise _wrong("val_loss", f"null, because the run {status}", found(loss))
+            raise _wrong("val_loss", f"null, because the run {status}", shown_json(loss))
         if run["reached"]:
             raise _wrong("reached", f"false, because status is {status}", "true")
         return

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jspeed.files import write_whole
-from jspeed.plots import BLUE, EDGE, GREEN, INK, ORANGE, PINK, RED, SKY, plain, svg
+from jspeed.plots import BLUE, EDGE, GREEN, INK, ORANGE, PINK, RED, SKY, svg
 from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # (timed seconds, loss in nats per token); a loss that was not finite is None or NaN.
@@ -74,13 +73,8 @@ def curves_svg(
     for index, (label, points) in enumerate(runs.items()):
         seconds, losses = _arrays(points)
         turn, colour = divmod(index, len(COLOURS))
-        style = {
-            "color": COLOURS[colour],
-            "linestyle": DASHES[turn % len(DASHES)],
-            "linewidth": 1.4,
-            "marker": "o",
-            "markersize": 3.0,
-        }
+        style = {"color": COLOURS[colour], "linestyle": DASHES[turn % len(DASHES)], "linewidth": 1.4}
+        style |= {"marker": "o", "markersize": 3.0}
         lines.append((f"{label}, {_last(losses)}", seconds, losses, style))
     _draw(path, lines, target, title, across)
 
@@ -94,73 +88,31 @@ def _draw(
     unit: str = "token",
     stages: Sequence[float] = (),
 ) -> None:
+    right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
+    low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)
+    highest = max((float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low)
+
     def draw(figure: "Figure") -> None:
-        axes = figure.add_subplot()
-        _fill(axes, lines, target)
-        for number, seconds in enumerate(stages, 2):
-            axes.axvline(seconds, color=EDGE, linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
-            axes.annotate(
-                f"stage {number}",
-                (seconds, 0),
-                xycoords=("data", "axes fraction"),
-                xytext=(3, 3),
-                textcoords="offset points",
-                color=EDGE,
-                fontsize=8,
-            )
-        axes.set_title(printable(title), loc="left", fontsize=11, color=INK, parse_math=False)
-        axes.set_xlabel(across, color=INK)
-        axes.set_ylabel(f"loss (nats per {unit})", color=INK)
+        axes = figure.add_subplot(title=printable(title), xlabel=across, ylabel=f"loss (nats per {unit})")
+        axes.set(xlim=(-0.01 * right, 1.02 * right), ylim=(low, high))  # room for half a marker at either end
+        axes.grid(axis="y")
+        for label, seconds, losses, style in lines:
+            # matplotlib would drop a label that begins with an underscore.
+            axes.plot(seconds, losses, label=f" {printable(label)}", zorder=3 if "marker" in style else 2, **style)
+        offset = "offset points"
+        if target is not None:
+            axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
+            # At the left the curves are still high above the target, so nothing is under its label.
+            axes.annotate(f"target {target:g}", (0, target), (6, 3), ("axes fraction", "data"), offset, fontsize=9)
+        for number, start in enumerate(stages, 2):
+            axes.axvline(start, color=EDGE, linewidth=0.8, linestyle=(0, (1, 2)), zorder=1)
+            at = ("data", "axes fraction")
+            axes.annotate(f"stage {number}", (start, 0), (3, 3), at, offset, color=EDGE, fontsize=8)
+        if lines:
+            hidden = f"not shown: losses up to {highest:.4g}" if highest > high else None
+            axes.legend(loc="upper right", title=hidden, title_fontsize=8, alignment="left")
 
     write_whole(path, svg((7.2, 4.2), draw))
-
-
-def _fill(axes: "Axes", lines: list[Line], target: float | None) -> None:
-    for _, seconds, losses, style in lines:
-        axes.plot(seconds, losses, zorder=3 if "marker" in style else 2, **style)
-    hidden = _set_limits(axes, lines, target)
-    if target is not None:
-        axes.axhline(target, color=INK, linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
-        # At the left the curves are still high above the target, so nothing is under its label.
-        axes.annotate(
-            f"target {target:g}",
-            (0, target),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 3),
-            textcoords="offset points",
-            color=INK,
-            fontsize=9,
-        )
-    plain(axes, "y")
-    if lines:
-        # Labels are set afterwards: matplotlib would drop one that begins with an underscore.
-        legend = axes.legend(
-            axes.lines[: len(lines)],
-            ["-"] * len(lines),
-            loc="upper right",
-            fontsize=9,
-            title=hidden,
-            title_fontsize=8,
-            alignment="left",
-            labelcolor=INK,
-            facecolor="white",
-            edgecolor="none",
-            framealpha=0.8,
-        )
-        legend.get_title().set_color(INK)
-        for text, (label, *_) in zip(legend.get_texts(), lines, strict=True):
-            text.set_parse_math(False)
-            text.set_text(printable(label))
-
-
-def _set_limits(axes: "Axes", lines: list[Line], target: float | None) -> str | None:
-    """Set what the axes show; return a note about what they do not show, if anything."""
-    right = max((float(t) for _, times, _, _ in lines for t in times), default=0.0) or 1.0
-    axes.set_xlim(-0.01 * right, 1.02 * right)  # room for half a marker at either end
-    low, high = loss_limits([(times, losses) for _, times, losses, _ in lines], target)
-    axes.set_ylim(low, high)
-    highest = max((float(x) for _, _, losses, _ in lines for x in losses if math.isfinite(x)), default=low)
-    return f"not shown: losses up to {highest:.4g}" if highest > high else None
 
 
 def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[float, float]:
@@ -189,8 +141,8 @@ def loss_limits(curves: list[tuple[Any, Any]], target: float | None) -> tuple[fl
 
 def _arrays(points: Points) -> tuple[Any, Any]:
     """Return times and losses as float64 arrays, with NaN for a missing loss."""
-    seconds = np.array([float(t) for t, _ in points], dtype=np.float64)
-    losses = np.array([math.nan if loss is None else float(loss) for _, loss in points], dtype=np.float64)
+    pairs = [(seconds, math.nan if loss is None else loss) for seconds, loss in points]
+    seconds, losses = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return seconds, np.where(np.isfinite(losses), losses, math.nan)
 
 

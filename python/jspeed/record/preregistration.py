@@ -10,14 +10,14 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 from jspeed import fields
 from jspeed.errors import BadInput
-from jspeed.fields import FolderName, Rule
+from jspeed.fields import AtLeastOne, FolderName, Rule, Whole
 from jspeed.files import read_input, write_whole
-from jspeed.record.run_json import content_hash, parse_json
-from jspeed.record.schema import AtLeastOne, Moment, PlaceInPlan, Whole
+from jspeed.record.run_json import content_hash
+from jspeed.record.schema import Moment, PlaceInPlan
 
 NAME = "plan.json"
 SCHEMA = 1
@@ -94,21 +94,20 @@ def read_preregistration(path: Path) -> Preregistration:
 
 def parse_preregistration(content: bytes, path: Path) -> Preregistration:
     """Return the plan that ``content`` holds, checked; ``path`` names it in error messages."""
-    plan = parse_json(content, path, REMEDY)
-    try:
-        schema = plan.get("schema") if isinstance(plan, dict) else None
-        if fields.TESTS[int](schema) and schema != SCHEMA:
-            raise BadInput(f"field 'schema': expected {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
-        fields.check_json(plan, Preregistration)
-        folders = {run["folder"] for run in plan["runs"]}
-        if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
-            what = f"{len(plan['runs'])} runs in {len(folders)} folders"
-            raise BadInput(f"field 'runs': expected a folder of its own for every run, found {what}")
-        if content_hash(plan) != plan["sha256"]:
-            raise BadInput("field 'sha256': expected the hash of the other fields, found another")
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}; {REMEDY}") from None
-    return plan
+    return fields.parse_json(content, path, _check, REMEDY)
+
+
+def _check(plan: Any) -> None:
+    schema = plan.get("schema") if isinstance(plan, dict) else None
+    if fields.TESTS[int](schema) and schema != SCHEMA:
+        raise BadInput(f"field 'schema': expected {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
+    fields.check_json(plan, Preregistration)
+    folders = {run["folder"] for run in plan["runs"]}
+    if len(folders) != len(plan["runs"]) or len(folders) < (2 if plan["kind"] == "race" else 1):
+        what = f"{len(plan['runs'])} runs in {len(folders)} folders"
+        raise BadInput(f"field 'runs': expected a folder of its own for every run, found {what}")
+    if content_hash(plan) != plan["sha256"]:
+        raise BadInput("field 'sha256': expected the hash of the other fields, found another")
 
 
 def place_in_plan(run_dir: Path | None, recipe_hash: str, seed: int, steps: int | None) -> PlaceInPlan | None:

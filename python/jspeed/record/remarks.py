@@ -25,18 +25,18 @@ def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
     data = other_data(run, tracks[track]) if track in tracks else None
     large = tracks[track].too_large(run) if track in tracks else None
     large = large and f"{large}: the run does not count on track {track}"
-    sha = run.get("recipe_sha256")  # a run of schema 1 has none
-    return [note for note in (data, large, sha and taken_name(run["recipe"], track, sha, records)) if note]
+    taken = taken_name(run["recipe"], track, run["recipe_sha256"], records)
+    return [note for note in (data, large, taken) if note]
 
 
 def family(track: str, records: Path) -> dict[str, Track]:
     """Return ``track`` and its siblings by name; one that cannot be read is left to ``leaderboard verify``."""
-    found = {}
+    tracks = {}
     for path in Path(records, track).parent.glob(f"*/{NAME}"):
         with suppress(BadInput):
             name = path.parent.relative_to(records).as_posix()
-            found[name] = read_track(path, name)
-    return found
+            tracks[name] = read_track(path, name)
+    return tracks
 
 
 def other_data(run: Unsealed, track: Track) -> str | None:

@@ -4,14 +4,13 @@ Validation data are the same when the evaluated token ids are (``data.val_sha256
 the shards read were the same files in the same order (``data.train_shards``). For sequential reading one list of shards
 may be a prefix of the other: a longer run is still the same data. Runs that shuffled, or read on after an epoch, can
 have read all of their shards, which must be equal. ``data.fingerprint`` is a hash of names, sizes and headers only, so
-it is used only for runs without sums: those of schema 1, and interrupted ones.
+it is used only for runs without sums: interrupted ones.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jspeed.record.preregistration_status import complete
 from jspeed.record.schema import EVERY_SHARD, shards_of
 from jspeed.record.store import Records, Row
 from jspeed.record.track import Track
@@ -40,8 +39,8 @@ class DataSet:
 def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
     """Return the data set of every run by the path of its record; runs on the same data share one object.
 
-    Runs that were planned and from a clean commit come first, then the earliest: where a short list of shards fits two
-    sets, it goes to the one of the better evidence.
+    Preregistered runs of a clean commit come first, then the earliest: a short list of shards that is a prefix of two
+    sets' lists joins the set that came first.
     """
     by_path: dict[Path, DataSet] = {}
     by_val: dict[str | None, list[DataSet]] = {}
@@ -50,7 +49,7 @@ def data_sets(rows: Iterable[Row]) -> dict[Path, DataSet]:
     for row in sorted(rows, key=order):
         data, shards = row.run["data"], shards_of(row.run)
         fingerprint = data["fingerprint"], data["val_fingerprint"]
-        val = data.get("val_sha256") if shards is not None else None
+        val = data["val_sha256"] if shards is not None else None
         if shards is None:
             same = by_fingerprint.get(fingerprint)
         else:
@@ -74,11 +73,9 @@ def data_of_track(track: Track, rows: Iterable[Row], sets: Mapping[Path, DataSet
 
     def rank(row: Row) -> tuple[bool, str]:
         plan = row.plan and row.planned_and_clean and records.plans.get(row.plan["sha256"])
-        ruled = track.fits(row.run["devices"]) and track.rules.get("data.val_tokens") in (
-            None,
-            row.run["data"].get("val_tokens"),
-        )
-        return not (plan and complete(plan[1], records) and ruled), row.run["started"]
+        tokens = None, row.run["data"]["val_tokens"]
+        ruled = track.fits(row.run["devices"]) and track.rules.get("data.val_tokens") in tokens
+        return not (plan and records.complete(plan.plan) and ruled), row.run["started"]
 
     for row in sorted(rows, key=rank):
         shards = shards_of(row.run)

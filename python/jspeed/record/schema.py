@@ -1,7 +1,6 @@
-"""The fields of run.json, by schema version, and whether one is well-formed.
+"""The fields of run.json, and whether one is well-formed.
 
-Units are the same everywhere: losses are nats per token, times are seconds, sizes are bytes. Schema 2 added the
-evidence: what the data, the recipe's file, the packages and the GPUs were. A file of schema 1 is read as it is.
+Units are the same everywhere: losses are nats per token, times are seconds, sizes are bytes.
 """
 
 import math
@@ -10,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from jspeed.errors import BadInput
-from jspeed.fields import TESTS, NotNegative, Rule, check_json, found
+from jspeed.fields import TESTS, AtLeastOne, FolderName, FolderPath, NotNegative, Rule, Whole, check_json, shown_json
 
 SCHEMA = 2
 
@@ -22,9 +21,6 @@ def _is_moment(value: str) -> bool:
         return False
 
 
-Integer = Annotated[int, Rule("an integer", lambda value: True)]
-Whole = Annotated[int, Rule("an integer of at least 0", lambda value: value >= 0)]
-AtLeastOne = Annotated[int, Rule("an integer of at least 1", lambda value: value >= 1)]
 Tokens = Annotated[Whole, "tokens"]
 Seconds = Annotated[float, Rule("a finite number of at least 0 and at most 1e12", lambda v: 0 <= v <= 1e12), "seconds"]
 Loss = Annotated[float, "nats per token"]
@@ -92,17 +88,6 @@ class Git(TypedDict):
     dirty: Annotated[bool | None, Rule("true, false or null", lambda value: True)]  # tracked files differed from it
 
 
-class OldData(TypedDict):
-    """What a run of schema 1 trained and validated on."""
-
-    name: str
-    fingerprint: str  # hash of the training tokens' headers
-    val_fingerprint: str
-    train_tokens: Tokens  # in the training shards
-    val_tokens: Tokens  # evaluated for val_loss
-    tokenizer: str | None  # null for bytes
-
-
 class Shard(TypedDict):
     """A shard that a run read from."""
 
@@ -120,9 +105,15 @@ class Evidence(TypedDict):
     position: dict[str, Any]  # where the loader's stream stood at the end
 
 
-class Data(OldData, Evidence):
+class Data(Evidence):
     """What a run trained and validated on."""
 
+    name: str
+    fingerprint: str  # hash of the training tokens' headers
+    val_fingerprint: str
+    train_tokens: Tokens  # in the training shards
+    val_tokens: Tokens  # evaluated for val_loss
+    tokenizer: str | None  # null for bytes
     python: NotRequired[str]  # whose standard library the text is, with its version; absent for other text
 
 
@@ -171,18 +162,18 @@ class Gpus(TypedDict):
     after: list[dict[str, Any]]  # each GPU after the clock stopped
 
 
-class Common(TypedDict):
-    """Fields of every schema."""
+class Unsealed(TypedDict):
+    """Fields of a run before it is hashed."""
 
-    schema: Whole
-    recipe: str
+    schema: Annotated[int, Rule(f"{SCHEMA}, the one that this jspeed reads", lambda value: value == SCHEMA)]
+    recipe: FolderName  # its records' folder
     recipe_hash: str  # of the recipe's resolved fields and source
     recipe_source: str  # name of its file
     fields: dict[str, Any]  # of the recipe, overrides applied
     overrides: dict[str, Any]  # the fields that --set changed
     parent: str | None  # recipe that this one was derived from
-    track: str  # such as stdlib/cpu
-    seed: Integer  # of the initial weights and of the data order
+    track: FolderPath  # such as stdlib/cpu
+    seed: int  # of the initial weights and of the data order
     status: Status  # stopped: by --steps, --max-minutes or --stop-at-target
     reached: bool  # the final validation loss is at or below the target
     target_loss: Loss
@@ -208,17 +199,6 @@ class Common(TypedDict):
     versions: Versions
     xla_flags: str  # XLA_FLAGS of the process; may be empty
     git: Git
-
-
-class OldRun(Common):
-    """A run.json of schema 1."""
-
-    data: OldData
-
-
-class Unsealed(Common):
-    """Fields of a run before it is hashed."""
-
     data: Data
     recipe_sha256: str  # of the recipe's file
     asked_steps: AtLeastOne | None  # that --steps asked for; null for the whole schedule
@@ -239,9 +219,8 @@ class Unsealed(Common):
 
 
 class Run(Unsealed):
-    """A run.json of schema 2."""
+    """A run.json."""
 
-    digests: dict[str, str]  # hash of every other field by name, to say which was changed
     sha256: str  # of all other fields as canonical JSON
 
 
@@ -269,30 +248,21 @@ EVERY_SHARD = "all"  # last element for a run that can have read all of its shar
 def shards_of(run: Unsealed) -> tuple[str, ...] | None:
     """Return the SHA-256 sums of the training shards of ``run``, then EVERY_SHARD if it can have read all.
 
-    None where hashes do not identify both validation and training data: runs of schema 1, interrupted ones, and those
-    whose shards could not be read at the end.
+    None where hashes do not identify both validation and training data: interrupted runs, and those whose shards could
+    not be read at the end.
     """
     data = run["data"]
-    shards = data.get("train_shards", [])
-    sums = [shard["sha256"] for shard in shards if shard["sha256"]]
-    if not data.get("val_sha256") or not sums or len(sums) < len(shards):
+    sums = [shard["sha256"] for shard in data["train_shards"] if shard["sha256"]]
+    if not data["val_sha256"] or not sums or len(sums) < len(data["train_shards"]):
         return None
-    position = data.get("position") or {}
+    position = data["position"]
     return *sums, *([EVERY_SHARD] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
 
 
 def validate(run: Any) -> None:
     """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind, or that JSON cannot hold."""
-    check_kinds(run)
+    check_json(run, Run)
     check_plain(run)
-
-
-def check_kinds(run: Any) -> None:
-    """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind for its schema."""
-    schema: Any = run.get("schema") if isinstance(run, dict) else None
-    if TESTS[int](schema) and not 1 <= schema <= SCHEMA:
-        raise BadInput(f"field 'schema': expected 1 to {SCHEMA}, found {schema}; use the jspeed that wrote this schema")
-    check_json(run, OldRun if schema == 1 else Run)
 
 
 def check_plain(value: Any, where: str = "") -> None:
@@ -300,11 +270,11 @@ def check_plain(value: Any, where: str = "") -> None:
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BadInput(f"field '{where}': expected text as key, found {found(key)}")
+                raise BadInput(f"field '{where}': expected text as key, found {shown_json(key)}")
             check_plain(item, f"{where}.{key}".lstrip("."))
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             check_plain(item, f"{where}[{index}]")
     elif not (value is None or isinstance(value, (str, bool)) or TESTS[int](value) or TESTS[float](value)):
         expected = "text, a finite number, true, false or null"
-        raise BadInput(f"field '{where}': expected {expected}, found {found(value)}")
+        raise BadInput(f"field '{where}': expected {expected}, found {shown_json(value)}")

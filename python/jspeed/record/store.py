@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.fields import FOLDER
 from jspeed.files import read_input, read_regular, write_whole
 from jspeed.record import preregistration
 from jspeed.record.consistent import PROBES
 from jspeed.record.run_json import parse_run, read_content, read_run
-from jspeed.record.schema import SCHEMA, PlaceInPlan, Run, shards_of
+from jspeed.record.schema import PlaceInPlan, Run, shards_of
 from jspeed.record.track import NAME as TRACK_NAME
 from jspeed.record.track import Track, read_track, track_of
 from jspeed.record.weights import NAME as WEIGHTS
@@ -66,7 +65,7 @@ class Row:
     @property
     def plan(self) -> PlaceInPlan | None:
         """The plan in which the run was preregistered, and which of its runs it is."""
-        return self.run.get("plan")
+        return self.run["plan"]
 
     @property
     def planned_and_clean(self) -> bool:
@@ -89,11 +88,26 @@ class Records:
     @cached_property
     def preregistered(self) -> Mapping[str, Mapping[str, list[Row]]]:
         """The preregistered runs by their plan's hash and folder; more than one in a folder is one too many."""
-        found: dict[str, dict[str, list[Row]]] = {}
+        by_plan: dict[str, dict[str, list[Row]]] = {}
         for row in self.rows:
             if plan := row.plan:
-                found.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
-        return found
+                by_plan.setdefault(plan["sha256"], {}).setdefault(plan["folder"], []).append(row)
+        return by_plan
+
+    def missing(self, plan: preregistration.Preregistration) -> list[int]:
+        """Return the indices of the missing runs of ``plan``."""
+        present = self.preregistered.get(plan["sha256"], {})
+        return [index for index, run in enumerate(plan["runs"]) if run["folder"] not in present]
+
+    def extra(self, plan: preregistration.Preregistration) -> list[Row]:
+        """Return runs that name ``plan`` but that it does not list, or that are the second in their folder."""
+        listed = {run["folder"] for run in plan["runs"]}
+        present = self.preregistered.get(plan["sha256"], {})
+        return [row for folder, rows in present.items() for row in (rows[1:] if folder in listed else rows)]
+
+    def complete(self, plan: preregistration.Preregistration) -> bool:
+        """Whether every run of ``plan`` is there, and no other."""
+        return not self.missing(plan) and not self.extra(plan)
 
 
 def read(folder: Path) -> Records:
@@ -145,7 +159,6 @@ def _read_file(records: Records, path: Path) -> None:
     content = read_regular(path)
     if RUN.fullmatch(path.name):
         run = parse_run(content, path)
-        check_names(run, path)
         track = track_of(run, records.tracks)
         _check_place(path, within, run_place(run, content, track), records.folder)
         records.rows.append(Row(path, track, run))
@@ -211,22 +224,12 @@ def planned_recipe(plan: preregistration.Preregistration) -> str:
     return plan["runs"][1 if plan["kind"] == "race" else 0]["recipe"]
 
 
-def check_names(run: Run, source: Path) -> None:
-    """Raise BadInput when track or recipe of ``run`` cannot name a folder."""
-    for name, found in (("track", run["track"]), ("recipe", run["recipe"])):
-        parts = found.split("/") if name == "track" else [found]
-        if not all(FOLDER.fullmatch(part) for part in parts) or parts[0] in ASIDE:
-            raise BadInput(
-                f"{source}: field '{name}': expected letters, digits and . _ + - because it names a folder of records, "
-                f"found {found!r}; rename it in the recipe"
-            )
-
-
 class Addition(NamedTuple):
-    """Checked runs by their paths among the records, and all the files to write."""
+    """Checked runs by their paths among the records, all the files to write, and the records as they will be then."""
 
     runs: dict[Path, Run]
     files: dict[Path, bytes]
+    records: Records
 
 
 def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = None) -> Addition:
@@ -239,15 +242,15 @@ def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = Non
     """
     records = load(folder) if folder.exists() else Records(folder)
     in_plans = {(place["sha256"], place["folder"]): row.path for row in records.rows if (place := row.plan)}
-    addition = Addition({}, {})
+    addition = Addition({}, {}, records)
     for run_dir in _expand_plans(run_dirs):
         content, source = read_content(run_dir)
         run = parse_run(content, source)
-        check_names(run, source)
         plan = _plan_beside(run, source)
         _check_result(run, plan, source)
-        path = folder / run_place(run, content, track_of(run, records.tracks))
-        if path.exists():
+        track = track_of(run, records.tracks)
+        path = folder / run_place(run, content, track)
+        if path.exists() or path in addition.runs:
             raise BadInput(f"{source}: the run is on the leaderboard already, as {path}; a run counts once")
         if place := run["plan"]:
             other = in_plans.setdefault((place["sha256"], place["folder"]), source)
@@ -257,11 +260,17 @@ def check_runs(run_dirs: Sequence[Path], folder: Path, weights: str | None = Non
                     "once: make another plan for new runs"
                 )
         addition.runs[path], addition.files[path] = run, content
-        addition.files[path.with_name(source_name(run["recipe_sha256"]))] = _source_beside(run, source)
-        addition.files.update({} if weights is None else weights_of(run, source.parent, weights, path.parent))
+        records.rows.append(Row(path, track, run))
+        recipe = addition.files[path.with_name(source_name(run["recipe_sha256"]))] = _source_beside(run, source)
+        records.sources[run["recipe_sha256"]] = recipe.decode(errors="replace")
+        if weights is not None:
+            kept_path, kept = weights_of(run, source.parent, weights, path.parent)
+            addition.files[kept_path], records.weights[kept_path] = kept, parse_weights(kept, kept_path)
         if plan:
-            text = json.dumps(plan, indent=2) + "\n"
-            addition.files[path.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])] = text.encode()
+            plan_path = path.parent.parent / planned_recipe(plan) / plan_name(plan["sha256"])
+            addition.files[plan_path] = (json.dumps(plan, indent=2) + "\n").encode()
+            records.plans.setdefault(plan["sha256"], PlanFile(plan_path, plan))
+    records.rows.sort(key=lambda row: row.path)
     return addition
 
 
@@ -304,7 +313,7 @@ def _expand_plans(run_dirs: Sequence[Path]) -> list[Path]:
 
 
 def _plan_beside(run: Run, source: Path) -> preregistration.Preregistration | None:
-    if (place := run.get("plan")) is None:
+    if (place := run["plan"]) is None:
         return None
     path = Path(os.path.abspath(source)).parent.parent / preregistration.NAME
     plan = preregistration.read_preregistration(path)
@@ -322,11 +331,8 @@ def _source_beside(run: Run, source: Path) -> bytes:
 
 
 def _check_result(run: Run, plan: preregistration.Preregistration | None, source: Path) -> None:
-    if run["schema"] != SCHEMA:
-        raise BadInput(
-            f"{source}: field 'schema': expected {SCHEMA}, which has the evidence, found {run['schema']}; "
-            "make the run again with this jspeed"
-        )
+    if run["track"].split("/")[0] in ASIDE:
+        raise BadInput(f"{source}: field 'track': {run['track']} holds no runs of records; rename it in the recipe")
     as_planned = plan is not None and (run["status"] != "stopped" or run["steps"] == plan["steps"])
     if run["status"] != "finished" and not as_planned:
         raise BadInput(

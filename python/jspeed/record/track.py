@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 from jspeed.errors import BadInput
-from jspeed.fields import NotNegative, Rule, check_json
+from jspeed.fields import AtLeastOne, NotNegative, Rule, Whole, check_json
 from jspeed.files import read_input
-from jspeed.record.schema import AtLeastOne, Devices, Unsealed, Whole
+from jspeed.record.schema import Devices, Unsealed
 
 NAME = "track.toml"
 
@@ -53,7 +53,7 @@ Rules = TypedDict(
 class Track:
     """A track's name and its rules.
 
-    ``ruled`` is False for a track without a file: its rules are incomplete, its runs are shown, and none is valid.
+    ``ruled`` is False for a track without a track.toml: its runs are listed and never valid.
     """
 
     name: str
@@ -85,9 +85,11 @@ class Track:
         first, sha256 = self.rules.get("holdout.first"), self.rules.get("holdout.sha256")
         if first is None or run["val_loss"] is None:
             return None
-        found = run.get("holdout")
-        if found and (found["first"], found["tokens"]) == (first, run["data"]["val_tokens"]):
-            return "another second validation range than the track's" if sha256 not in (None, found["sha256"]) else None
+        holdout = run.get("holdout")
+        if holdout and (holdout["first"], holdout["tokens"]) == (first, run["data"]["val_tokens"]):
+            return (
+                "another second validation range than the track's" if sha256 not in (None, holdout["sha256"]) else None
+            )
         return f"not evaluated on the track's second validation range, from token {first:,} on"
 
     def hardware(self) -> str:

@@ -6,14 +6,13 @@ reproduce``.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jspeed.fields import recipe_hash
 from jspeed.record.preregistration import PlannedRun, Preregistration
-from jspeed.record.preregistration_status import extra, missing
 from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
 
@@ -28,15 +27,10 @@ def wrong(path: Path, field: str, expected: str, found: Any) -> Problem:
     return Problem(path, f"{path}: field '{field}': expected {expected}, found {found}")
 
 
-def evidence(records: Records) -> list[Row]:
-    """Return the runs that have the evidence of schema 2."""
-    return [row for row in records.rows if row.run["schema"] >= 2]
-
-
 def recipes(records: Records, now: datetime) -> Iterator[Problem]:
     """The source that a run names is there, and makes the recipe's hash with the run's fields."""
     known: dict[tuple[str, str], str] = {}
-    for row in evidence(records):
+    for row in records.rows:
         run, digest = row.run, row.run["recipe_sha256"]
         beside = row.path.with_name(source_name(digest))
         if digest not in records.sources or not beside.is_file():
@@ -53,7 +47,7 @@ def recipes(records: Records, now: datetime) -> Iterator[Problem]:
 def parameters(records: Records, now: datetime) -> Iterator[Problem]:
     """Runs of one recipe list the same parameters, of which their numbers follow."""
     first: dict[str, Row] = {}
-    for row in evidence(records):
+    for row in records.rows:
         if table := row.run.get("parameter_table"):
             other = first.setdefault(row.run["recipe_hash"], row)
             if other.run.get("parameter_table") != table:
@@ -64,9 +58,9 @@ def parameters(records: Records, now: datetime) -> Iterator[Problem]:
 def moments(records: Records, now: datetime) -> Iterator[Problem]:
     """Every timestamp is in the past."""
     for row in records.rows:
-        for name in ("started", "ended"):
-            if name in row.run and datetime.fromisoformat(row.run[name]) > now:
-                yield wrong(row.path, name, f"a time before now, {now:%Y-%m-%dT%H:%M:%SZ}", row.run[name])
+        for name, moment in (("started", row.run["started"]), ("ended", row.run["ended"])):
+            if datetime.fromisoformat(moment) > now:
+                yield wrong(row.path, name, f"a time before now, {now:%Y-%m-%dT%H:%M:%SZ}", moment)
 
 
 def plans(records: Records, now: datetime) -> Iterator[Problem]:
@@ -74,17 +68,17 @@ def plans(records: Records, now: datetime) -> Iterator[Problem]:
     for digest, (path, plan) in records.plans.items():
         if datetime.fromisoformat(plan["made"]) > now:
             yield wrong(path, "made", f"a time before now, {now:%Y-%m-%dT%H:%M:%SZ}", plan["made"])
-        for index in missing(plan, records):
+        for index in records.missing(plan):
             run = plan["runs"][index]
             wanted = f"a run of {run['recipe']} with seed {run['seed']} among the records"
             yield wrong(path, f"runs[{index}]", wanted, "none; add it, whatever its result")
-        for row in extra(plan, records):
+        for row in records.extra(plan):
             wanted = f"a folder of {path.name} that no other run has"
             yield wrong(row.path, "plan.folder", wanted, row.plan and row.plan["folder"])
         for run in plan["runs"]:
             for row in records.preregistered.get(digest, {}).get(run["folder"], []):
                 yield from as_planned(row, run, plan, path)
-    for row in evidence(records):
+    for row in records.rows:
         if row.plan and row.plan["sha256"] not in records.plans:
             wanted = f"a plan among the records, {plan_name(row.plan['sha256'])}"
             yield wrong(row.path, "plan.sha256", wanted, "none with this hash")
@@ -103,25 +97,14 @@ def as_planned(row: Row, planned: PlannedRun, plan: Preregistration, path: Path)
         yield wrong(row.path, "started", f"a time after {path.name} was made, {plan['made']}", run["started"])
 
 
-class Setting(NamedTuple):
-    """What the initial state of a run depends on besides its seed."""
-
-    recipe_hash: str
-    kind: str
-    layout: str
-    mesh: tuple[tuple[str, int], ...]
-    jax: str
-    jaxlib: str
-
-
 def seeds(records: Records, now: datetime) -> Iterator[Problem]:
     """The same recipe and seed give the same initial state; different seeds give different ones."""
-    by_state: dict[tuple[Setting, str], Row] = {}
-    by_seed: dict[tuple[Setting, int], Row] = {}
-    for row in evidence(records):
+    by_state: dict[Hashable, Row] = {}
+    by_seed: dict[Hashable, Row] = {}
+    for row in records.rows:
         run, versions, mesh = row.run, row.run["versions"], tuple(row.run["mesh"].items())
-        kind, jax, jaxlib = run["devices"]["kind"], versions["jax"], versions["jaxlib"]
-        setting = Setting(run["recipe_hash"], kind, run["layout"], mesh, jax, jaxlib)
+        placed = run["devices"]["kind"], run["layout"], mesh
+        setting = run["recipe_hash"], placed, versions["jax"], versions["jaxlib"]  # what the state depends on too
         twin = by_state.setdefault((setting, run["initial_state"]), row)
         if twin.run["seed"] != run["seed"]:
             wanted = f"{twin.run['seed']}, because the run began in the state of {twin.path.name}"
@@ -136,7 +119,7 @@ def seeds(records: Records, now: datetime) -> Iterator[Problem]:
 def holdouts(records: Records, now: datetime) -> Iterator[Problem]:
     """Runs with the same first range of the same validation shards have the same second range."""
     known: dict[tuple[str | None, str, int, int], Row] = {}
-    for row in evidence(records):
+    for row in records.rows:
         if mine := row.run.get("holdout"):
             data = row.run["data"]
             key = data["val_sha256"], data["val_fingerprint"], mine["first"], mine["tokens"]
@@ -149,7 +132,7 @@ def holdouts(records: Records, now: datetime) -> Iterator[Problem]:
 def data(records: Records, now: datetime) -> Iterator[Problem]:
     """Runs of one recipe on data of one name and size trained and validated on the same bytes."""
     first: dict[tuple[str, ...], Row] = {}
-    for row in evidence(records):
+    for row in records.rows:
         mine = row.run["data"]
         other = first.setdefault((row.run["recipe_hash"], mine["fingerprint"], mine["val_fingerprint"]), row)
         theirs = other.run["data"]
@@ -167,7 +150,7 @@ def data(records: Records, now: datetime) -> Iterator[Problem]:
 
 def weights(records: Records, now: datetime) -> Iterator[Problem]:
     """Every weights-HASH.json is beside the run that it names."""
-    beside = {(row.path.parent, row.run["sha256"]) for row in evidence(records)}
+    beside = {(row.path.parent, row.run["sha256"]) for row in records.rows}
     for path, kept in records.weights.items():
         if (path.parent, kept["run"]) not in beside:
             yield wrong(path, "run", "the sha256 of a run beside it", f"{kept['run'][:12]}...")

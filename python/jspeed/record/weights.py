@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TypedDict
 
 from jspeed.errors import BadInput
-from jspeed.fields import check_json, shown
+from jspeed.fields import Whole, check_json, parse_json, shown
 from jspeed.files import sha256_of
-from jspeed.record.run_json import parse_json
-from jspeed.record.schema import Run, Whole
+from jspeed.record.schema import Run
 
 NAME = re.compile(r"weights-[0-9a-f]{8}\.json")
 FILE = "model.safetensors"
@@ -34,8 +33,10 @@ def weights_name(content: bytes) -> str:
     return f"weights-{hashlib.sha256(content).hexdigest()[:8]}.json"
 
 
-def weights_of(run: Run, run_dir: Path, kept: str, folder: Path) -> dict[Path, bytes]:
-    """Return the weights-HASH.json of ``run`` in ``folder``: the file in ``run_dir`` is kept as KEPT/RUN_DIR/FILE.
+def weights_of(run: Run, run_dir: Path, kept: str, folder: Path) -> tuple[Path, bytes]:
+    """Return path and content of the weights-HASH.json of ``run`` in ``folder``.
+
+    It says that the file in ``run_dir`` is kept as KEPT/RUN_DIR/FILE.
 
     Raises BadInput where there is no such file, or ``kept`` is not one line of text.
     """
@@ -48,22 +49,16 @@ def weights_of(run: Run, run_dir: Path, kept: str, folder: Path) -> dict[Path, b
         size, digest = path.stat().st_size, sha256_of(path)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}); restore it, or leave out --weights") from None
-    found: Weights = {
+    weights: Weights = {
         "run": run["sha256"],
         "kept": f"{kept.rstrip('/')}/{path.parent.name}/{FILE}",
         "bytes": size,
         "sha256": digest,
     }
-    content = (json.dumps(found, indent=2) + "\n").encode()
-    return {folder / weights_name(content): content}
+    content = (json.dumps(weights, indent=2) + "\n").encode()
+    return folder / weights_name(content), content
 
 
 def parse_weights(content: bytes, path: Path) -> Weights:
     """Return what a weights-HASH.json holds, checked; ``path`` names it in error messages."""
-    remedy = "restore it, or remove it"
-    found = parse_json(content, path, remedy)
-    try:
-        check_json(found, Weights)
-    except BadInput as error:
-        raise BadInput(f"{path}: {error}; {remedy}") from None
-    return found
+    return parse_json(content, path, lambda found: check_json(found, Weights), "restore it, or remove it")

@@ -10,10 +10,11 @@ import logging
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jspeed.cluster.timeout import with_timeout
 from jspeed.errors import BadInput, first_line
 from jspeed.fields import as_json
 from jspeed.files import read_json, sha256_of, write_whole
+from jspeed.record.schema import Interval
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.step import State
 
@@ -35,13 +37,29 @@ HASH = "recipe hash"
 MOST_NAMED = 6  # differences; those of another recipe are many
 
 
-class Checkpoints:
-    """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at the end."""
+class Checkpoint(TypedDict):
+    """The record of a checkpoint: how far the run was, and what another must share to be this run (``identity``)."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    steps: int
+    tokens: int
+    data_wait_seconds: float
+    dispatch_seconds: float
+    lines: list[dict[str, Any]]  # of metrics.jsonl
+    resumed: list[int]
+    ledger: list[Interval]
+    loader: dict[str, Any]  # where its stream stands
+    identity: dict[str, Any]
+
+
+class Checkpoints:
+    """Writes the checkpoints of one run; use as a context manager, so that the last one is whole at the end.
+
+    ``step`` is that of the last one, or of the one that the run was resumed from."""
+
+    def __init__(self, folder: Path, keep: int, step: int = 0) -> None:
         self._folder, self._keep = folder.absolute(), keep
         self._manager: Any = None
-        self._step = 0
+        self.step = step
 
     def __enter__(self) -> "Checkpoints":
         on_failure(lambda: remove_unfinished(self._folder))  # of another process, which may end this one during a save
@@ -59,7 +77,7 @@ class Checkpoints:
             with_timeout(20, self._manager.wait_until_finished)
         remove_unfinished(self._folder)
 
-    def save(self, step: int, state: State, record: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: State, record: Checkpoint) -> None:
         """Copy ``state`` to the host and write it in the background, with ``record``; waits for the save before.
 
         Raises :class:`BadInput` if that one, or this one's beginning, could not be written.
@@ -78,7 +96,7 @@ class Checkpoints:
         )
         with jax.transfer_guard("allow"), self._guarded():
             self._manager.wait_until_finished()
-            self._step = step
+            self.step = step
             self._manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
@@ -107,7 +125,7 @@ class Checkpoints:
 
     def _write_hashes(self) -> None:
         """Write the hashes; Orbax calls this on process 0 when all is written and before it renames the folder."""
-        for folder in self._folder.glob(f"{self._step}{UNFINISHED}*"):
+        for folder in self._folder.glob(f"{self.step}{UNFINISHED}*"):
             hashes = {name: sha256_of(path) for name, path in _files(folder).items()}
             write_whole(folder / HASHES, json.dumps(hashes, indent=1) + "\n")
 
@@ -190,7 +208,7 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
     return None, notes
 
 
-def restore(folder: Path, step: int, shapes: State) -> tuple[State, dict[str, Any]]:
+def restore(folder: Path, step: int, shapes: State) -> tuple[State, Checkpoint]:
     """Read the checkpoint of ``step`` into arrays with the shapes and shardings of ``shapes``; also return its record.
 
     The mesh may be another than the one it was saved on. What is carried between slow updates is zeros.
@@ -208,7 +226,7 @@ def restore(folder: Path, step: int, shapes: State) -> tuple[State, dict[str, An
     return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}, found["record"]
 
 
-def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: Path) -> None:
+def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) -> None:
     """Raise :class:`BadInput`, which names what differs, when the checkpoint with ``record`` belongs to another run.
 
     What is a flag of its own (``--steps``) may differ.
@@ -227,7 +245,7 @@ def check_same(record: Mapping[str, Any], identity: Mapping[str, Any], folder: P
     )
 
 
-def read_record(folder: Path, step: int) -> dict[str, Any]:
+def read_record(folder: Path, step: int) -> Checkpoint:
     """Read only the record of the checkpoint of ``step``."""
     return read_json(folder / str(step) / "record" / "metadata")
 
@@ -242,8 +260,10 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _silence_orbax() -> None:
     """Silence Orbax's warnings about intended behaviour (read-only folders, waits that the ledger has by name) and its
-    tracebacks of a failed save, which has an error message; those of TensorStore's threads come as unraisable."""
+    tracebacks of a failed save, which has an error message; those of TensorStore's threads come as unraisable, and
+    writes that another one's failure has kept from beginning as a warning."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     usual = sys.unraisablehook
 
     def hook(what: "sys.UnraisableHookArgs") -> None:

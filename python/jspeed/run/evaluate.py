@@ -18,7 +18,7 @@ from jspeed.parallel.mesh import batch_rows, put, replicated
 from jspeed.recipe import Context, Recipe
 from jspeed.record import remarks
 from jspeed.run.compute import program
-from jspeed.run.compute.device import Device
+from jspeed.run.compute.device import Placement
 from jspeed.run.compute.program import Program, impossible_shape
 from jspeed.run.compute.step import evaluate, mean_weight, without_jit
 
@@ -147,16 +147,18 @@ def impossible(recipe: Recipe, pairs: Sequence[bytes], mesh: Mesh) -> jax.Array:
 
 
 def validation_loss(evaluate: Callable[..., jax.Array], params: Any, validation: ValidationSet) -> float:
-    """Return the (weighted) mean loss in nats per token: fp32 within a row, float64 over rows."""
-    return _mean(evaluate, params, validation)
+    """Return the (weighted) mean loss in nats per token, or mean of what else ``evaluate`` returns for each row: fp32
+    within a row, float64 over rows."""
+    rows = jax.device_get(evaluate(params, validation.rows, validation.impossible))
+    return float(np.mean(rows[: validation.count], dtype=np.float64)) / validation.mean_weight
 
 
 def validation_accuracy(compiled: Program, params: Any, validation: ValidationSet) -> float | None:
     """Return the (weighted) share of targets that the model takes for the most probable; None: not asked for."""
-    return compiled.accuracy and _mean(compiled.accuracy, params, validation)
+    return compiled.accuracy and validation_loss(compiled.accuracy, params, validation)
 
 
-def compile_accuracy(recipe: Recipe, mesh: Mesh, layout: str, device: Device, rows: int) -> Callable[..., jax.Array]:
+def compile_accuracy(recipe: Recipe, placement: Placement, rows: int) -> Callable[..., jax.Array]:
     """Return ``accuracy`` of a :class:`Program` whose ``eval_rows`` are ``rows``: the logits of a row at a time.
 
     Raises :class:`BadInput` where these do not fit into a device's memory.
@@ -167,17 +169,12 @@ def compile_accuracy(recipe: Recipe, mesh: Mesh, layout: str, device: Device, ro
         hits_BT = (jnp.argmax(logits_BTV, axis=-1) == targets).astype(jnp.float32)
         return jnp.sum(hits_BT), hits_BT
 
-    counting = replace(recipe, loss=hits)
+    counting, mesh, layout = replace(recipe, loss=hits), placement.mesh, placement.layout
     if without_jit():
         parts, _ = program.eval_parts(recipe, rows, mesh, recipe.eval_len)
-        return partial(evaluate, counting, program.eval_context(recipe, device), layout, parts, mesh)
+        return partial(evaluate, counting, program.eval_context(recipe, placement.device), layout, parts, mesh)
     try:
         idle = program.idle_state_bytes(recipe, mesh, layout)
-        return program.compile_evaluation(counting, mesh, layout, device, recipe.eval_len, rows, idle)[1]
+        return program.compile_evaluation(counting, placement, recipe.eval_len, rows, idle)[1]
     except BadInput as error:
         raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None
-
-
-def _mean(measure: Callable[..., jax.Array], params: Any, validation: ValidationSet) -> float:
-    rows = jax.device_get(measure(params, validation.rows, validation.impossible))
-    return float(np.mean(rows[: validation.count], dtype=np.float64)) / validation.mean_weight

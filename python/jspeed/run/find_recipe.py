@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import traceback
 import types
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,7 @@ OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other token
 IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its tokens
 ROW_FIELDS = ("LANE_LEN", "EVAL_LEN", "EVAL_TOKENS")  # which follow the rows that a recipe with PAD trains on
 GPT2_TABLE = "jspeed.model.prefixes"  # knows GPT-2's tokens only
+TRACED: set[str] = set()  # hashes of the recipes whose functions this process has tried
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,9 @@ def find(
             recipe = on_tokens(recipe, fields | overrides, tokens)
             overrides["tokens"] = dict(tokens)
         recipe.validate()
-        if trace:
+        if trace and (key := recipe_hash(source, fields | overrides)) not in TRACED:
             check_functions(recipe)
+            TRACED.add(key)
     except (BadInput, KeyboardInterrupt, Terminated):
         raise
     except SystemExit as error:
@@ -238,10 +241,6 @@ def _reason(error: BaseException) -> str:
 
 def _line_in(error: BaseException, path: Path) -> str:
     """Return `` at line N`` of the file at ``path``, the deepest that ``error`` went through, or nothing."""
-    line = ""
-    trace = error.__traceback__
-    while trace:
-        if trace.tb_frame.f_code.co_filename == as_text(path):
-            line = f" at line {trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
+    steps = traceback.walk_tb(error.__traceback__)
+    lines = [number for frame, number in steps if frame.f_code.co_filename == as_text(path)]
+    return f" at line {lines[-1]}" if lines else ""

@@ -2,38 +2,41 @@
 
 import gc
 import math
+import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 from rich.console import Console
 
 from jspeed.cluster import distributed
 from jspeed.cluster.graceful_stop import GracefulStop
 from jspeed.cluster.join import joined
 from jspeed.data.batches import to_global
-from jspeed.errors import BadInput, Terminated
+from jspeed.errors import BadInput, Terminated, first_line
 from jspeed.parallel.mesh import batch_rows
-from jspeed.recipe import Stage
-from jspeed.run.best import keep_best
+from jspeed.recipe import Recipe, Stage
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
 from jspeed.run.evaluate import impossible, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
-from jspeed.run.finish import finish
+from jspeed.run.finish import finish, keep_best
 from jspeed.run.options import Options
 from jspeed.run.output.console import Display
-from jspeed.run.output.metrics_log import Progress
-from jspeed.run.output.profile import Profile
+from jspeed.run.output.metrics_log import History
 from jspeed.run.output.sinks import sinks
 from jspeed.run.setup import Setup, set_up
+
+Pause = Callable[[str], AbstractContextManager[None]]  # the clock stands, for a reason of this name
+SETTLED = 5  # steps before the trace begins: the first ones fill queues and caches
 
 
 def train(options: Options, afterwards: Callable[[Path], None] | None = None) -> int:
@@ -55,142 +58,144 @@ def run(options: Options) -> tuple[int, Path]:
     setup = set_up(options, clock, console)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = GracefulStop()
-    logs = sinks(options.sinks if first else (), setup.run_dir, setup.found.fields, setup.started)
-    with setup.directory, logs as opened, setup.loader, sigterm_is(lambda: stop.request("terminated")):
+    logs = sinks(options.sinks if first else (), setup.run_dir, setup.found.fields, setup.directory.started)
+    with setup.directory, logs as opened, setup.data.loader, sigterm_is(lambda: stop.request("terminated")):
         with Display(console, last_step, options.progress, setup.recipe.target_loss) as display:
-            progress = Progress(clock, setup.directory.metrics, display, sinks=opened)
+            history = History(clock, setup.directory.metrics, display, sinks=opened)
             try:
                 setup.directory.begin()
                 if setup.record:
-                    progress.resume(setup.record)
+                    history.resume(setup.record)
+                folder = setup.run_dir / "checkpoints"
                 # Without jit every constant of the program is a copy.
                 with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):
                     with (
                         no_garbage_collection(),
-                        Checkpoints(setup.run_dir / "checkpoints", options.keep_checkpoints) as checkpoints,
+                        Checkpoints(folder, options.keep_checkpoints, history.steps) as checkpoints,
                     ):
-                        state = loop(setup, progress, stop, checkpoints, last_step)
+                        state = loop(setup, history, stop, checkpoints, last_step)
             except BadInput:  # a shard that went bad, a full disk: before the first step nothing is worth keeping
-                if not progress.steps:
+                if not history.steps:
                     setup.directory.abandon()
                     raise
-                progress.status = "interrupted"
+                history.status = "interrupted"
                 with suppress(BadInput, OSError):  # there may be no room for this either, and no data
-                    finish(setup, progress, None, console)
+                    finish(setup, history, None, console)
                 raise
-        return finish(setup, progress, state, console), setup.run_dir
+        return finish(setup, history, state, console), setup.run_dir
 
 
-def loop(setup: Setup, progress: Progress, stop: GracefulStop, checkpoints: Checkpoints, last_step: int) -> State:
+def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkpoints, last_step: int) -> State:
     """Run up to ``last_step`` steps under the clock and return the last state.
 
     The host reads one number a step, the loss of the step before, while the device works on the current one; so
     at most two steps are in flight. The transfer guard makes any other copy an error.
     """
-    recipe, program, clock, state = setup.recipe, setup.program, progress.clock, setup.state
-    rows = batch_rows(setup.mesh)
-    limit = 60 * (setup.options.max_minutes or math.inf)
-    unread: tuple[int, int, jax.Array] | None = None
+    recipe, options, clock, state = setup.recipe, setup.options, history.clock, setup.state
+    begun, rows, period = history.steps, batch_rows(setup.placement.mesh), recipe.period
+    limit = 60 * (options.max_minutes or math.inf)
+    mask = cache(lambda: begin_mask(setup))
 
-    pool = ThreadPoolExecutor(1)
-    building: Future[jax.Array] | None = None
+    def settle() -> None:
+        """Read the last loss and wait, on the clock, for the mask: nothing of either happens in a pause."""
+        history.read()
+        if history.steps and (built := mask()):
+            setup.validation.impossible = built.result()
 
-    def build() -> Future[jax.Array] | None:
-        """Start to build what is impossible, in a canonical recipe, in a thread."""
-        pairs = setup.byte_pairs
-        return pool.submit(impossible, recipe, pairs, setup.mesh) if pairs else None
+    @contextmanager
+    def pause(name: str) -> Iterator[None]:
+        settle()
+        with clock.section(name, wait_for=state):
+            yield
 
-    def built() -> None:
-        """Wait for it, on the clock: none of it is built in a pause."""
-        if building:
-            setup.validation.impossible = building.result()
-
-    def read() -> None:
-        nonlocal unread
-        if unread:
-            step, tokens, loss = unread
-            progress.trained(step, tokens, float(jax.device_get(loss)))
-            unread = None
-
-    profile = Profile(
-        setup.run_dir / "profile", setup.options.profile, clock, progress.steps, last_step, progress.failed
-    )
-    saved = begun = progress.steps
-    every = setup.options.checkpoint_every
-
-    def save() -> None:
-        nonlocal saved
-        read()
-        if progress.status == "diverged":  # a good checkpoint would make room for this one
-            return
-        built()
-        with clock.section("checkpoint", wait_for=state):
-            record = progress.record() | {"loader": setup.loader.state_dict(), "identity": setup.identity}
-            checkpoints.save(progress.steps, state, record)
-        saved = progress.steps
-
+    profile = Profile(setup.run_dir / "profile", options.profile, pause, begun, last_step, history.failed)
     clock.start(state)
-    if begun:
-        building = build()
-    if progress.steps >= last_step < recipe.steps:
-        progress.end("stopped")
-    for stage, execute in islice(
-        every_step(recipe.stages, program.steps), progress.steps, max(last_step, progress.steps)
-    ):
-        if progress.steps % recipe.eval_every == 0 and not progress.at_validation:
-            read()
-            built()
-            with clock.section("evaluation", wait_for=state):
-                loss = validation_loss(program.evaluate, state["params"], setup.validation)
-                progress.validated(loss, validation_accuracy(program, state["params"], setup.validation))
-                gc.collect()
-            if setup.options.keep_best and progress.at_validation:
-                with clock.section("checkpoint"), jax.transfer_guard("allow"):
-                    keep_best(setup, progress, state["params"])
-        # The same on every process, which all have this loss; between two updates of slow parameters not yet.
-        if setup.options.stop_at_target and progress.at_validation and progress.steps % recipe.period == 0:
-            if progress.losses[-1] <= recipe.target_loss:
-                progress.end("stopped")
-                break
-        if every and progress.steps % math.lcm(every, recipe.period) == 0 and progress.steps > saved:
-            save()
-        if setup.options.profile:
-            built()
-        profile.before(progress.steps, state)
+    if begun >= last_step < recipe.steps:
+        history.end("stopped")
+    for stage, execute in islice(every_step(recipe.stages, setup.program.steps), begun, max(last_step, begun)):
+        if history.steps % recipe.eval_every == 0 and not history.at_validation:
+            evaluate(setup, history, state, pause)
+        if options.stop_at_target and history.steps % period == 0 and reached(setup, history):
+            history.end("stopped")
+            break
+        if (every := options.checkpoint_every) and history.steps % math.lcm(every, period) == 0:
+            save(setup, history, state, checkpoints, pause)
+        profile.before(history.steps)
         before = now()
-        batch = next(setup.loader)
+        batch = next(setup.data.loader)
         loaded = now()
         state, metrics = execute(state, to_global(batch, rows, recipe.data.dtype))
-        progress.data_wait_seconds += loaded - before
-        progress.dispatch_seconds += now() - loaded
-        building = building or build()  # not before the pause of the first evaluation
-        read()
-        progress.steps += 1
-        progress.tokens += recipe.tokens_per_step(stage)
-        unread = progress.steps, progress.tokens, metrics["loss"]
-        if progress.steps == last_step < recipe.steps:
-            progress.end("stopped")
-        if clock.timed_seconds > limit:
-            stop.request("stopped")
-        # Between two updates of slow parameters the state holds more than a checkpoint does.
-        if progress.steps % recipe.period == 0 and (why := stop.reached(progress.steps)):
-            progress.end(why)
-        if progress.status != "finished":
+        history.data_wait_seconds += loaded - before
+        history.dispatch_seconds += now() - loaded
+        mask()  # is begun: not before the pause of the first evaluation
+        history.stepped(recipe.tokens_per_step(stage), metrics["loss"])
+        end_if_due(history, stop, recipe, last_step, limit)
+        if history.status != "finished":
             break
-    read()
-    profile.close(state)
-    if begun < progress.steps == recipe.steps:
-        state = program.at_end(state)
-    built()
+    history.read()
+    profile.close()
+    if begun < history.steps == recipe.steps:
+        state = setup.program.at_end(state)
+    settle()
     clock.stop(state)
-    wanted = (every or progress.interrupted_by == 143) and progress.steps % recipe.period == 0
+    save_last(setup, history, state, checkpoints, pause)
+    return state
+
+
+def begin_mask(setup: Setup) -> Future[jax.Array] | None:
+    """Begin to build what is impossible, in a canonical recipe, in a thread."""
+    pairs, mesh = setup.data.byte_pairs, setup.placement.mesh
+    return ThreadPoolExecutor(1).submit(impossible, setup.recipe, pairs, mesh) if pairs else None
+
+
+def evaluate(setup: Setup, history: History, state: State, pause: Pause) -> None:
+    """Evaluate, off the clock, and keep the best parameters where that is asked for."""
+    with pause("evaluation"):
+        loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
+        history.validated(loss, validation_accuracy(setup.program, state["params"], setup.validation))
+        gc.collect()
+    if setup.options.keep_best and history.at_validation:
+        with pause("checkpoint"), jax.transfer_guard("allow"):
+            keep_best(setup, history, state["params"])
+
+
+def reached(setup: Setup, history: History) -> bool:
+    """Whether the last step's evaluation has reached the target; the same on every process, which all have its loss."""
+    return history.at_validation and history.losses[-1] <= setup.recipe.target_loss
+
+
+def save(setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause) -> None:
+    """Save a checkpoint, off the clock, where all processes see the folder and none is there of this step.
+
+    A state that has diverged is not saved: a good one would make room for it."""
+    if history.steps > checkpoints.step and setup.directory.shared:
+        history.read()
+        if history.status != "diverged":
+            with pause("checkpoint"):
+                record = history.record(setup.data.loader.state_dict(), setup.identity)
+                checkpoints.save(history.steps, state, record)
+
+
+def save_last(setup: Setup, history: History, state: State, checkpoints: Checkpoints, pause: Pause) -> None:
+    """Save the state that the run ends in, with --checkpoint-every or on SIGTERM, and wait until it is written."""
+    wanted = setup.options.checkpoint_every or history.interrupted_by == 143
     try:
-        if wanted and setup.directory.shared and progress.steps > saved:
-            save()
+        if wanted and history.steps % setup.recipe.period == 0:
+            save(setup, history, state, checkpoints, pause)
         checkpoints.wait()
     except BadInput as error:  # all steps are made: their record needs no checkpoint
-        progress.failed.append(str(error))
-    return state
+        history.failed.append(str(error))
+
+
+def end_if_due(history: History, stop: GracefulStop, recipe: Recipe, last_step: int, limit: float) -> None:
+    """End after the last step that was asked for, after ``limit`` timed seconds, or where another process or a signal
+    asks for it; between two updates of slow parameters, where the state holds more than a checkpoint does, not yet."""
+    if history.steps == last_step < recipe.steps:
+        history.end("stopped")
+    if history.clock.timed_seconds > limit:
+        stop.request("stopped")
+    if history.steps % recipe.period == 0 and (why := stop.reached(history.steps)):
+        history.end(why)
 
 
 def every_step(
@@ -201,6 +206,44 @@ def every_step(
     for stage, phases in zip(stages, executables, strict=True):
         for step in islice(number, stage.steps):
             yield stage, phases[step % len(phases)]
+
+
+class Profile:
+    """Traces ``steps`` steps into ``folder`` after the first ``SETTLED``, or the first ones of a run that is shorter.
+
+    Starting and stopping ``pause`` the clock; what tracing itself costs is in the steps' time. A message on a
+    trace that cannot be written is appended to ``failed``, and the run continues.
+    """
+
+    def __init__(self, folder: Path, steps: int, pause: Pause, first: int, asked: int, failed: list[str]) -> None:
+        self._folder, self._pause, self._failed = folder, pause, failed
+        self._begin = max(first, min(first + SETTLED, asked - steps)) if steps else None
+        self._end = (self._begin or 0) + steps
+        self._running = False
+
+    def before(self, step: int) -> None:
+        """Call before each step with the number of steps done."""
+        if step == self._begin:
+            options = jax.profiler.ProfileOptions()
+            # The hook for Python calls visits the states of all threads; on CPython 3.11 it may meet one that a thread
+            # of the checkpoint writer is just making, whose frame is still NULL: a segmentation fault.
+            options.python_tracer_level = 0
+            with self._pause("profile"), jax.transfer_guard("allow"):
+                jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._running = True
+        elif step == self._end:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace if one is running."""
+        if self._running:
+            self._running = False
+            with self._pause("profile"), jax.transfer_guard("allow"):
+                try:
+                    jax.profiler.stop_trace()
+                except (OSError, JaxRuntimeError) as error:
+                    shutil.rmtree(self._folder, ignore_errors=True)  # a partial trace is useless
+                    self._failed.append(f"the trace could not be written ({first_line(error)}); make room there")
 
 
 @contextmanager
@@ -220,27 +263,29 @@ def no_garbage_collection() -> Iterator[None]:
 @contextmanager
 def ctrl_c_ends(stop: GracefulStop) -> Iterator[None]:
     """Let the first Ctrl-C end the run after the current step, with its record; a second one ends it at once."""
+    usual = signal.getsignal(signal.SIGINT)
 
-    def handler(signum: int, frame: Any) -> None:
+    def first() -> None:
         stop.request("interrupted")
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGINT, usual)
 
-    previous = signal.signal(signal.SIGINT, handler)
-    try:
+    with handled((signal.SIGINT,), first):
         yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _terminate() -> None:
     raise Terminated(143)
 
 
-@contextmanager
-def sigterm_is(call: Callable[[], object]) -> Iterator[None]:
+def sigterm_is(call: Callable[[], object]) -> AbstractContextManager[None]:
     """Let SIGTERM, or the SIGUSR1 that Slurm can send before it, ``call`` instead of killing."""
-    numbers = signal.SIGTERM, signal.SIGUSR1
-    previous = [signal.signal(number, lambda signum, frame: call()) for number in numbers]
+    return handled((signal.SIGTERM, signal.SIGUSR1), call)
+
+
+@contextmanager
+def handled(numbers: Sequence[int], call: Callable[[], object]) -> Iterator[None]:
+    """Let the signals of these ``numbers`` ``call``."""
+    previous = [signal.signal(number, lambda *_: call()) for number in numbers]
     try:
         yield
     finally:

@@ -49,9 +49,9 @@ def run_series(options: Options, text: str) -> int:
         raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
     check_options(options)
     recipe = options.recipe_or_default
-    found = load_recipe(options)
-    runs = [(recipe, found.recipe.name, found.hash, seed) for seed in preregistration.parse_seeds(text)]
-    folder = options.run_dir or default_folder(found.recipe.name)
+    loaded = load_recipe(options)
+    runs = [(recipe, loaded.recipe.name, loaded.hash, seed) for seed in preregistration.parse_seeds(text)]
+    folder = options.run_dir or default_folder(loaded.recipe.name)
     made = make_runs(folder, "seeds", options.steps, runs, arguments(options))
     notes = dict.fromkeys(f"note: {remark}" for run in made for remark in remarks(run))
     print(*notes, f"{folder}: plan.json and {len(made)} runs", summary(made), sep="\n")
@@ -74,16 +74,12 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
                 f"--flags {shlex.join(flags)!r} holds {name}, which a race decides itself; put changed fields into a "
                 "recipe file"
             )
-    if not 1 <= rounds <= preregistration.MOST_RUNS // ROUND:
-        raise BadInput(f"--rounds {rounds}: expected 1 to {preregistration.MOST_RUNS // ROUND} rounds of four runs")
-    if steps is not None and steps < 1:
-        raise BadInput(f"--steps {steps}: must be at least 1")
-    found = {each: load_recipe(Options(each, data=_data(flags), steps=steps)) for each in (a, b)}
-    if found[a].hash == found[b].hash:
+    loaded = {each: load_recipe(Options(each, data=_data(flags), steps=steps)) for each in (a, b)}
+    if loaded[a].hash == loaded[b].hash:
         raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
     seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
-    runs = [(each, found[each].recipe.name, found[each].hash, seed) for each, seed in seeds]
-    folder = folder or default_folder(f"{found[a].recipe.name}-{found[b].recipe.name}")
+    runs = [(each, loaded[each].recipe.name, loaded[each].hash, seed) for each, seed in seeds]
+    folder = folder or default_folder(f"{loaded[a].recipe.name}-{loaded[b].recipe.name}")
     made = make_runs(folder, "race", steps, runs, flags)
     whole = [
         turn for turn in zip(*[iter(made)] * ROUND, strict=True) if all(run["val_loss"] is not None for run in turn)

@@ -13,9 +13,7 @@ from statistics import fmean
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.leaderboard import formatting, stats
-from jspeed.leaderboard.board import Entry, mean_of
-from jspeed.leaderboard.parents import by_seed, losses
-from jspeed.record import preregistration
+from jspeed.leaderboard.board import Entry, by_seed, losses, mean_of
 from jspeed.record.schema import Run
 from jspeed.series.preregistered import default_folder, make_runs
 
@@ -37,9 +35,7 @@ def reproduce(
     They agree when their mean loss differs from the entry's by no more than chance lets it; ``sigma`` is a run's
     standard deviation. Raises BadInput when the commit is missing, or its extension cannot be built.
     """
-    if not 1 <= n <= preregistration.MOST_RUNS:
-        raise BadInput(f"--n {n}: expected 1 to {preregistration.MOST_RUNS} runs")
-    recorded = by_seed(entry)
+    recorded = by_seed(entry["runs"])
     if not recorded:
         raise BadInput(f"{entry['recipe']}: no run of this record converged; choose one that did")
     known = sorted(recorded)
@@ -64,24 +60,24 @@ def reproduce(
 
 def compare_losses(entry: Entry, made: list[Run], sigma: float | None) -> tuple[bool, list[str]]:
     """Return whether the runs ``made`` agree with those of ``entry``, and the comparison as lines."""
-    recorded = by_seed(entry)
-    found = [run["val_loss"] for run in made if run["val_loss"] is not None]
-    if not found:
+    recorded = by_seed(entry["runs"])
+    repeated = [run["val_loss"] for run in made if run["val_loss"] is not None]
+    if not repeated:
         return False, ["no run converged"]
     here = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
-    before, known = mean_of(entry["seconds"]), losses(entry)
+    before, known = mean_of(entry["seconds"]), losses(entry["runs"])
     equal = sum(run["seed"] in recorded and recorded[run["seed"]]["val_loss"] == run["val_loss"] for run in made)
     lines = [
-        f"mean loss {fmean(found):.4f} (n = {len(found)}); record: {fmean(known):.4f} (n = {len(known)})",
+        f"mean loss {fmean(repeated):.4f} (n = {len(repeated)}); record: {fmean(known):.4f} (n = {len(known)})",
         f"{equal} of {len(made)} final losses equal the record's exactly",
         f"mean time {formatting.seconds(here)}; record: {formatting.seconds(before)}, ratio {here / before:.3f}",
     ]
     if not sigma:
         lines.append("the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree")
         return equal == len(made), lines
-    one_sided = stats.better_than(found, known, sigma).p
+    one_sided = stats.better_than(repeated, known, sigma).p
     p = 2 * min(one_sided, 1 - one_sided)
-    agrees = p > P and len(found) == len(made)
+    agrees = p > P and len(repeated) == len(made)
     say = "they agree" if agrees else "they do not agree"
     lines.append(f"{say}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines

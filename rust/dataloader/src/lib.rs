@@ -13,16 +13,16 @@ mod shards;
 
 /// Build the exception of `jspeed.data.errors` that stands for `error`.
 fn raise(py: Python<'_>, error: &core::Error) -> PyErr {
-    use core::Error as E;
-    let name = match error {
-        E::Argument { .. } | E::NoBatch { .. } | E::Stopped => "BadInput",
-        E::Io { .. } => "ShardError",
-        E::Format { .. } => "ShardFormatError",
-        E::Resized { .. } | E::Changed { .. } => "ShardTruncatedError",
-        E::TokenRange { .. } => "TokenRangeError",
-        E::DocOverflow { .. } => "DocOverflowError",
-        E::State { .. } => "StateMismatchError",
-        E::Forked { .. } => "LoaderForkedError",
+    use core::Kind;
+    let name = match error.kind {
+        Kind::Argument => "BadInput",
+        Kind::Io => "ShardError",
+        Kind::Format => "ShardFormatError",
+        Kind::Changed => "ShardTruncatedError",
+        Kind::TokenRange => "TokenRangeError",
+        Kind::DocOverflow => "DocOverflowError",
+        Kind::State => "StateMismatchError",
+        Kind::Forked => "LoaderForkedError",
     };
     let made = py
         .import("jspeed.data.errors")
@@ -54,7 +54,7 @@ fn canonical_mask(
     threads: usize,
 ) -> PyResult<Bound<'_, PyAny>> {
     let mask = detached(py, move || core::canonical::canonical_mask(&tokens, size, threads))?;
-    array::Array::of_bytes(py, mask, size / 8)
+    array::numpy(py, mask, "u1", Some(size / 8))
 }
 
 #[pymodule(gil_used = false)]
@@ -72,5 +72,5 @@ mod _dataloader {
     #[pymodule_export]
     use super::loader::TokenLoader;
     #[pymodule_export]
-    use super::shards::{Shards, Shuffle};
+    use super::shards::Shards;
 }

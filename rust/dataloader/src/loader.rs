@@ -5,24 +5,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jspeed_dataloader_core as core;
+use jspeed_dataloader_core::config::MOST;
+use jspeed_dataloader_core::error::in_range;
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::batch::Batch;
-use crate::shards::{Shards, Shuffle};
+use crate::shards::Shards;
 use crate::{detached, raise};
 
 /// Interval between checks for signals while waiting.
 const POLL: Duration = Duration::from_millis(100);
+/// Tokens of a lane when nothing else is said: the first stage of the record.
+const LANE_LEN: i64 = 16_384;
 
 /// The stream of batches; see the stubs.
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct TokenLoader {
     loader: core::Loader,
-    /// The first argument and the others, to make an equal loader from.
-    shards: Py<PyAny>,
-    kwargs: Py<PyDict>,
 }
 
 #[pymethods]
@@ -31,82 +32,57 @@ impl TokenLoader {
     #[pyo3(
         signature = (
             shards, *, lanes = 8, lane_len = None, align = None, max_doc_len = None,
-            max_docs = None, bos_id = 50_256, schedule = None, process_index = 0, process_count = 1,
-            shuffle = None, epochs = Some(1), vocab_size = None, loss_mask = false,
+            max_docs = None, bos_id = 50256, schedule = None, process_index = 0, process_count = 1,
+            shuffle = None, epochs = 1, vocab_size = None, loss_mask = false,
             prefetch = 2, backend = "mmap"
-        ),
-        text_signature = "(shards, *, lanes=8, lane_len=None, align=None, max_doc_len=None, max_docs=None, \
-            bos_id=50256, schedule=None, process_index=0, process_count=1, shuffle=None, epochs=1, \
-            vocab_size=None, loss_mask=False, prefetch=2, backend='mmap')"
+        )
     )]
     #[allow(clippy::too_many_arguments, reason = "these are the keyword arguments of the Python class")]
     fn new(
         py: Python<'_>,
-        shards: Bound<'_, PyAny>,
+        shards: &Bound<'_, PyAny>,
         lanes: i64,
         lane_len: Option<i64>,
-        align: Option<String>,
+        align: Option<&str>,
         max_doc_len: Option<i64>,
         max_docs: Option<i64>,
         bos_id: i64,
-        schedule: Option<Vec<Bound<'_, PyAny>>>,
+        schedule: Option<Vec<Given>>,
         process_index: i64,
         process_count: i64,
-        shuffle: Option<&Bound<'_, Shuffle>>,
+        shuffle: Option<Shuffle>,
         epochs: Option<i64>,
         vocab_size: Option<i64>,
         loss_mask: bool,
         prefetch: i64,
         backend: &str,
     ) -> PyResult<Self> {
-        let kwargs = PyDict::new(py);
-        kwargs.set_item("lanes", lanes)?;
-        kwargs.set_item("lane_len", lane_len)?;
-        kwargs.set_item("align", align.as_deref())?;
-        kwargs.set_item("max_doc_len", max_doc_len)?;
-        kwargs.set_item("max_docs", max_docs)?;
-        kwargs.set_item("bos_id", bos_id)?;
-        kwargs.set_item("schedule", schedule.clone())?;
-        kwargs.set_item("process_index", process_index)?;
-        kwargs.set_item("process_count", process_count)?;
-        kwargs.set_item("shuffle", shuffle)?;
-        kwargs.set_item("epochs", epochs)?;
-        kwargs.set_item("vocab_size", vocab_size)?;
-        kwargs.set_item("loss_mask", loss_mask)?;
-        kwargs.set_item("prefetch", prefetch)?;
-        kwargs.set_item("backend", backend)?;
-        let schedule =
-            schedule.map(|stages| stages.iter().map(stage).collect::<PyResult<Vec<_>>>()).transpose()?;
-        let arguments = core::Arguments {
-            lanes,
-            align,
-            bos_id,
-            single_stage: core::StageArguments { steps: None, lane_len, max_doc_len, max_docs },
-            schedule,
-            process_index,
-            process_count,
-            shuffle: shuffle.map(|shuffle| shuffle.get().arguments()),
-            epochs,
-            vocab_size,
-            loss_mask,
-            prefetch,
-            backend: backend.to_owned(),
+        let sources = sources(shards)?;
+        let config = || {
+            let mut config = core::Config {
+                lanes: in_range("lanes", lanes, 1, MOST)?,
+                order: core::Order::plain(align)?,
+                shard_seed: None,
+                bos_id: in_range("bos_id", bos_id, 0, sources.width().largest().into())?,
+                stages: stages(schedule, lane_len, max_doc_len, max_docs)?,
+                process_count: in_range("process_count", process_count, 1, MOST)?,
+                process_index: in_range("process_index", process_index, 0, process_count - 1)?,
+                epochs: epochs.map(|epochs| in_range("epochs", epochs, 1, i64::MAX)).transpose()?,
+                vocab_size: vocab_size
+                    .map(|size| in_range("vocab_size", size, 1, u32::MAX.into()))
+                    .transpose()?,
+                loss_mask,
+                prefetch: in_range("prefetch", prefetch, 0, MOST)?,
+                backend: core::Backend::named(backend)?,
+            };
+            if let Some(Shuffle { seed, block_tokens, unit }) = shuffle {
+                config.shuffle(seed, &unit, block_tokens)?;
+            }
+            Ok(config)
         };
-        let sources = sources(&shards)?;
-        let loader = detached(py, || core::Loader::open(sources, &arguments))?;
-        Ok(Self { loader, shards: shards.unbind(), kwargs: kwargs.unbind() })
-    }
-
-    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> ((Bound<'py, PyAny>,), Bound<'py, PyDict>) {
-        ((self.shards.bind(py).clone(),), self.kwargs.bind(py).clone())
-    }
-
-    fn __getstate__(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
-        self.state_dict(py)
-    }
-
-    fn __setstate__(&self, py: Python<'_>, state: BTreeMap<String, Bound<'_, PyAny>>) -> PyResult<()> {
-        self.load_state_dict(py, state)
+        let config = config().map_err(|error| raise(py, &error))?;
+        let loader = detached(py, || core::Loader::new(sources, config))?;
+        Ok(Self { loader })
     }
 
     fn __iter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
@@ -148,12 +124,12 @@ impl TokenLoader {
     fn stats(&self, py: Python<'_>) -> PyResult<Py<PyDict>> {
         let stats = detached(py, || self.loader.stats())?;
         let dict = PyDict::new(py);
-        dict.set_item("batches", stats.batches)?;
+        dict.set_item("batches", stats.waits.len())?;
         dict.set_item("bytes_read", stats.bytes_read)?;
-        dict.set_item("wait_seconds", stats.waited.as_secs_f64())?;
-        dict.set_item("wait_p50", stats.wait_percentile(50).as_secs_f64())?;
-        dict.set_item("wait_p99", stats.wait_percentile(99).as_secs_f64())?;
-        dict.set_item("wait_max", stats.longest.as_secs_f64())?;
+        dict.set_item("wait_seconds", stats.waits.iter().copied().map(f64::from).sum::<f64>())?;
+        for (name, percent) in [("wait_p50", 50), ("wait_p99", 99), ("wait_max", 100)] {
+            dict.set_item(name, stats.wait_percentile(percent).as_secs_f64())?;
+        }
         dict.set_item("queue_empty", stats.queue_empty)?;
         dict.set_item("shard_switches", stats.shard_switches)?;
         dict.set_item("dropped_tokens", stats.dropped_tokens)?;
@@ -185,31 +161,60 @@ impl Drop for TokenLoader {
     }
 }
 
-/// One set of shards, or pairs of a set and its weight.
-fn sources(given: &Bound<'_, PyAny>) -> PyResult<core::Sources> {
-    if let Ok(shards) = given.cast::<Shards>() {
-        return Ok(Arc::clone(&shards.get().catalog).into());
-    }
-    let py = given.py();
-    let pairs: Vec<(Bound<'_, Shards>, i64)> = given.extract().map_err(|_| {
-        let found = given.get_type();
-        let message = format!(
-            "the first argument of TokenLoader should be the shards that open_shards returned, or pairs of shards and \
-             a whole-number weight, but is {found}; call open_shards first"
-        );
-        raise(py, &core::Error::argument(message))
-    })?;
-    let pairs = pairs.into_iter().map(|(shards, weight)| (Arc::clone(&shards.get().catalog), weight));
-    core::Sources::mixed(pairs.collect()).map_err(|error| raise(py, &error))
+/// A stage of the schedule as Python has it.
+#[derive(FromPyObject)]
+struct Given {
+    steps: i64,
+    lane_len: i64,
+    max_doc_len: Option<i64>,
+    max_docs: Option<i64>,
 }
 
-fn stage(given: &Bound<'_, PyAny>) -> PyResult<core::StageArguments> {
-    Ok(core::StageArguments {
-        steps: Some(given.getattr("steps")?.extract()?),
-        lane_len: Some(given.getattr("lane_len")?.extract()?),
-        max_doc_len: given.getattr("max_doc_len")?.extract()?,
-        max_docs: given.getattr("max_docs")?.extract()?,
-    })
+/// `jspeed.data.Shuffle`.
+#[derive(FromPyObject)]
+struct Shuffle {
+    seed: i64,
+    block_tokens: Option<i64>,
+    unit: String,
+}
+
+/// The stages of a schedule, or the one of the arguments in place of it.
+fn stages(
+    schedule: Option<Vec<Given>>,
+    lane_len: Option<i64>,
+    max_doc_len: Option<i64>,
+    max_docs: Option<i64>,
+) -> Result<Vec<core::Stage>, core::Error> {
+    let Some(schedule) = schedule else {
+        return Ok(vec![core::Stage::new(None, lane_len.unwrap_or(LANE_LEN), max_doc_len, max_docs)?]);
+    };
+    if lane_len.or(max_doc_len).or(max_docs).is_some() {
+        return Err(core::Error::argument(
+            "lane_len, max_doc_len and max_docs belong to the stages when there is a schedule, but were given beside \
+             it; give them in one place",
+        ));
+    }
+    let stage =
+        |given: Given| core::Stage::new(Some(given.steps), given.lane_len, given.max_doc_len, given.max_docs);
+    schedule.into_iter().map(stage).collect()
+}
+
+/// One set of shards, or pairs of a set and its weight.
+fn sources(given: &Bound<'_, PyAny>) -> PyResult<core::Sources> {
+    let py = given.py();
+    let pairs: Vec<(Bound<'_, Shards>, i64)> = match given.cast::<Shards>() {
+        Ok(shards) => vec![(shards.clone(), 1)],
+        Err(_) => given.extract().map_err(|_| {
+            let found = given.get_type();
+            let message = format!(
+                "the first argument of TokenLoader should be the shards that open_shards returned, or pairs of shards \
+                 and a whole-number weight, but is {found}; call open_shards first"
+            );
+            raise(py, &core::Error::argument(message))
+        })?,
+    };
+    let pairs = pairs.into_iter().map(|(shards, weight)| (Arc::clone(&shards.get().catalog), weight));
+    core::Sources::new(pairs.collect()).map_err(|error| raise(py, &error))
 }
 
 /// A value that is neither an integer nor a string keeps its repr, which no field of a state equals.

@@ -1,4 +1,4 @@
-//! Shards and their order, as Python sees them.
+//! Shards, as Python sees them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -54,42 +54,5 @@ impl Shards {
 
     fn __repr__(&self) -> String {
         self.catalog.to_string()
-    }
-
-    fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyList>,)> {
-        Ok((self.paths(py)?,))
-    }
-}
-
-/// The order of a shuffled stream; see the stubs.
-#[pyclass(frozen, eq, hash, get_all, module = "jspeed._dataloader")]
-#[derive(PartialEq, Eq, Hash)]
-pub struct Shuffle {
-    seed: i64,
-    block_tokens: Option<i64>,
-    unit: String,
-}
-
-#[pymethods]
-impl Shuffle {
-    #[new]
-    #[pyo3(signature = (seed = 0, block_tokens = None, unit = "block"), text_signature = "(seed=0, block_tokens=None, unit='block')")]
-    fn new(seed: i64, block_tokens: Option<i64>, unit: &str) -> Self {
-        Self { seed, block_tokens, unit: unit.to_owned() }
-    }
-
-    fn __repr__(&self) -> String {
-        let block = self.block_tokens.map_or_else(|| "None".to_owned(), |tokens| tokens.to_string());
-        format!("Shuffle(seed={}, block_tokens={block}, unit='{}')", self.seed, self.unit)
-    }
-
-    fn __getnewargs__(&self) -> (i64, Option<i64>, &str) {
-        (self.seed, self.block_tokens, &self.unit)
-    }
-}
-
-impl Shuffle {
-    pub fn arguments(&self) -> core::ShuffleArguments {
-        core::ShuffleArguments { seed: self.seed, unit: self.unit.clone(), block_tokens: self.block_tokens }
     }
 }

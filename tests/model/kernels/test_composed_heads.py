@@ -17,7 +17,6 @@ from .. import dense
 
 BOS = 7
 SCALE = 0.3
-QUICK = {"xla_backend_optimization_level": 0}  # compiling is what these tests spend their time on
 NAMES = "out", "dq", "dk", "dv", "dtake", "dgive"
 SIZES = 1, 2, 3, 17, 63, 64, 65, 300, 128, 20  # of documents; no block of 64 tokens divides their sum
 
@@ -42,7 +41,7 @@ def draw(tokens, heads=3, width=16, dtype=jnp.float32):
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-@partial(jax.jit, static_argnames=("window", "own_kernels"), compiler_options=QUICK)
+@partial(jax.jit, static_argnames=("window", "own_kernels"))
 def run(tokens, *arrays, window, own_kernels=True):
     """Output and all five gradients."""
     *operands, g = arrays

@@ -15,7 +15,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs
 from jspeed.model.kernels import attention_backends, packed_cudnn
 from jspeed.recipe import Context
-from jspeed.run.compute import program, split_lanes, step
+from jspeed.run.compute import division, program, step
 from jspeed.run.compute.device import device_of
 from jspeed.run.find_recipe import find
 
@@ -25,7 +25,6 @@ from . import cudnn_twin
 
 BOS = 5
 HEADS, WIDTH = 2, 8
-QUICK = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ def lanes_of(lengths, shape):
     return tokens
 
 
-@partial(jax.jit, static_argnums=(1, 2), compiler_options=QUICK)
+@partial(jax.jit, static_argnums=(1, 2))
 def both_tables(tokens, max_docs, longest):
     """Of the same documents: packed_cudnn's tables, those that JAX makes of lanes, and which lanes are in order."""
     lanes, length = tokens.shape
@@ -98,7 +97,7 @@ def test_tables_of_pieces_and_of_evaluation_are_those_of_jax():
     while at < tokens.size:
         tokens[0, at] = recipe.data.bos_id
         at += int(np.clip(draw.lognormal(6, 1), 33, stage.max_doc_len))
-    cut, _ = split_lanes.cut(recipe, stage, 2, jnp.asarray(tokens))
+    cut, _ = division.cut(recipe, stage, 2, jnp.asarray(tokens))
     rows = draw.integers(0, 2, (1, recipe.eval_len)) * 7
     rows[0, np.cumsum(np.clip(draw.lognormal(6.5, 1.2, 200), 5, 60_000)).astype(int)] = recipe.data.bos_id
     context = program.eval_context(recipe, device_of(mesh_of(1)))
@@ -135,7 +134,7 @@ def test_output_and_gradients_are_those_of_plain_attention(twin, window, paired)
     tokens = lanes_of([1, 24, 3, 24, 12, 20, 24, 20, 5, 7, 24, 24, 4], (3, 64))
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 3, 64, HEADS, WIDTH)).astype(np.float32)
 
-    @partial(jax.jit, static_argnums=0, compiler_options=QUICK)
+    @partial(jax.jit, static_argnums=0)
     def call(backend, q, k, v, g):
         documents = find_documents(tokens, BOS, 9, 24)
         how = {"scale": 0.3, "documents": documents, "window": window, "backend": backend}
@@ -165,10 +164,9 @@ SETS = {
 }
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("parts", [1, 2, 8])
+@pytest.mark.parametrize(("name", "parts"), [("r29", 2), ("r89", 8)])
 def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, name, parts):
-    """Two lanes at once, one, and pieces of one; evaluation knows its longest document too."""
+    """One lane at once, and pieces of one; evaluation of two knows its longest document too."""
     recipe = find(name, SETS[name]).recipe
     stage, draw = recipe.stages[-1], np.random.default_rng(0)
     tokens = draw.integers(6, 257, (2, LANE + 1), dtype=np.int32)
@@ -179,17 +177,10 @@ def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, 
 
     def results(backend):
         ctx = Context(stage, True, attention=backend, phase=recipe.period - 1)
-        return jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size), compiler_options=QUICK)(
-            params, tokens
-        )
-
-    def evaluated(backend):
+        gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size))(params, tokens)
         known = recipe if backend == "xla" else replace(recipe, eval_max_doc_len=stage.max_doc_len)
         ctx = replace(program.eval_context(known, device_of(mesh_of(1))), attention=backend)
-        return jax.jit(partial(step.evaluate, known, ctx, "zero1", 2, mesh_of(1)), compiler_options=QUICK)(
-            params, tokens
-        )
+        return gradients, jax.jit(partial(step.evaluate, known, ctx, "zero1", 2, mesh_of(1)))(params, tokens)
 
-    check = results if parts != 2 else lambda backend: (results(backend), evaluated(backend))
-    for found, expected in zip(*map(jax.tree.leaves, (check("cudnn"), check("xla"))), strict=True):
+    for found, expected in zip(*map(jax.tree.leaves, map(results, ("cudnn", "xla"))), strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-6)

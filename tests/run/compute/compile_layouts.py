@@ -11,8 +11,8 @@ import optax
 
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import make_mesh
-from jspeed.run.compute.device import device_of
-from jspeed.run.compute.program import lower_evaluation, lower_step
+from jspeed.run.compute.device import Placement, device_of
+from jspeed.run.compute.program import lower_evaluation, trace_step
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -44,10 +44,10 @@ def compile_one(name, dtype, layout):
     recipe, mesh = toy(name, dtype), mesh_for(layout)
     layouts.check_layout(layout, mesh, recipe)
     if layout in layouts.LAYOUTS:
-        lower_evaluation(recipe, mesh, layout, device_of(mesh), recipe.eval_len, 4)[1].compile()
+        lower_evaluation(recipe, Placement(mesh, layout, device_of(mesh)), recipe.eval_len, 4)[1].compile()
     else:
         recipe = replace(recipe, optimizer=lambda: optax.sgd(0.1))
-    lower_step(recipe, recipe.stages[-1], mesh, layout, device_of(mesh), 1).compile()
+    trace_step(recipe, recipe.stages[-1], Placement(mesh, layout, device_of(mesh)), 1).lower().compile()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """A recipe's step, run on virtual devices on made-up tokens."""
 
+import functools
+
 import jax
 import numpy as np
 
 from jspeed.parallel.mesh import batch_rows, make_mesh
-from jspeed.run.compute import program, step
-from jspeed.run.compute.device import device_of, micro_batches
+from jspeed.run.compute import accumulators, program, step
+from jspeed.run.compute.device import Placement, device_of
+from jspeed.run.compute.division import micro_batches
 from jspeed.run.train import every_step
 
 
@@ -29,17 +32,22 @@ def start(recipe, mesh, layout="zero1", seed=1):
 def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None, head_chunk=None):
     """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state, losses)."""
     device, state, losses = device_of(mesh), state or start(recipe, mesh, layout, seed), []
-    phases = range(recipe.period)
+    at_once = [lanes_at_once and int(lanes_at_once * stage.lane_len) for stage in recipe.stages]
+    parts = [micro_batches(recipe, stage, mesh, device, n) for stage, n in zip(recipe.stages, at_once, strict=True)]
+    placement = Placement(mesh, layout, device, parts=tuple(parts))
 
-    def fit(stage, phase):
-        micro_batch = lanes_at_once and int(lanes_at_once * stage.lane_len)
+    @functools.cache
+    def fit(number, phase):
         if head_chunk is None:
-            return program.fit(recipe, stage, mesh, layout, device, micro_batch, phase)[0]
-        parts = micro_batches(recipe, stage, mesh, device, micro_batch)
-        return program.lower_step(recipe, stage, mesh, layout, device, parts, phase, head_chunk).compile()
+            return program.fit(recipe, placement, number, phase)[0]
+        stage = recipe.stages[number]
+        return program.trace_step(recipe, stage, placement, parts[number], phase, head_chunk).lower().compile()
 
-    compiled = [[fit(stage, phase) for phase in phases] for stage in recipe.stages]
-    for batch, (_, execute) in zip(tokens, every_step(recipe.stages, compiled), strict=False):
-        state, metrics = execute(state, jax.device_put(batch, batch_rows(mesh)))
+    jobs = [
+        [(number, accumulators.first_alike(recipe, stage, phase)) for phase in range(recipe.period)]
+        for number, stage in enumerate(recipe.stages)
+    ]
+    for batch, (_, job) in zip(tokens, every_step(recipe.stages, jobs), strict=False):
+        state, metrics = fit(*job)(state, jax.device_put(batch, batch_rows(mesh)))
         losses.append(float(jax.block_until_ready(metrics["loss"])))
     return state, losses

@@ -11,7 +11,9 @@ from jspeed.errors import BadInput
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import compiler, device, program
+from jspeed.run.compute import compiler, device, division, program
+from jspeed.run.compute.device import Placement
+from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -70,18 +72,31 @@ def test_fp8_asked_for_where_it_is_missing():
 def test_refuses_a_batch_that_does_not_divide(devices, micro_batch):
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(devices)
     with pytest.raises(BadInput, match="128 tokens") as error:
-        device.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), micro_batch)
+        division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), micro_batch)
     assert str(micro_batch if micro_batch is not None else devices) in str(error.value)
 
 
 def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     cpu = device.device_of(mesh)
-    assert device.micro_batches(recipe, Stage(steps=1, lane_len=256), mesh, cpu, None) == 4
-    assert device.micro_batches(recipe, Stage(steps=1, lane_len=4096), mesh, cpu, None) == 8
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=256), mesh, cpu, None) == 4
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=4096), mesh, cpu, None) == 8
     gpu = device.device_of(cuda("9.0"))
-    assert device.micro_batches(recipe, Stage(steps=1, lane_len=49_152), mesh, gpu, None) == 8
-    assert device.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == 2
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=49_152), mesh, gpu, None) == 8
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == 2
+
+
+def test_a_placement_has_the_micro_batches_of_each_stage():
+    recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
+    cpu, stage = device.device_of(mesh), recipe.stages[0]
+    two = dataclasses.replace(recipe, stages=(stage, dataclasses.replace(stage, lane_len=2 * stage.lane_len)))
+    assert place(two, mesh, "zero1", dataclasses.replace(cpu, micro_batch=64)).parts == (2, 4)
+    asked = place(two, mesh, "zero1", cpu, 32)
+    assert (asked.parts, asked.micro_batch, place(two, mesh, "zero1", cpu).micro_batch) == ((4, 8), 32, None)
+    with pytest.raises(BadInput, match="--micro-batch 16: .*8 lanes of 32"):
+        place(two, mesh, "zero1", cpu, 16)
+    with pytest.raises(BadInput, match="zero2"):
+        place(two, mesh, "zero2", cpu)
 
 
 @pytest.mark.slow
@@ -90,17 +105,19 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     cpu, stage = device.device_of(mesh), recipe.stages[0]
 
     def needs(parts):
-        return compiler.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, parts).compile())
+        return compiler.memory_needed(
+            program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), parts).lower().compile()
+        )
 
     large, small = needs(1), needs(2)
     assert small < large
     tight = dataclasses.replace(cpu, memory=(small + large) // 2)
     with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* 256 tokens need .* GB and fit"):
-        program.fit(recipe, stage, mesh, "zero1", tight, 512)
-    assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 2
-    assert program.compile_program(recipe, mesh, "zero1", None, 1, tight).parts == (2,)
+        program.fit(recipe, place(recipe, mesh, "zero1", tight, 512), 0)
+    assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
+    assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
     with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
-        program.fit(recipe, stage, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256)
+        program.fit(recipe, place(recipe, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256), 0)
 
 
 def test_what_an_evaluation_leaves_on_the_device_is_counted():
@@ -117,7 +134,7 @@ def test_an_evaluation_that_does_not_fit_is_refused():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     small = dataclasses.replace(device.device_of(mesh), memory=1000)
     with pytest.raises(BadInput, match="to evaluate rows of 16 tokens and there are 0.0 GB"):
-        program.compile_evaluation(recipe, mesh, "zero1", small, 16, 1)
+        program.compile_evaluation(recipe, Placement(mesh, "zero1", small), 16, 1)
 
 
 @pytest.mark.parametrize(
@@ -241,16 +258,19 @@ def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch)
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
 
     class Lowered(types.SimpleNamespace):
+        def lower(self):
+            return self
+
         def compile(self, compiler_options):
             if self.parts < 4:
                 raise jax.errors.JaxRuntimeError(f"{words} available HBM (15.75G).")
             return self
 
-    monkeypatch.setattr(program, "lower_step", lambda *a: Lowered(parts=a[5]))
+    monkeypatch.setattr(program, "trace_step", lambda *a: Lowered(parts=a[3]))
     monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
-    assert program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, None)[1] == 4
+    assert program.fit(recipe, place(recipe, mesh, "zero1", tpu), 0)[1] == 4
     with pytest.raises(BadInput, match=r"--micro-batch 128 needs 57.6 GB a device and there are 16.0 GB; 32 tokens"):
-        program.fit(recipe, recipe.stages[0], mesh, "zero1", tpu, 128)
+        program.fit(recipe, place(recipe, mesh, "zero1", tpu, 128), 0)
     with pytest.raises(BadInput, match=r"a program needs 57.6 GB of a device"):
         compiler.compiled(Lowered(parts=1), tpu)
     with pytest.raises(jax.errors.JaxRuntimeError):

@@ -20,7 +20,8 @@ from jspeed.parallel.mesh import batch_rows
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import ParamSpec
 from jspeed.run.compute import program
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
+from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 from jspeed.run.output.console import layout_table, tile_table
 
@@ -32,17 +33,10 @@ WAYS = {  # layout, mesh, lanes a device takes at once
     "zero1+remat": ("zero1+remat", {"data": 8}, 1),
     "fsdp": ("fsdp", {"data": 8}, 2),
     "fsdp, accumulated": ("fsdp", {"data": 4}, 1),
-    "fsdp+remat": ("fsdp+remat", {"data": 8}, 2),
-    "tp 2": ("tp", {"data": 4, "model": 2}, 4),
-    "tp 4": ("tp", {"data": 1, "model": 4}, 16),
     "tp, accumulated": ("tp", {"data": 2, "model": 4}, 2),
     "fsdp+tp 4x2": ("fsdp+tp", {"data": 4, "model": 2}, 4),
-    "fsdp+tp 8x1": ("fsdp+tp", {"data": 8, "model": 1}, 2),
-    "fsdp+tp 2x4": ("fsdp+tp", {"data": 2, "model": 4}, 8),
     "fsdp+tp 1x8": ("fsdp+tp", {"data": 1, "model": 8}, 16),
-    "pp, 1 micro-batch": ("pp", {"data": 2, "pipe": 4}, 8),
     "pp, 4 micro-batches": ("pp", {"data": 2, "pipe": 4}, 2),
-    "pp, 8 micro-batches": ("pp", {"data": 2, "pipe": 4}, 1),
     "pp+remat": ("pp+remat", {"data": 4, "pipe": 2}, 1),
     "zero1+scan": ("zero1+scan", {"data": 8}, 1),
     "fsdp+scan": ("fsdp+scan", {"data": 8}, 2),
@@ -53,10 +47,10 @@ WAYS = {  # layout, mesh, lanes a device takes at once
 SOME = ("fsdp+tp 4x2", "pp, 4 micro-batches", "fsdp+scan")
 CASES = [("track3", SOME[0])]
 CASES += [pytest.param("track3", way, marks=pytest.mark.slow) for way in WAYS if way != SOME[0]]
-OTHERS = ("llmc", "stdlib", "gpt2", "microgpt-names", "fineweb-cpu")
+OTHERS = ("microgpt-names", "fineweb-cpu")  # norms of another kind, and a head of which a sample is scored
 CASES += [pytest.param(name, way, marks=pytest.mark.slow) for name in OTHERS for way in SOME]
 # The only one with dropout, whose masks must be the same.
-CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (*SOME, "tp+scan", "pp+remat+scan")]
+CASES += [pytest.param("nanogpt", way, marks=pytest.mark.slow) for way in (SOME[0], "tp+scan", "pp+remat+scan")]
 
 
 @pytest.fixture(autouse=True)
@@ -129,7 +123,7 @@ def kept_on_one_device(*sets):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["fsdp+tp 4x2", "dp", "fsdp", "tp 4", "pp, 4 micro-batches", "fsdp+remat"])
+@pytest.mark.parametrize("way", ["fsdp+tp 4x2", "dp", "fsdp", "pp, 4 micro-batches"])
 def test_gradients_and_their_norm_are_those_of_one_device(way):
     """The norm that recipes clip by is that of the whole gradient, wherever its parts lie."""
     _, expected = kept_on_one_device()
@@ -157,7 +151,7 @@ def test_remat_and_a_loop_over_layers_change_nothing(more):
 def test_states_lie_as_was_asked_and_no_step_compiles_again(caplog):
     recipe, mesh = toy("llmc", "LAYERS=1"), mesh_of(data=4, model=2)
     _, asked = program.state_shardings(recipe, "fsdp+tp", mesh)
-    compiled, *_ = program.fit(recipe, recipe.stages[0], mesh, "fsdp+tp", device_of(mesh), None)
+    compiled, *_ = program.fit(recipe, place(recipe, mesh, "fsdp+tp", device_of(mesh)), 0)
     tokens = [jax.device_put(batch, batch_rows(mesh)) for batch in batches(recipe, 3)]
     state = start(recipe, mesh, "fsdp+tp")
     with jax.log_compiles():
@@ -208,7 +202,9 @@ def test_bytes_of_a_device_are_those_computed_by_hand(layout, size):
 def test_a_loop_over_layers_is_one_program_for_any_number():
     def size(layers, layout):
         recipe, mesh = toy("track3", f"LAYERS={layers}"), mesh_of(1)
-        return len(program.lower_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1).as_text())
+        return len(
+            program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1).lower().as_text()
+        )
 
     three = size(3, "dp+scan")
     assert size(12, "dp+scan") < 1.05 * three and size(3, "dp") > 1.1 * three
@@ -224,7 +220,7 @@ def test_remat_takes_less_memory_and_more_flops():
     sets = [*TOYS["llmc"], "LAYERS=6", "LANES=16", "LANE_LEN=32", "EVAL_LEN=32", "WIDTH=64", "MLP_WIDTH=256"]
     recipe, mesh = find("llmc", sets).recipe, mesh_of(1)
     rows, rows_again, loop, loop_again = (
-        program.lower_step(recipe, recipe.stages[0], mesh, layout, device_of(mesh), 1).compile()
+        program.trace_step(recipe, recipe.stages[0], Placement(mesh, layout, device_of(mesh)), 1).lower().compile()
         for layout in ("dp", "dp+remat", "dp+scan", "dp+remat+scan")
     )
     memory = [step.memory_analysis().temp_size_in_bytes for step in (loop, loop_again)]

@@ -36,6 +36,10 @@ def said(monkeypatch):
     return Console(file=io.StringIO(), width=400)
 
 
+def on(mesh, ours):
+    return device.Placement(mesh, "zero1", ours)
+
+
 def with_cudnn(fallbacks=("xla",), **rest):
     return device.Device("gpu", "cudnn", "missing", 512, fallbacks=fallbacks, **rest)
 
@@ -70,13 +74,13 @@ def test_a_broken_backend_makes_way_for_the_next(broken, said, monkeypatch):
     wrong, reason = BROKEN[broken]
     monkeypatch.setattr(attention_backends, "cudnn", wrong)
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {"FP8": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {"FP8": "auto"}, said)
     assert (found.device.attention, found.device.fallbacks) == ("xla", ())
     [line] = said.file.getvalue().splitlines()
     assert reason in line and line.endswith("attention by xla")
     assert found.record()["refused"] == [line.removeprefix("preflight: ").removesuffix("; attention by xla")]
     with pytest.raises(BadInput, match=f"--attention cudnn: .*{reason}.* give --no-preflight"):
-        preflight.preflight(RECIPE, one_device(), with_cudnn((), asked=True), {"FP8": "auto"}, said)
+        preflight.preflight(RECIPE, on(one_device(), with_cudnn((), asked=True)), {"FP8": "auto"}, said)
 
 
 @pytest.mark.parametrize(("platform", "backend"), [("gpu", "triton"), ("tpu", "splash")])
@@ -85,28 +89,14 @@ def test_kernels_of_pallas_are_checked_as_the_others_are(platform, backend, said
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
     ours = device.Device(platform, backend, "missing", 512, fallbacks=("xla",))
     recipe = dataclasses.replace(RECIPE, heads=1, attention_width=64)
-    found = preflight.preflight(recipe, one_device(), ours, {}, said)
+    found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
     assert (
         found.device.attention == "xla" and f"attention {backend}: ValueError: Only interpret mode" in found.refused[0]
     )
     interpreted = functools.partial(getattr(attention_backends, backend), interpret=True)
     monkeypatch.setattr(attention_backends, backend, interpreted)
-    found = preflight.preflight(recipe, one_device(), ours, {}, said)
+    found = preflight.preflight(recipe, on(one_device(), ours), {}, said)
     assert found.device.attention == backend and found.checks == (f"attention {backend}, packed, heads of 64",)
-
-
-def test_what_passed_is_not_run_again_and_what_failed_is(said, monkeypatch):
-    calls = []
-    monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or by_xla(*a, **k))
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of this test"])
-    for _ in range(2):
-        found = preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
-        assert found.device.attention == "cudnn" and not found.refused and len(calls) == 2
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["another driver"])
-    monkeypatch.setattr(attention_backends, "cudnn", lambda *a, **k: calls.append(1) or jnp.nan * by_xla(*a, **k))
-    for count in (3, 4):
-        assert preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said).device.attention == "xla"
-        assert len(calls) == count
 
 
 def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
@@ -118,34 +108,32 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
 
     monkeypatch.setattr(attention_backends, "cudnn", wrong_rows)
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    found = preflight.preflight(RECIPE, one_device(), with_cudnn(("cudnn_lanes", "xla")), {}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), {}, said)
     assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
     assert found.refused[0].startswith("attention cudnn: the output is off by 1.0")
-    found = preflight.preflight(find("r21").recipe, one_device(), with_cudnn(), {}, said)
+    found = preflight.preflight(find("r21").recipe, on(one_device(), with_cudnn()), {}, said)
     assert found.device.attention == "cudnn" and found.checks == ("attention cudnn, packed, heads of 128",)
 
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["versions of which nothing is known"])
     with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):
-        preflight.preflight(RECIPE, one_device(), with_cudnn(), {}, said)
+        preflight.preflight(RECIPE, on(one_device(), with_cudnn()), {}, said)
 
 
 def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatch):
     native = device.Device("gpu", "xla", "native", 512)
-    found = preflight.preflight(RECIPE, one_device(), native, {"FP8": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
     assert found.device.fp8 == "native" and "FP8 matmuls" in found.checks and not said.file.getvalue()
     right = fp8.matmul
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["other versions"])
     monkeypatch.setattr(fp8, "matmul", lambda x, w, scales: a_percent_off(right(x, w, scales)))
-    found = preflight.preflight(RECIPE, one_device(), native, {"FP8": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "auto"}, said)
     assert found.device.fp8 == "missing"
     assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
     with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the output is off"):
-        preflight.preflight(RECIPE, one_device(), native, {"FP8": "on"}, said)
-    assert preflight.preflight(RECIPE, one_device(), native, {"FP8": "off"}, said).device.fp8 == "native"
+        preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "on"}, said)
+    assert preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "off"}, said).device.fp8 == "native"
 
 
 OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=True)
@@ -158,63 +146,54 @@ def own_kernels(monkeypatch):
     monkeypatch.setattr(preflight_checks, "own_kernels", lambda *sizes: {name: all_of_them(*sizes)[name]})
     monkeypatch.setattr(composed_heads, "compose", functools.partial(composed_heads.compose, interpret=True))
     monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", (256, 64, 128, 2))
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of own kernels"])
 
 
 @pytest.mark.slow
 def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
-    found = preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
     assert found.device.own_kernels and found.checks[-1] == "own kernels" and found.record()["own"]
     assert not said.file.getvalue()
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of others"])
     right = composed_heads.compose
     monkeypatch.setattr(composed_heads, "compose", lambda *a, **k: a_percent_off(right(*a, **k)))
-    found = preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "auto"}, said)
+    found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
     assert not found.device.own_kernels and not found.record()["own"]
     [line] = said.file.getvalue().splitlines()
     assert "own kernels: composed heads, result 1, is off by 1.0" in line
     assert line.endswith("attention by xla; XLA's instead of own kernels")
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but own kernels fail here: composed heads"):
-        preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "on"}, said)
-    assert preflight.preflight(RECIPE, one_device(), OWN, {"OWN_KERNELS": "off"}, said).checks == found.checks
+        preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
+    assert preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks == found.checks
 
 
 def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
-    def compile_program(recipe, mesh, layout, micro_batch, rows, device):
-        if device.own_kernels:
+    def compile_program(recipe, placement, rows):
+        if placement.device.own_kernels:
             raise attention_backends.Refused("composed-heads kernel: window must be 1 to 129 tokens")
-        return types.SimpleNamespace(attention=device.attention)
+        return types.SimpleNamespace(attention=placement.device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
-    start = preflight.Preflight(OWN, ("attention xla", "own kernels"))
-    _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
+    start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernels"))
+    _, found = preflight.compile_or_fall_back(RECIPE, start, 1, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (composed-heads kernel: window" in said.file.getvalue()
     asked = dataclasses.replace(start, own_kernels_asked=True)
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: window"):
-        preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
+        preflight.compile_or_fall_back(RECIPE, asked, 1, said)
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
     mesh = one_device()
-    assert preflight.preflight(RECIPE, mesh, device.device_of(mesh), {"FP8": "auto"}, said) == preflight.Preflight(
-        device.device_of(mesh)
+    assert preflight.preflight(RECIPE, on(mesh, device.device_of(mesh)), {"FP8": "auto"}, said) == preflight.Preflight(
+        on(mesh, device.device_of(mesh))
     )
 
 
-def test_what_is_remembered_depends_on_our_own_calls_of_kernels(monkeypatch):
-    before = preflight.versions(one_device())
-    for ours in ("def attention(", "def matmul(", "def _dk_dv_kernel(", "class _Window(", "def own_kernels_error("):
-        assert any(ours in text for text in before)
-
-
-def test_collectives_are_tried_in_every_run(said, monkeypatch):
+def test_checks_are_made_in_every_run(said, monkeypatch):
     calls, mesh = [], make_mesh({"data": 2}, devices=jax.devices()[:2])
     monkeypatch.setattr(preflight_checks, "collectives_error", lambda mesh: calls.append(1))
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["of collectives"])
     for _ in range(2):
-        found = preflight.preflight(RECIPE, mesh, device.Device("gpu", "xla", "missing", 512), {}, said)
+        found = preflight.preflight(RECIPE, on(mesh, device.Device("gpu", "xla", "missing", 512)), {}, said)
         assert found.checks[-1] == "all-reduce and reduce-scatter over 2 devices"
     assert len(calls) == 2
 
@@ -243,32 +222,33 @@ def test_float64_reference_is_that_of_the_attention_tests():
 
 
 def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch):
-    def compile_program(recipe, mesh, layout, micro_batch, rows, device):
-        if device.attention == "cudnn":
+    def compile_program(recipe, placement, rows):
+        if placement.device.attention == "cudnn":
             raise jax.errors.JaxRuntimeError("INTERNAL: no execution plan\nand more")
-        return types.SimpleNamespace(attention=device.attention)
+        return types.SimpleNamespace(attention=placement.device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
-    start = preflight.Preflight(with_cudnn())
-    program, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, start, said)
+    start = preflight.Preflight(on(one_device(), with_cudnn()))
+    program, found = preflight.compile_or_fall_back(RECIPE, start, 1, said)
     assert program.attention == found.device.attention == "xla"
     assert "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla" in (
         said.file.getvalue()
     )
     # The next one is checked as the first one was, unless nothing is (--no-preflight): no test leaves cuDNN's name.
     assert not found.checks
-    monkeypatch.setattr(preflight, "versions", lambda mesh: ["what did not compile"])
-    before = preflight.Preflight(with_cudnn(), ("attention cudnn, packed, heads of 32", "FP8 matmuls"), ("FP8: x",))
-    _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, before, said)
+    before = preflight.Preflight(
+        on(one_device(), with_cudnn()), ("attention cudnn, packed, heads of 32", "FP8 matmuls"), ("FP8: x",)
+    )
+    _, found = preflight.compile_or_fall_back(RECIPE, before, 1, said)
     assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
     assert [reason[:16] for reason in found.refused] == ["FP8: x", "attention cudnn:"]
-    three = dataclasses.replace(before, device=with_cudnn(("fa4", "xla")))
+    three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("fa4", "xla"))))
     monkeypatch.setattr(attention_backends, "fa4", refuses)
-    _, found = preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, three, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, three, 1, said)
     assert found.device.attention == "xla" and found.refused[-1].startswith("attention fa4: Refused")
-    asked = dataclasses.replace(start, device=with_cudnn((), asked=True))
+    asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
     with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
-        preflight.compile_or_fall_back(RECIPE, one_device(), "zero1", None, 1, asked, said)
+        preflight.compile_or_fall_back(RECIPE, asked, 1, said)
 
 
 F8 = {compiler.FP8_CALL: 3, "__cublas$lt$matmul": 282}
@@ -280,9 +260,9 @@ NO_F8 = {"__cublas$lt$matmul": 3}
 def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, monkeypatch):
     """Of two programs of a step, one of which may multiply in bf16 what was cast to FP8."""
     step = jax.jit(jnp.sin).lower(1.0).compile()
-    both, left = types.SimpleNamespace(steps=((step, step),)), list(found)
+    both, left = types.SimpleNamespace(compiled=[step, step]), list(found)
     monkeypatch.setattr(preflight, "custom_calls", lambda step: left.pop(0))
-    before = preflight.Preflight(device.Device("gpu", "cudnn", "native", 512), ("FP8 matmuls",))
+    before = preflight.Preflight(on(one_device(), device.Device("gpu", "cudnn", "native", 512)), ("FP8 matmuls",))
     lost = NO_F8 in found and field in ("auto", "on")
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
     if lost and field == "on":

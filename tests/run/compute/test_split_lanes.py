@@ -1,7 +1,8 @@
 """Lanes that are cut at document borders: every token once, and the same training as with whole lanes."""
 
 import dataclasses
-from functools import partial
+import types
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 
 from jspeed.errors import BadInput
 from jspeed.recipe import Context, Stage
-from jspeed.run.compute import compiler, device, memory_fallbacks, program, split_lanes, step
+from jspeed.run.compute import compiler, device, division, memory_fallbacks, program, step
+from jspeed.run.compute.device import Placement
+from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
 from ...toys import TOYS
@@ -40,10 +43,10 @@ def test_every_token_counts_once_with_its_document():
     recipe = find("r29", R29).recipe
     stage = recipe.stages[0]
     [tokens] = packed(recipe, 1, 16)
-    assert split_lanes.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
+    assert division.numbers_of_pieces(recipe, stage) == [2, 4, 8, 16, 32]
     for number in (2, 8):
-        length = split_lanes.piece_length(stage, number)
-        cut, counts = jax.device_get(jax.jit(partial(split_lanes.cut, recipe, stage, number))(tokens.astype(np.int32)))
+        length = division.piece_length(stage, number)
+        cut, counts = jax.device_get(jax.jit(partial(division.cut, recipe, stage, number))(tokens.astype(np.int32)))
         assert length < LANE and cut.shape == (8 * number, length + 1) and counts.shape == (8 * number, length)
         for row, these, marks in zip(tokens, np.split(cut, 8), np.split(counts, 8), strict=True):
             counted = [(a[:-1][m > 0], a[1:][m > 0]) for a, m in zip(these, marks, strict=True)]
@@ -56,7 +59,7 @@ def test_a_document_longer_than_promised_is_nan():
     recipe = find("r29", R29).recipe
     tokens = np.full((1, LANE + 1), 7, np.int32)
     tokens[0, 0] = BOS
-    assert np.isnan(jax.jit(partial(split_lanes.cut, recipe, recipe.stages[0], 4))(tokens)[1]).any()
+    assert np.isnan(jax.jit(partial(division.cut, recipe, recipe.stages[0], 4))(tokens)[1]).any()
 
 
 def test_only_lanes_of_bounded_documents_are_cut():
@@ -64,13 +67,11 @@ def test_only_lanes_of_bounded_documents_are_cut():
     unbounded = dataclasses.replace(recipe.stages[0], max_doc_len=None)
     contiguous = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, align=None))
     assert (
-        split_lanes.numbers_of_pieces(recipe, unbounded)
-        == []
-        == split_lanes.numbers_of_pieces(contiguous, recipe.stages[0])
+        division.numbers_of_pieces(recipe, unbounded) == [] == division.numbers_of_pieces(contiguous, recipe.stages[0])
     )
     full = Stage(steps=1, lane_len=49_152, max_doc_len=2048, max_docs=192)
-    assert split_lanes.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
-    assert [split_lanes.piece_length(full, n) for n in (1, 2, 4, 32)] == [49_152, 26_752, 14_464, 3_712]
+    assert division.numbers_of_pieces(recipe, full) == [2, 4, 8, 16, 32]
+    assert [division.piece_length(full, n) for n in (1, 2, 4, 32)] == [49_152, 26_752, 14_464, 3_712]
 
 
 STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "LANES=8"]
@@ -80,8 +81,7 @@ STAGED = ["LANE_LENS=(128,128)", "MAX_DOC_LENS=(16,16)", "MAX_DOCS=(129,129)", "
     ("name", "sets"),
     [
         ("r29", [*R29, "LAYERS=2"]),
-        pytest.param("r89", [*TOYS["r89"], *STAGED], marks=pytest.mark.slow),
-        # Scores everything: a part of a piece draws other tokens than a part of a lane.
+        # r89's model. Scores everything: a part of a piece draws other tokens than a part of a lane.
         pytest.param("jspeed2", [*TOYS["jspeed2"], *STAGED, "SAMPLED_ONE_IN=1"], marks=pytest.mark.slow),
     ],
 )
@@ -120,26 +120,32 @@ def test_fp8_scales_are_those_of_lanes():
     assert np.all(largest[1] <= 1.02 * largest[0]) and np.all(largest[1] > 0.5 * largest[0])
 
 
+@cache
+def losses_of_lanes():
+    recipe = find("r29", R29).recipe
+    return run(recipe, mesh_of(1), None, packed(recipe, 10, 16))[1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
-@pytest.mark.parametrize(("at_once", "head_chunk"), [(0.25, None), (1, 24), (0.25, 24)])
+@pytest.mark.parametrize(("devices", "at_once", "head_chunk"), [(1, 0.25, None), (4, 0.25, 24), (8, 1, 24)])
 def test_pieces_and_chunks_are_the_same_training_as_lanes(devices, at_once, head_chunk):
     recipe = find("r29", R29).recipe
-    tokens = packed(recipe, 10, 16)
-    _, losses = run(recipe, mesh_of(devices), at_once, tokens, head_chunk=head_chunk)
-    _, expected = run(recipe, mesh_of(1), None, tokens)
+    _, losses = run(recipe, mesh_of(devices), at_once, packed(recipe, 10, 16), head_chunk=head_chunk)
+    expected = losses_of_lanes()
     assert abs(expected[-1] - expected[0]) > 1e-3
     np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
 def test_a_micro_batch_may_be_a_piece():
     recipe, mesh = find("r29", R29).recipe, mesh_of(2)
-    parts = [device.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), n) for n in (8, 32, 128, 256)]
+    parts = [
+        division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), n) for n in (8, 32, 128, 256)
+    ]
     assert parts == [64, 16, 4, 2]
     with pytest.raises(
         BadInput, match="or in pieces that document borders allow; give one of 4, 8, 16, 32, 64, 128, 256, 512"
     ):
-        device.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), 48)
+        division.micro_batches(recipe, recipe.stages[0], mesh, device.device_of(mesh), 48)
 
 
 @pytest.mark.slow
@@ -147,30 +153,32 @@ def test_what_fits_is_found_largest_first():
     recipe, mesh = find("r29", R29).recipe, mesh_of(8)
     cpu, stage = device.device_of(mesh), recipe.stages[0]
     needs = [
-        compiler.memory_needed(program.lower_step(recipe, stage, mesh, "zero1", cpu, n).compile()) for n in (1, 2, 4)
+        compiler.memory_needed(program.trace_step(recipe, stage, Placement(mesh, "zero1", cpu), n).lower().compile())
+        for n in (1, 2, 4)
     ]
     assert needs == sorted(needs, reverse=True)
     tight = dataclasses.replace(cpu, memory=(needs[1] + needs[2]) // 2)
-    assert program.fit(recipe, stage, mesh, "zero1", tight, None)[1] == 4
+    assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 4
     with pytest.raises(BadInput, match="--micro-batch 128 needs .* 32 tokens need .* and fit"):
-        program.fit(recipe, stage, mesh, "zero1", tight, LANE)
+        program.fit(recipe, place(recipe, mesh, "zero1", tight, LANE), 0)
 
 
 @pytest.fixture
 def fitted(monkeypatch):
     """``fitted(recipe, memory)``: what fits (micro-batches, chunk, whether layers are recomputed), what was lowered for
     it, and what was compiled."""
-    lower, compile_, lowered, built = program.lower_step, compiler.compiled, [], []
+    trace, compile_, lowered, built = program.trace_step, compiler.compiled, [], []
 
-    def lower_step(*arguments):
-        lowered.append(((arguments[5], arguments[7], "remat" in arguments[3]), found := lower(*arguments)))
-        return found
+    def trace_step(recipe, stage, placement, parts, phase, head_chunk):
+        found = trace(recipe, stage, placement, parts, phase, head_chunk).lower()
+        lowered.append(((parts, head_chunk, "remat" in placement.layout), found))
+        return types.SimpleNamespace(lower=lambda: found)
 
     def compiled(one, device):
         built.extend(what for what, other in lowered if other is one)
         return compile_(one, device)
 
-    monkeypatch.setattr(program, "lower_step", lower_step)
+    monkeypatch.setattr(program, "trace_step", trace_step)
     monkeypatch.setattr(program, "compiled", compiled)
 
     def fit(recipe, memory):
@@ -178,7 +186,7 @@ def fitted(monkeypatch):
         built.clear()
         mesh = mesh_of(1)
         small = dataclasses.replace(device.device_of(mesh), memory=memory)
-        found = program.fit(recipe, recipe.stages[0], mesh, "zero1", small, None)
+        found = program.fit(recipe, place(recipe, mesh, "zero1", small), 0)
         return found[1:4], [what for what, _ in lowered], list(built)
 
     return fit
@@ -192,7 +200,7 @@ def one_lane():
     """The recipe and the bytes that a step over its lane needs."""
     recipe = find("r29", CHUNKED).recipe
     cpu = device.device_of(mesh_of(1))
-    lowered = program.lower_step(recipe, recipe.stages[0], mesh_of(1), "zero1", cpu, 1, -1, None)
+    lowered = program.trace_step(recipe, recipe.stages[0], Placement(mesh_of(1), "zero1", cpu), 1, -1, None).lower()
     return recipe, compiler.memory_needed(lowered.compile())
 
 
@@ -257,10 +265,10 @@ def test_layers_are_recomputed_where_nothing_else_fits(name, sets, expected, mon
 
     def lower(parts, head_chunk, remat):
         layout = "zero1+remat" if remat else "zero1"
-        return program.lower_step(recipe, stage, mesh, layout, cpu, parts, -1, head_chunk)
+        return program.trace_step(recipe, stage, Placement(mesh, layout, cpu), parts, -1, head_chunk).lower()
 
     def tried(fits):
-        numbers = device.divisions(recipe, stage, mesh)
+        numbers = division.divisions(recipe, stage, mesh)
         found = memory_fallbacks.attempts(recipe, stage, mesh, numbers, 1, lower, lambda lowered: (2 - fits, lowered))
         return [(attempt.parts, attempt.head_chunk, attempt.remat) for attempt in found]
 

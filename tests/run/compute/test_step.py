@@ -8,18 +8,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.nn.initializers import normal
 
 from jspeed.errors import BadInput
 from jspeed.jax_versions import scan_sizes
+from jspeed.model.layers import look_up_all
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import batch_rows, replicated
 from jspeed.recipe import Context, ParamSpec
 from jspeed.run import evaluate
 from jspeed.run.compute import program, step
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
+from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 
-from ...toys import TOYS
+from ...toys import ALIKE, TOYS
 from .steps import batches, mesh_of, run, start
 
 
@@ -38,10 +41,11 @@ def losses_on_one_device(name):
     return run(recipe, mesh_of(1), None, batches(recipe, 10))[1]
 
 
-# Every recipe on four devices that accumulate two micro-batches, two on other numbers of them. r62 and r89 are the code
-# of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), and r92 is that of jspeed3.
-WAYS = {"stdlib": ((4, 1), (8, 1), (2, 4)), "r29": ((4, 1), (8, 1))}
-SAME = ("r62", "r89", "jspeed2", "r92")
+# Every recipe on four devices that accumulate two micro-batches, one on other numbers of them. r62 and r89 are the code
+# of jspeed2, which draws what it scores (tests/recipes/test_jspeed2.py), as fineweb-cpu does; r21 is that of r29, and
+# r92 of jspeed3.
+WAYS = {"stdlib": ((4, 1), (8, 1), (2, 4))}
+SAME = ("r21", "r62", "r89", "r92", "fineweb-cpu", *ALIKE)
 ALL = [(name, *way) for name in TOYS if name not in SAME for way in WAYS.get(name, ((4, 1),))]
 
 
@@ -153,9 +157,29 @@ def test_slow_parameters_take_the_gradients_of_all_steps_since_their_update():
         assert np.array_equal(params["embed"], params["head"]) == (number < 7)
 
 
+@pytest.mark.parametrize(("devices", "lanes_at_once"), [(1, None), (4, 1)])
+def test_summed_tables_train_as_others_do(devices, lanes_at_once):
+    """Over two updates, with one micro-batch and with two, that must not count what earlier steps left twice."""
+
+    def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
+        one, two = (rows[..., 0] for rows in look_up_all(params["values"], tokens_BT))
+        loss_BT = jnp.square(one + jnp.sin(two) - targets_BT / 256)
+        return jnp.sum(weights_BT * loss_BT), loss_BT
+
+    def trained(summed):
+        spec = ParamSpec((264, 2, 8), ("token", "table", "model"), normal(1.0), "values", every=2, summed=summed)
+        recipe = replace(toy(), parameters={"values": spec}, loss=loss, optimizer=lambda: optax.sgd(0.1))
+        state, losses = run(recipe, mesh_of(devices), lanes_at_once, batches(recipe, 4))
+        return state["params"]["values"], losses
+
+    (values, losses), (other, expected) = map(trained, (True, False))
+    assert losses == pytest.approx(expected, abs=1e-6) and losses[3] < losses[0]
+    np.testing.assert_allclose(values, other, atol=1e-6)
+
+
 def test_state_is_donated():
     recipe, mesh = toy(), mesh_of(1)
-    compiled, *_ = program.fit(recipe, recipe.stages[0], mesh, "zero1", device_of(mesh), None)
+    compiled, *_ = program.fit(recipe, place(recipe, mesh, "zero1", device_of(mesh)), 0)
     state = start(recipe, mesh)
     old = jax.tree.leaves(state)
     compiled(state, jax.device_put(batches(recipe, 1)[0], batch_rows(mesh)))
@@ -206,7 +230,7 @@ def test_gradients_of_micro_batches_are_summed_in_fp32():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llmc", "nanogpt", "track3"])
+@pytest.mark.parametrize("name", ["nanogpt", "track3"])
 def test_bf16_trains_as_fp32_does(name):
     found = []
     for dtype in ("float32", "bfloat16"):
@@ -227,13 +251,13 @@ def test_without_jit_three_steps_are_the_same(make):
     state, compiled = run(recipe, mesh, None, tokens)
     seed = jax.device_put(np.uint32(1), replicated(mesh))
     with jax.disable_jit():
-        built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
+        built = program.compile_program(recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10)
         plain = built.init(seed)
         for batch in tokens:
             plain, metrics = built.steps[0][0](plain, jax.device_put(batch, batch_rows(mesh)))
             losses.append(float(metrics["loss"]))
         with pytest.raises(BadInput, match="JAX_DISABLE_JIT computes on one device and the mesh is {'data': 8}"):
-            program.compile_program(recipe, mesh_of(8), "zero1", None, rows=10)
+            program.compile_program(recipe, place(recipe, mesh_of(8), "zero1", device_of(mesh_of(8))), rows=10)
     assert compiled[0] != compiled[2]
     np.testing.assert_allclose(losses, compiled, atol=1e-5)
     np.testing.assert_allclose(plain["params"]["embed"], state["params"]["embed"], atol=1e-5)
@@ -242,7 +266,7 @@ def test_without_jit_three_steps_are_the_same(make):
 @pytest.mark.parametrize("name", ["stdlib", pytest.param("r29", marks=pytest.mark.slow)])
 def test_warm_up_leaves_no_trace(name):
     recipe, mesh = toy(name), mesh_of(2)
-    built = program.compile_program(recipe, mesh, "zero1", None, rows=10)
+    built = program.compile_program(recipe, place(recipe, mesh, "zero1", device_of(mesh)), rows=10)
     validation = evaluate.to_devices(np.concatenate(batches(recipe, 2))[:10], built.eval_rows, recipe, mesh)
     seed = jax.device_put(np.uint32(7), replicated(mesh))
     fresh = jax.device_get(built.init(seed))
@@ -270,7 +294,7 @@ def test_validation_loss_depends_on_neither_devices_nor_batch(name):
     for devices in (1, 8):
         mesh = mesh_of(devices)
         device = device_of(mesh)
-        padded, lowered = program.lower_evaluation(recipe, mesh, "zero1", device, recipe.eval_len, len(rows))
+        padded, lowered = program.lower_evaluation(recipe, Placement(mesh, "zero1", device), recipe.eval_len, len(rows))
         validation = evaluate.to_devices(rows, padded, recipe, mesh)
         placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
         assert evaluate.validation_loss(lowered.compile(), placed, validation) == pytest.approx(expected, abs=1e-6)
@@ -289,7 +313,7 @@ def test_accuracy_is_the_weighted_share_of_targets_that_are_the_argmax(devices):
     _, padded = program.eval_parts(recipe, len(rows), mesh, 4 * recipe.eval_len)
     validation = evaluate.to_devices(rows, padded, recipe, mesh)
     placed = jax.device_put(params, program.state_shardings(recipe, "zero1", mesh)[1]["params"])
-    measured = evaluate.compile_accuracy(recipe, mesh, "zero1", device, padded)
+    measured = evaluate.compile_accuracy(recipe, Placement(mesh, "zero1", device), padded)
     built = program.Program(None, (), None, None, 0, padded, accuracy=measured)
     wanted = found[counted].mean()
     assert evaluate.validation_accuracy(built, placed, validation) == pytest.approx(wanted, abs=1e-6) and 0 < wanted < 1

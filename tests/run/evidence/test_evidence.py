@@ -11,10 +11,9 @@ import pytest
 
 from jspeed.data import open_shards
 from jspeed.run.evidence import provenance
-from jspeed.run.evidence.at_start import checksum
-from jspeed.run.evidence.data import trained_on
+from jspeed.run.evidence.data import TokenRange, overlap, trained_on
 from jspeed.run.evidence.probes import callbacks
-from jspeed.run.evidence.validation_overlap import TokenRange, overlap
+from jspeed.run.evidence.provenance import checksum
 
 
 def shard(path: Path, tokens: np.ndarray) -> Path:
@@ -26,7 +25,7 @@ def shard(path: Path, tokens: np.ndarray) -> Path:
 
 @pytest.mark.parametrize("chunk", [1 << 22, 50])
 def test_overlap_is_the_share_of_blocks_found_by_looking_everywhere(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr("jspeed.run.evidence.validation_overlap.CHUNK", chunk)
+    monkeypatch.setattr("jspeed.run.evidence.data.CHUNK", chunk)
     rng = np.random.default_rng(0)
     val = rng.integers(0, 50_000, 64 * 10 + 7)
     train = [rng.integers(0, 50_000, 900) for _ in range(3)]

@@ -12,6 +12,8 @@ from jspeed.record.consistent import PROBES
 from jspeed.run.output.console import Display, closing, opening, waiting
 
 RUN = {
+    "recipe": "a recipe of nobody",
+    "recipe_sha256": "0" * 64,
     "track": "a/track",
     "val_loss": 2.1034,
     "target_loss": 2.11,

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from jspeed.run.output import curve
+from jspeed.run.output import console
 from jspeed.run.output.console import Display
 
 from .screen import Screen, Terminal
@@ -13,42 +13,42 @@ STRAIGHT = [(0, 3.0), (40, 1.0)]
 
 
 def test_every_cell_is_filled_up_to_the_curve():
-    shown = curve.plot(STRAIGHT, 40, 1.4, columns=11 + 40)
+    shown = console.curve_plot(STRAIGHT, 40, 1.4, columns=11 + 40)
     assert shown is not None
     lines = shown.plain.split("\n")
-    assert len(lines) == curve.ROWS and {line[:11].strip() for line in lines} == {"", "3.12", "target 1.4"}
+    assert len(lines) == console.ROWS and {line[:11].strip() for line in lines} == {"", "3.12", "target 1.4"}
     low, high = 1.0 - 0.06 * 2, 3.0 + 0.06 * 2
     for column in range(40):
         loss = 3.0 - 2.0 * (column + 0.5) / 40
-        filled = sum(curve.BLOCKS.index(line[11:].ljust(40).replace("╌", " ")[column]) for line in lines)
+        filled = sum(console.BLOCKS.index(line[11:].ljust(40).replace("╌", " ")[column]) for line in lines)
         assert abs(filled / 64 - (loss - low) / (high - low)) <= 0.5 / 64 + 1e-9
     (row,) = (line for line in lines if "target" in line)
-    assert lines.index(row) == int((high - 1.4) / ((high - low) / curve.ROWS)) and row.endswith("╌")
+    assert lines.index(row) == int((high - 1.4) / ((high - low) / console.ROWS)) and row.endswith("╌")
 
 
 def test_it_grows_with_the_run_and_its_target_stays_in_sight():
-    assert curve.plot([], 40, 1.4) is None
-    begun = curve.plot([(0, 5.0)], 40, 1.4)
-    half = curve.plot([(0, 3.0), (20, 2.0)], 40, 1.4, columns=11 + 40)
+    assert console.curve_plot([], 40, 1.4) is None
+    begun = console.curve_plot([(0, 5.0)], 40, 1.4)
+    half = console.curve_plot([(0, 3.0), (20, 2.0)], 40, 1.4, columns=11 + 40)
     assert begun is not None and half is not None
     assert begun.plain.count("█") > 0 and max(line.rfind("█") for line in begun.plain.split("\n")) == 11
     (row,) = (line for line in half.plain.split("\n") if "target" in line)
     assert row[11:].count("╌") == 40 - 21  # the cell that step 20 begins is drawn
-    met = curve.plot([(0, 1.2), (40, 1.1)], 40, 1.4, columns=11 + 40)
+    met = console.curve_plot([(0, 1.2), (40, 1.1)], 40, 1.4, columns=11 + 40)
     assert met is not None and met.plain.split("\n")[0] == "target 1.4 " + "╌" * 40  # all of the area lies below
-    none = curve.plot(STRAIGHT, 40, None)
+    none = console.curve_plot(STRAIGHT, 40, None)
     assert none is not None and "target" not in none.plain and "╌" not in none.plain
 
 
 def test_ascii_and_terminals_that_are_too_narrow():
-    shown = curve.plot(STRAIGHT, 40, 1.4, 40, ascii=True)
+    shown = console.curve_plot(STRAIGHT, 40, 1.4, 40, ascii=True)
     assert shown is not None and shown.plain.isascii() and max(map(len, shown.plain.split("\n"))) <= 40
     for columns in range(1, 60):
-        found = curve.plot(STRAIGHT, 40, 1.4, columns)
+        found = console.curve_plot(STRAIGHT, 40, 1.4, columns)
         assert (found is None) == (columns < 19)
         assert found is None or max(map(len, found.plain.split("\n"))) <= columns
-    wide = curve.plot(STRAIGHT, 40, 1.4, 400)
-    assert wide is not None and max(map(len, wide.plain.split("\n"))) == curve.COLUMNS
+    wide = console.curve_plot(STRAIGHT, 40, 1.4, 400)
+    assert wide is not None and max(map(len, wide.plain.split("\n"))) == console.COLUMNS
 
 
 def said(width: int, height: int, encoding: str, bar: bool = True) -> str:

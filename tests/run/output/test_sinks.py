@@ -127,8 +127,8 @@ def test_a_missing_package_is_a_warning(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.startswith("warning: --log wandb does nothing (")
 
 
-# Before 40 hexadecimal digits that are git's name of a commit or of a file's contents.
-OF_GIT = re.compile(r'(commit": ?"|(COMMIT|BLOB) = "|git_blob\(.*\) == "|github\S*/[\w-]+/[\w-]+/|GITHUB\}/[\w-]+/)$')
+# Before 40 hexadecimal digits that are git's name of a commit.
+OF_GIT = re.compile(r'(commit": ?"|COMMIT = "|github\S*/[\w-]+/[\w-]+/|GITHUB\}/[\w-]+/)$')
 
 
 def keys_in(text):

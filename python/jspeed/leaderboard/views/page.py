@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import read_input, read_regular, write_whole
+from jspeed.files import write_whole
 from jspeed.leaderboard import formatting
 from jspeed.leaderboard.board import BoardTrack, Histories, best
 from jspeed.leaderboard.compare import change_lines, changes
-from jspeed.leaderboard.history import NAMES, read_history
+from jspeed.leaderboard.history import NAMES, read_histories
 from jspeed.leaderboard.judge import board
 from jspeed.leaderboard.views import charts
-from jspeed.leaderboard.views.readme import block, with_block
+from jspeed.leaderboard.views.readme import refreshed
 from jspeed.record.run_json import finite_or_null
-from jspeed.record.store import Problem, Records
+from jspeed.record.store import Records
 from jspeed.standard_streams import printable
 
 if TYPE_CHECKING:
@@ -41,19 +41,13 @@ def contents(records: Records, rule: str, out: Path, readme: Path | None = None)
     BadInput when that has none.
     """
     tracks = board(records)
-    names = sorted({track["history"] for track in tracks if track.get("history")})
-    histories = {name: read_history(records.folder, name) for name in names}
+    histories = read_histories(records.folder, tracks)
     made = {
         out / "index.html": html(tracks, histories, records.sources, rule),
         out / JSON: as_json(rule, tracks, histories),
     }
     if readme:
-        remedy = "restore it, or give --out DIR"
-        try:
-            before = read_input(readme, remedy).decode()
-        except UnicodeDecodeError:
-            raise BadInput(f"{readme} is not UTF-8 text; {remedy}") from None
-        made[readme] = with_block(before, block(tracks, histories), readme)
+        made[readme] = refreshed(readme, tracks, histories)[1]
     return made
 
 
@@ -79,22 +73,6 @@ def runs(content: str | bytes) -> int:
         return sum(len(entry["runs"]) for track in json.loads(content)["tracks"] for entry in track["entries"])
     except (ValueError, KeyError, TypeError):
         return 0
-
-
-def stale(made: Mapping[Path, str]) -> list[Problem]:
-    """Return a problem for each file of :func:`contents` that is missing or is not what the records make."""
-    problems = []
-    for path, content in made.items():
-        try:
-            found = None if read_regular(path) == content.encode() else "another text"
-        except FileNotFoundError:
-            found = "no file"
-        except OSError as error:
-            found = f"a file that cannot be read ({error.strerror})"
-        if found:
-            text = f"{path}: expected what the records make, found {found}; run: jspeed leaderboard page"
-            problems.append(Problem(path, text))
-    return problems
 
 
 def as_json(rule: str, tracks: Sequence[BoardTrack], histories: Histories) -> str:
@@ -168,13 +146,13 @@ def environment() -> "jinja2.Environment":
 def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return by entry what its source changes of its parent's: ``lines`` in words, and the ``diff`` as lines, None
     for those that come after :data:`DIFFS` characters."""
-    found, left = {}, DIFFS
+    by_entry, left = {}, DIFFS
     for track in tracks:
         for entry in track["entries"][:SHOWN]:
-            mine = sources.get(entry["recipe_sha256"] or "")
-            theirs = sources.get(entry["better"] and entry["better"]["parent_sha256"] or "")
+            mine = sources.get(entry["recipe_sha256"])
+            theirs = sources.get(entry["better"]["parent_sha256"] if entry["better"] else "")
             if mine is not None and theirs is not None:
                 made = changes(mine, theirs)
                 left -= sum(map(len, made["diff"]))
-                found[entry["id"]] = {"lines": change_lines(made), "diff": made["diff"] if left >= 0 else None}
-    return found
+                by_entry[entry["id"]] = {"lines": change_lines(made), "diff": made["diff"] if left >= 0 else None}
+    return by_entry

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jspeed.errors import BadInput
+from jspeed.files import read_text
 from jspeed.leaderboard import formatting
 from jspeed.leaderboard.board import BoardTrack, Histories, best
 from jspeed.leaderboard.history import NAMES
@@ -22,19 +23,11 @@ def block(tracks: Sequence[BoardTrack], histories: Histories) -> str:
         name = f"[`{track['track']}`](records/{track['track']}/track.toml)"
         entry = best(track)
         if entry and entry["seconds"] and entry["loss"]:
-            steps = track["rank"] == "steps"
-            seconds, devices = (
-                formatting.seconds(entry["seconds"]["mean"]),
-                plain(f"{entry['devices']['count']} x {entry['devices']['kind']}"),
-            )
-            value = f"{entry['steps']:,} steps" if steps else f"{seconds} on {devices}"
-            cells = [
-                value,
-                plain(entry["recipe"]),
-                formatting.loss(entry["loss"]["mean"]),
-                str(entry["loss"]["n"]),
-                entry["date"],
-            ]
+            seconds = formatting.seconds(entry["seconds"]["mean"])
+            devices = plain(f"{entry['devices']['count']} x {entry['devices']['kind']}")
+            loss = [formatting.loss(entry["loss"]["mean"]), str(entry["loss"]["n"])]
+            value = f"{entry['steps']:,} steps" if track["rank"] == "steps" else f"{seconds} on {devices}"
+            cells = [value, plain(entry["recipe"]), *loss, entry["date"]]
         else:
             cells = ["none yet", "", "", "", ""]
         lines.append(f"| {' | '.join([name, *cells])} |")
@@ -52,10 +45,14 @@ def plain(text: str) -> str:
     return f"`{clean}`"
 
 
-def with_block(readme: str, made: str, path: Path) -> str:
-    """Return the text of README.md with ``made`` between the markers; BadInput when they are missing."""
-    before, begin, rest = readme.partition(BEGIN)
+def refreshed(path: Path, tracks: Sequence[BoardTrack], histories: Histories) -> tuple[str, str]:
+    """Return the text of the README.md at ``path``, as it is and with the block of ``tracks`` between its markers.
+
+    Raises BadInput when the markers are missing, or it is not text.
+    """
+    text = read_text(path, "restore it, or give --out DIR")
+    before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise BadInput(f"{path} lacks the markers {BEGIN} and {END}; put them where the leaderboard's block belongs")
-    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+    return text, f"{before}{BEGIN}\n{block(tracks, histories)}\n{END}{after}"

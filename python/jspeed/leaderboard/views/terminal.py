@@ -70,7 +70,7 @@ def entries(track: BoardTrack) -> Text:
 
 def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     """Return the lines of one entry."""
-    found, lines = entry["seconds"], []
+    seconds, lines = entry["seconds"], []
     name = f"{entry['recipe']} {entry['recipe_hash'][:6]}"
     if len(name) > COLUMNS[1][1]:
         lines = [Text(f"   {part}", "bold") for part in wrapped(entry["recipe"], WIDTH - 3)]
@@ -79,8 +79,8 @@ def entry_lines(entry: Entry, steps: bool) -> list[Text]:
     cells = [
         (str(entry["rank"] or "-"), ""),
         (name, "bold"),
-        (f"{entry['steps']:,}" if steps else formatting.seconds(found["mean"] if found else None), "bold"),
-        (f"{found['sd']:.2g}" if found and found["sd"] is not None and not steps else "", "dim"),
+        (f"{entry['steps']:,}" if steps else formatting.seconds(seconds["mean"] if seconds else None), "bold"),
+        (f"{seconds['sd']:.2g}" if seconds and seconds["sd"] is not None and not steps else "", "dim"),
         (formatting.loss(entry["loss"]["mean"] if entry["loss"] else None), ""),
         (str(entry["loss"]["n"] if entry["loss"] else 0), ""),
         MARKS[entry["valid"]],

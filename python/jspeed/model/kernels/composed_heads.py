@@ -129,7 +129,7 @@ def _call(
         out_shape=list(results),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
-        # plan/custom_calls/attention.py reads it.
+        # plan/attention.py reads it.
         name=f"composed_heads_{name}_{heads}x{width}_blocks{SIZE}x{blocks * SIZE}",
     )(*arrays)
 

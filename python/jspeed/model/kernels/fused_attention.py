@@ -122,7 +122,7 @@ def _call(
         out_shape=list(results),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-        name=f"attention_{name}_{mask}_blocks{blocks.own}x{blocks.visited}",  # plan/custom_calls/attention.py reads it
+        name=f"attention_{name}_{mask}_blocks{blocks.own}x{blocks.visited}",  # plan/attention.py reads it
     )(*arrays)
 
 

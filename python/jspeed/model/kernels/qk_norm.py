@@ -1,6 +1,6 @@
 """Fused QK-norm and rotary embedding, forward and backward: Pallas (Triton backend).
 
-XLA needs two passes over queries and keys, because a row's sum of squares comes before its use, and two over their
+XLA needs two passes over queries and keys, because a row's sum of squares comes before its use, and three over their
 gradients. Here each program processes a block of tokens, head by head. It reads each head's channels once, keeps them
 in registers and writes the result; the cos/sin tables are read once for all heads. Only the matmul's output is saved
 for the backward pass, which recomputes the sums. No GPU has run these kernels.
@@ -17,12 +17,12 @@ from jax.experimental.pallas import triton as plgpu
 
 from jspeed.model.kernels.attention_backends import Refused
 
-PARTS = 4  # of a head: the two that are rotated with one another, and two that are not
+TURNING = 2  # parts of a head that are rotated with one another; a head may have two more, that are not
 TOKENS = 32  # of a program
 WARPS = 4
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def norm_and_rotate(
     y_BTE: jax.Array,
     cos_TPF: jax.Array,
@@ -30,44 +30,53 @@ def norm_and_rotate(
     factor_B: jax.Array,
     heads: int,
     look_back: bool = False,
+    padded: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Return queries and keys, bf16 ``[B, T, H, K]``, of ``y_BTE``, bf16 ``[B, T, 2 H K]``, first all of q, then k.
 
     Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then channel c is rotated
-    with channel c + F, F = K / 4, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and all is
-    multiplied by ``factor_B``: 1, or NaN. With ``look_back`` the second half of a key is that of the token before, at
-    the first token its own. Sums are fp32. Only ``y_BTE`` has a gradient, rounded once.
+    with channel c + F, F = K / 4 or K / 2, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and
+    all is multiplied by ``factor_B``: 1, or NaN. With ``look_back``, for F = K / 4, the second half of a key is that of
+    the token before, at the first token its own. Heads get zeros up to ``padded`` channels, a multiple of F. Sums are
+    fp32. Only ``y_BTE`` has a gradient, rounded once.
 
     :func:`jspeed.model.positions.queries_and_keys` does the same in plain JAX.
 
-    Raises Refused for other dtypes, where K is not 4 F, F not a power of two, or H not a multiple of P.
+    Raises Refused for other dtypes, F or ``padded``, where F is no power of two, or H not a multiple of P.
     """
-    return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret)[0]
+    return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, padded, interpret)[0]
 
 
-def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, interpret):
+def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, padded, interpret):
     (_, columns, count), (rows, length, width) = cos_TPF.shape, y_BTE.shape
-    if width != 2 * heads * PARTS * count or count & (count - 1) or heads % columns:
+    parts, left = divmod(width, 2 * heads * count)
+    if look_back and parts == TURNING or padded and padded % count:
         raise Refused(
-            f"QK-norm kernel: needs head width = {PARTS} x angles, a power-of-two number of angles, and heads that "
-            f"position columns divide; found 2 x {heads} heads in {width} channels, {count} angles, {columns} columns; "
-            "use OWN_KERNELS=off"
+            f"QK-norm kernel: looks back with the half of a head that does not turn, and pads to a multiple of {count} "
+            f"angles; found {width} channels of 2 x {heads} heads, padded to {padded}; use OWN_KERNELS=off"
+        )
+    if left or parts not in (TURNING, 2 * TURNING) or count & (count - 1) or heads % columns:
+        raise Refused(
+            f"QK-norm kernel: needs head width = {TURNING} or {2 * TURNING} x angles, a power-of-two number of angles, "
+            f"and heads that position columns divide; found 2 x {heads} heads in {width} channels, {count} angles, "
+            f"{columns} columns; use OWN_KERNELS=off"
         )
     if y_BTE.dtype != jnp.bfloat16:
         raise Refused(f"QK-norm kernel: needs bfloat16, found {y_BTE.dtype}; use OWN_KERNELS=off")
-    outs = [jax.ShapeDtypeStruct((rows, length, heads * PARTS, count), y_BTE.dtype)] * 2
+    wide = max(parts, (padded or 0) // count)
+    outs = [jax.ShapeDtypeStruct((rows, length, heads * wide, count), y_BTE.dtype)] * 2
     arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count)
-    q, k = _call(_forward_kernel, arrays, outs, look_back, interpret)
-    shape = rows, length, heads, PARTS * count
+    q, k = _call(_forward_kernel, arrays, outs, heads, look_back, interpret)
+    shape = rows, length, heads, wide * count
     return (q.reshape(shape), k.reshape(shape)), (y_BTE, cos_TPF, sin_TPF, factor_B)
 
 
-def _backward(heads, look_back, interpret, kept, gradients):
+def _backward(heads, look_back, padded, interpret, kept, gradients):
     y_BTE, cos_TPF, sin_TPF, factor_B = kept
     y, dq, dk = (_in_parts(x, cos_TPF.shape[2]) for x in (y_BTE, *gradients))
     arrays = cos_TPF, sin_TPF, factor_B, y, dq, dk
-    (dy,) = _call(_backward_kernel, arrays, [jax.ShapeDtypeStruct(y.shape, y.dtype)], look_back, interpret)
+    (dy,) = _call(_backward_kernel, arrays, [jax.ShapeDtypeStruct(y.shape, y.dtype)], heads, look_back, interpret)
     return dy.reshape(y_BTE.shape), None, None, None
 
 
@@ -83,6 +92,7 @@ def _call(
     kernel: Callable[..., None],
     arrays: Sequence[jax.Array],
     results: Sequence[jax.ShapeDtypeStruct],
+    heads: int,
     look_back: bool,
     interpret: bool,
 ) -> Sequence[jax.Array]:
@@ -98,7 +108,7 @@ def _call(
         return pl.BlockSpec(x.shape, lambda i, b: tuple(0 for _ in x.shape))
 
     return pl.pallas_call(
-        partial(kernel, look_back=look_back),
+        partial(kernel, heads=heads, look_back=look_back),
         grid=(pl.cdiv(length, TOKENS), rows),
         in_specs=[*map(of_all, tables), pl.BlockSpec((1,), lambda i, b: (b,)), *map(of_lane, others)],
         out_specs=[of_lane(x) for x in results],
@@ -109,63 +119,68 @@ def _call(
     )(*tables, factor, *others)
 
 
-def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, q_ref, k_ref, *, look_back):
+def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, q_ref, k_ref, *, heads, look_back):
+    parts, wide = y_ref.shape[1] // (2 * heads), q_ref.shape[1] // heads
+
     def of_head(rows, cos, sin, factor, head):
         for number, ref in enumerate((q_ref, k_ref)):
-            x = _read(y_ref, rows, head + number * ref.shape[1])
+            x = _read(y_ref, rows, (number * heads + head) * parts, range(parts))
             scale = (_scale(x) * factor)[:, None]
             first, second, *rest = ((part * scale).astype(ref.dtype) for part in x)
             first, second = first.astype(jnp.float32), second.astype(jnp.float32)
             rotated = first * cos + second * sin, second * cos - first * sin
-            for part, value in enumerate((*rotated, *rest)):
-                late = look_back and number == 1 and part >= PARTS // 2
+            zeros = [jnp.zeros_like(first)] * (wide - parts)
+            for part, value in enumerate((*rotated, *rest, *zeros)):
+                late = look_back and number == 1 and part >= TURNING
                 for at, mask in _key_targets(ref, rows) if late else [(rows, _inside(ref, rows))]:
-                    plgpu.store(ref.at[at, head + part], value.astype(ref.dtype), mask=mask)
+                    plgpu.store(ref.at[at, head * wide + part], value.astype(ref.dtype), mask=mask)
 
-    _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref)
+    _for_heads(of_head, heads, y_ref.shape[2], cos_ref, sin_ref, factor_ref)
 
 
-def _backward_kernel(cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref, *, look_back):
+def _backward_kernel(cos_ref, sin_ref, factor_ref, y_ref, dq_ref, dk_ref, dy_ref, *, heads, look_back):
+    parts, wide = y_ref.shape[1] // (2 * heads), dq_ref.shape[1] // heads
+
     def of_head(rows, cos, sin, factor, head):
         for number, ref in enumerate((dq_ref, dk_ref)):
-            of_y = head + number * ref.shape[1]
-            x, late = _read(y_ref, rows, of_y), PARTS // 2 if look_back and number == 1 else PARTS
-            g = _read(ref, rows, head, range(late))
-            if late < PARTS:
-                moved = (_read(ref, at, head, range(late, PARTS), mask) for at, mask in _key_targets(ref, rows))
+            of_y, of_ref = (number * heads + head) * parts, head * wide
+            x, late = _read(y_ref, rows, of_y, range(parts)), TURNING if look_back and number == 1 else parts
+            g = _read(ref, rows, of_ref, range(late))
+            if late < parts:
+                moved = (_read(ref, at, of_ref, range(late, parts), mask) for at, mask in _key_targets(ref, rows))
                 g += [a + b for a, b in zip(*moved, strict=True)]
             first, second, *rest = g
             g = [first * cos - second * sin, first * sin + second * cos, *rest]
             scale = _scale(x)
-            along = _sum(a * b for a, b in zip(g, x, strict=True)) * (scale * scale / (PARTS * cos.shape[1]))
+            along = _sum(a * b for a, b in zip(g, x, strict=True)) * (scale * scale / (parts * cos.shape[1]))
             scale, along = (scale * factor)[:, None], along[:, None]
             for part, (a, b) in enumerate(zip(g, x, strict=True)):
                 value = ((a - b * along) * scale).astype(dy_ref.dtype)
                 plgpu.store(dy_ref.at[rows, of_y + part], value, mask=_inside(dy_ref, rows))
 
-    _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref)
+    _for_heads(of_head, heads, y_ref.shape[2], cos_ref, sin_ref, factor_ref)
 
 
-def _for_heads(of_head, cos_ref, sin_ref, factor_ref, y_ref):
-    """Call ``of_head(tokens, cos, sin, factor, its first part)`` for each head; those of a column share the tables."""
+def _for_heads(of_head, heads, count, cos_ref, sin_ref, factor_ref):
+    """Call ``of_head(tokens, cos, sin, factor, head)`` for each head; those of a column share the tables."""
     rows, factor = pl.ds(pl.program_id(0) * TOKENS, TOKENS), factor_ref[0]
-    _, parts, count = y_ref.shape
     columns = cos_ref.shape[1] // count
     for column in range(columns):
         cos, sin = (_load(ref.at[rows, pl.ds(column * count, count)], _inside(ref, rows)) for ref in (cos_ref, sin_ref))
 
         def step(n, carry, cos=cos, sin=sin, column=column):
             # JAX's interpreter loads by traced indices alone: n is one, and so is what is made of it.
-            of_head(rows, cos, sin, factor, (n * columns + column) * PARTS)
+            of_head(rows, cos, sin, factor, n * columns + column)
             return carry
 
-        lax.fori_loop(0, parts // (2 * PARTS * columns), step, 0)
+        lax.fori_loop(0, heads // columns, step, 0)
 
 
-def _read(ref, rows, head, parts=range(PARTS), mask=None):
-    """``parts`` of a head in fp32, each ``[TOKENS, F]``, zeros where ``mask`` (or the lane) leaves tokens out."""
+def _read(ref, rows, first, parts, mask=None):
+    """``parts`` from the ``first`` on in fp32, each ``[TOKENS, F]``, zeros where ``mask`` (or the lane) leaves tokens
+    out."""
     mask = _inside(ref, rows) if mask is None else mask
-    return [_load(ref.at[rows, head + part], mask).astype(jnp.float32) for part in parts]
+    return [_load(ref.at[rows, first + part], mask).astype(jnp.float32) for part in parts]
 
 
 def _load(ref, mask):
@@ -174,7 +189,7 @@ def _load(ref, mask):
 
 def _scale(parts):
     """The factor of ``layers.rms_norm``."""
-    mean = _sum(part * part for part in parts) / (PARTS * parts[0].shape[1])
+    mean = _sum(part * part for part in parts) / (len(parts) * parts[0].shape[1])
     return lax.rsqrt(mean + jnp.finfo(jnp.float32).eps)
 
 

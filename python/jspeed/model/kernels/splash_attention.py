@@ -52,7 +52,7 @@ def attend(
     if ids_BT is not None:
         ids_BT = jnp.pad(ids_BT, ((0, 0), (0, padding)))
         documents = [kernels.SegmentIds(ids_BT, ids_BT)]
-    with jax.named_scope(f"splash_window{window or 0}_blocks{block}"):  # plan/custom_calls/attention.py reads it
+    with jax.named_scope(f"splash_window{window or 0}_blocks{block}"):  # plan/attention.py reads it
         out_BHTK = jax.vmap(_kernel(length + padding, heads, window, block, interpret))(*qkv, *documents)
     return jnp.moveaxis(out_BHTK, 1, 2)[:, :length]
 

@@ -9,41 +9,24 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from jspeed.cores import cores
+from jspeed.plan import attention
+from jspeed.plan.attention import Call
 from jspeed.plan.cudnn import absent_driver
-from jspeed.plan.custom_calls import attention
 from jspeed.plan.hlo import Instruction
 from jspeed.plan.target import Target, device_numbers
 
 
-class Call(NamedTuple):
-    """A call of cuDNN's attention: the graph that it is, but for scale and dropout."""
-
-    backward: bool
-    documents: int  # slots: lanes, or rows of a lane, by the documents of each
-    heads: int
-    length: int  # tokens of a slot
-    width: int
-    packed: bool
-    causal: bool
-    window: int  # 0: none
-
-    @property
-    def words(self) -> str:
-        """The call in words."""
-        way = "backward" if self.backward else "forward"
-        what = f"{self.documents:,} {'documents' if self.packed else 'lanes'} of up to {self.length:,} tokens"
-        return f"{way}, {what}, {self.heads} heads of {self.width}, window {self.window or 'none'}"
-
-
 class Answer(NamedTuple):
-    """What cuDNN says of a call: its engine and bytes of workspace, or why it has none."""
+    """What cuDNN says of a call."""
 
-    engine: str
-    workspace: int
-    refused: str = ""
+    engine: str  # of the execution plan that it takes; empty if it refuses
+    workspace_bytes: int
+    refused: str = ""  # why
 
 
 class Answers(NamedTuple):
@@ -55,17 +38,17 @@ class Answers(NamedTuple):
 
 def calls(steps: Iterable[Instruction]) -> list[Call]:
     """The different calls among instructions, forward before backward, smallest first."""
-    return sorted({Call(*attention.graph_of(step)) for step in steps if step.target in attention.CUDNN})
+    return sorted({attention.call_of(step) for step in steps if step.target in attention.CUDNN})
 
 
 def folder() -> Path | None:
     """Where ``make test-cudnn`` put the wheels; None where it did not."""
-    found = Path(sys.prefix, "cudnn")
-    return found if (found / "installed").is_file() else None
+    site = Path(sys.prefix, "cudnn")
+    return site if (site / "installed").is_file() else None
 
 
 def ask(site: Path, target: Target, asked: Sequence[Call]) -> Answers:
-    """Return what cuDNN says of each call for a GPU that is not here.
+    """Return what cuDNN says of each call for a GPU that is not here, asked in as many processes as there are cores.
 
     Raises OSError without a C compiler, and RuntimeError where cuDNN's process ends before it has answered.
     """
@@ -75,17 +58,25 @@ def ask(site: Path, target: Target, asked: Sequence[Call]) -> Answers:
         libraries = [*site.glob("nvidia/cudnn/lib/libcudnn*.so.9")]
         absent_driver.build(driver, libraries, device)
     places = [driver, site / "nvidia/cudnn/lib", site / "nvidia/cu13/lib"]
-    lines = [device, *(call._asdict() for call in asked)]
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("worker.py")), str(site)],
-        input="\n".join(map(json.dumps, lines)),
-        env=os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, places))},
-        capture_output=True,
-        text=True,
-    )
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(said) != 1 + len(asked):
-        raise RuntimeError(f"cuDNN's process ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
-    first, *answers = said
-    found = [Answer(one.get("engine", ""), one.get("workspace", 0), one.get("refused", "")) for one in answers]
-    return Answers(first["version"], dict(zip(asked, found, strict=True)))
+
+    def answers(some: Sequence[Call]) -> tuple[str, list[Answer]]:
+        """The version of cuDNN and its answers to ``some`` calls, a second or two each."""
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("worker.py")), str(site)],
+            input="\n".join(map(json.dumps, [device, *(call._asdict() for call in some)])),
+            env=os.environ | {"LD_LIBRARY_PATH": ":".join(map(str, places))},
+            capture_output=True,
+            text=True,
+        )
+        said = [json.loads(line) for line in done.stdout.splitlines()]
+        if len(said) != 1 + len(some):
+            raise RuntimeError(f"cuDNN's process ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+        found = [Answer(one.get("engine", ""), one.get("workspace", 0), one.get("refused", "")) for one in said[1:]]
+        return said[0]["version"], found
+
+    shares = [share for n in range(cores()) if (share := asked[n :: cores()])]
+    with ThreadPoolExecutor(len(shares)) as pool:
+        said = list(pool.map(answers, shares))
+    by_call = {call: one for share, (_, found) in zip(shares, said, strict=True)
+               for call, one in zip(share, found, strict=True)}  # fmt: skip
+    return Answers(said[0][0], {call: by_call[call] for call in asked})

@@ -1,24 +1,14 @@
-"""A plan as tables of text."""
+"""A plan as tables of text. The columns of a table are the fields of its rows (:mod:`jspeed.plan.schema`)."""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jspeed.plan.schema import MicroBatch, Plan, Time
-from jspeed.plan.views.formatting import (
-    NONE,
-    array,
-    fullest,
-    memory_by_kind,
-    number,
-    percent,
-    range_text,
-    shape,
-    size,
-)
+from jspeed.numbers import NONE, si
+from jspeed.plan.schema import MicroBatch, Plan, StagePlan
 
-DIGITS = re.compile(r"(under )?[-+]?[\d,.]+(e[-+]?\d+)?( (to [\d,.]+|x [\d,.]+|[kMG]?B|ms|%))*")
+DIGITS = re.compile(r"(under )?[-+]?[\d,.]+( ?[kMGTP]?B?| %)(( to | x )[\d,.]+)*")
 
 
 class Table(NamedTuple):
@@ -38,178 +28,187 @@ class Table(NamedTuple):
         ]
 
 
+def listing(title: str, rows: Sequence[Mapping[str, Any]], note: str = "") -> Table:
+    """Return rows of a plan as a table that has a column for each field that any of them has."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[text(name, row.get(name)) for name in names] for row in rows]
+    return Table(title, [name.replace("_", " ") for name in names], cells, note)
+
+
+def text(name: str, value: Any) -> str:
+    """Return the value of the field ``name`` as text. Bytes are known by the name, everything else by the type."""
+    match value:
+        case None | "":
+            return NONE
+        case bool():
+            return "yes" if value else "no"
+        case str():
+            return value
+        case dict():
+            return ", ".join(f"{key}={text(key, inner)}" for key, inner in value.items())
+        case list():
+            return range_text(value) if name.startswith("predicted") else " x ".join(map(str, value))
+    return size(value) if "bytes" in name else number(value)
+
+
 def stages(plan: Plan) -> Table:
     """Return milliseconds, memory and work of every stage."""
-    head = ["stage", "steps", "tokens", "predicted ms", "compute", "memory", "comm.", "exposed", "idle", "peak",
-            "TFLOPs", "moved", "micro-batch"]  # fmt: skip
-    kinds: tuple[Time, ...] = ("compute", "memory", "communication", "exposed_communication")
     rows = [
-        [re.sub(", step (.) of (.)", r" (\1/\2)", s["name"]) + " *" * (not s["compiled"]),
-         f"{s['steps']:,}", f"{s['tokens_per_step']:,}",
-         range_text(s["predicted_ms"]), *(number(s["time_ms"][kind]) for kind in kinds),
-         number(s["time_ms"]["launches"] + s["time_ms"]["empty_blocks"]),
-         size(s["memory_bytes"]["peak"]), number(s["flops"], 1e12), size(s["bytes_moved"]),
-         f"{micro_batch(s)} x {s['micro_batches']:,}"]
-        for s in plan["stages"]
-    ]  # fmt: skip
+        {
+            "stage": re.sub(", step (.) of (.)", r" (\1/\2)", stage["name"]) + " *" * (not stage["compiled"]),
+            "steps": stage["steps"],
+            "tokens": stage["tokens_per_step"],
+            "predicted ms": stage["predicted_ms"],
+            "compute": stage["time_ms"]["compute"],
+            "memory": stage["time_ms"]["memory"],
+            "comm.": stage["time_ms"]["communication"],
+            "exposed": stage["time_ms"]["exposed_communication"],
+            "idle": stage["time_ms"]["launches"] + stage["time_ms"]["empty_blocks"],
+            "peak": size(stage["memory_bytes"]["peak"]),
+            "FLOPs": stage["flops"],
+            "moved": size(stage["bytes_moved"]),
+            "micro-batch": f"{micro_batch(stage)} x {stage['micro_batches']:,}",
+        }
+        for stage in plan["stages"]
+    ]
     note = (
         "One device, one step, milliseconds; (1/2) is the first of two. Compute and memory are compute-bound and "
         "memory-bound kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and "
         "in blocks of attention that find nothing to do. Peak: of memory. micro-batch: tokens x number; in parentheses "
         "the tokens of a head-loss chunk; remat: layers are recomputed. *: shares another program, or adds several up."
     )
-    return Table("stages", head, rows, note)
+    return listing("stages", rows, note)
 
 
 def tables(plan: Plan) -> Iterator[Table]:
     """Yield the other tables, in the order of the page."""
     stage, device = fullest(plan), plan["device_memory_bytes"]
     limits = {"peak": stage["memory_bytes"]["peak"], "JAX may take": plan["memory_limit_bytes"], "a device has": device}
-    memory = memory_by_kind(plan) | limits
-    rows = [[kind, size(value), percent(value, device)] for kind, value in memory.items()]
-    yield Table(f"memory of one device, {stage['name']}", ["kind", "size", "of the device"], rows)
-    rows = [[size(b["bytes"]), array(b), b["source"] or NONE, b["op"] or NONE] for b in stage["largest_buffers"]]
-    yield Table("largest buffers", ["buffer", "array", "source", "from"], rows)
+    rows: list[dict[str, Any]] = [
+        {"kind": kind, "size": size(value), "of the device": percent(value, device)}
+        for kind, value in {**memory_by_kind(plan), **limits}.items()
+    ]
+    yield listing(f"memory of one device, {stage['name']}", rows)
+    yield listing("largest buffers", stage["largest_buffers"])
     yield searched(plan)
     if before := plan.get("against"):
-        yield compared("against another recipe", before, plan, "One device, means over all steps.")
-    yield by_stage(plan, "TFLOPs by part of the model", "flops_by_part", note="One device, one step.")
-    yield by_stage(plan, "TFLOPs by dtype", "flops_by_dtype")
-    head = ["source", "name", "dtype", "shape", "times", "TFLOPs", "redundancy"]
-    rows = [
-        [m["source"] or NONE, m["name"], m["dtype"], shape(m["shape"]), f"{m['count']:,}", number(m["flops"], 1e12),
-         number(m["redundancy"])]
-        for m in plan["matmuls"]
-    ]  # fmt: skip
-    yield Table("matmuls", head, rows, "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.")
-    yield by_stage(plan, "kernels", "kernels", "{:,}".format)
+        yield compared(before, plan)
+    yield by_stage(plan, "FLOPs by part of the model", "flops_by_part", "One device, one step.")
+    yield by_stage(plan, "FLOPs by dtype", "flops_by_dtype")
+    yield listing("matmuls", plan["matmuls"], "Redundancy: FLOPs of all devices over the FLOPs that the matmul needs.")
+    yield by_stage(plan, "kernels", "kernels")
     yield collectives(plan)
-    head = ["recipe", "measured ms", "predicted", "error", "", "source"]
+    yield listing("predictions against measured steps", plan["calibration"])
+    rows = [{"kind": kind.replace("_", " "), "share": percent(share, 1)} for kind, share in plan["fractions"].items()]
+    yield listing("assumed fraction of the peak", rows)
+    facts, sources = plan["facts"], plan["facts"]["sources"]
     rows = [
-        [c["recipe"], number(c["measured_ms"]), range_text(c["predicted_ms"], "ms"), percent(c["error"], 1),
-         "fitted" if c["used_to_fit"] else "held out", c["source"]]
-        for c in plan["calibration"]
-    ]  # fmt: skip
-    yield Table("predictions against measured steps", head, rows)
-    rows = [[kind.replace("_", " "), percent(share, 1)] for kind, share in plan["fractions"].items()]
-    yield Table("assumed fraction of the peak", ["kind", "share"], rows)
-    yield facts(plan["facts"])
+        {"fact": name.replace("_", " "), "value": text("", value), "source": sources.get(name)}
+        for name, value in facts.items()
+        if name != "sources"
+    ]
+    yield listing("facts of the device", rows)
 
 
 def searched(plan: Plan) -> Table:
     """Return the layouts and micro-batches of a search."""
-    head = ["layout", "mesh", "micro-batch", "peak memory", "fits", "predicted step"]
-    rows = [
-        [s["layout"], ", ".join(f"{axis}={n}" for axis, n in s["mesh"].items()), micro_batch(s), size(s["peak_bytes"]),
-         yes_no(s["fits"]), range_text(s["predicted_ms"], "ms") if s["predicted_ms"] else NONE]
-        for s in plan.get("search", ())
-    ]  # fmt: skip
-    return Table("layouts and micro-batches tried", head, rows, "Best first.")
+    return listing("layouts and micro-batches tried", plan.get("search", []), "Best first.")
 
 
 def by_stage(
-    plan: Plan,
-    title: str,
-    key: Literal["flops_by_part", "flops_by_dtype", "kernels"],
-    show: Callable[[float], str] = lambda flops: number(flops, 1e12),
-    note: str = "",
+    plan: Plan, title: str, key: Literal["flops_by_part", "flops_by_dtype", "kernels"], note: str = ""
 ) -> Table:
     """Return a table with a row for every stage and a column for everything that any stage has under ``key``."""
-    names = list(dict.fromkeys(name for stage in plan["stages"] for name in stage[key]))
-    rows = [[s["name"], *(show(s[key][n]) if n in s[key] else NONE for n in names)] for s in plan["stages"]]
-    return Table(title, ["stage", *(name.replace("_", " ") for name in names)], rows if names else [], note)
+    return listing(title, [{"stage": stage["name"], **stage[key]} for stage in plan["stages"]], note)
 
 
 def collectives(plan: Plan) -> Table:
     """Return the collectives of every stage that has others than those before it."""
-    head = ["stage", "kind", "axis", "times", "bytes", "dtype", "asynchronous", "ms", "overlapping ms",
-            "exposed ms", "source"]  # fmt: skip
     rows, seen = [], []
     for stage in plan["stages"]:
         same = [(c["kind"], c["axis"], c["count"], c["bytes"], c["dtype"], c["async"]) for c in stage["collectives"]]
         if same not in seen:
             seen.append(same)
-            rows += [
-                [stage["name"], c["kind"], c["axis"], f"{c['count']:,}", size(c["bytes"]), c["dtype"],
-                 yes_no(c["async"]), number(c["ms"]), number(c["compute_ms_between"]), number(c["exposed_ms"]),
-                 c["source"] or NONE]
-                for c in stage["collectives"]
-            ]  # fmt: skip
-    listed = {row[0] for row in rows}
+            rows += [{"stage": stage["name"], **one} for one in stage["collectives"]]
+    listed = {row["stage"] for row in rows}
     note = "A stage that is not listed has the same collectives as one that is."
-    return Table("collectives", head, rows, note if len(listed) < len(plan["stages"]) else "")
+    return listing("collectives", rows, note if len(listed) < len(plan["stages"]) else "")
 
 
-def facts(found: Mapping[str, Any]) -> Table:
-    """Return the device's facts, each with its source."""
+def compared(before: Plan, after: Plan) -> Table:
+    """Return :func:`means` of two plans side by side."""
+    title = f"{after['recipe']} against {before['recipe']} on {after['target']}"
+    olds, news = means(before), means(after)
     rows = []
-    for name, value in found.items():
-        if name != "sources":
-            each = [f"{k} {number(v)}" for k, v in value.items()] if isinstance(value, dict) else [number(value)]
-            rows.append([name.replace("_", " "), ", ".join(each), found["sources"].get(name, NONE)])
-    return Table("facts of the device", ["fact", "value", "source"], rows)
-
-
-def compared(title: str, before: Plan, after: Plan, note: str = "") -> Table:
-    """Return :func:`changes` as text."""
-    rows = []
-    for name, old, new in changes(before, after):
+    for name in {**news, **olds}:
+        old, new = olds.get(name, 0.0), news.get(name, 0.0)
         same = math.isclose(old, new, rel_tol=1e-4, abs_tol=1e-6)
+        change = "" if same else ("+" if new > old else "-") + text(name, abs(new - old))
         ratio = "" if same else f"{new / old - 1:+.1%}" if old else "new"
-        rows.append([name, _text(old), _text(new), "" if same else _text(new - old, "+"), ratio])
-    return Table(title, ["a device", before["recipe"], after["recipe"], "change", "%"], rows, note)
+        rows.append([name, text(name, old), text(name, new), change, ratio])
+    head = ["a device", before["recipe"], after["recipe"], "change", "%"]
+    return Table(title, head, rows, "One device, means over all steps.")
 
 
-def changes(before: Plan, after: Plan) -> list[tuple[str, float, float]]:
-    """Return (what, before, after), means over the steps of all stages."""
-    parts = dict.fromkeys(part for plan in (before, after) for part in plan["stages"][-1]["flops_by_part"])
-    old, new = (_values(plan, parts, after["stages"][-1]["kernels"]) for plan in (before, after))
-    return [(name, old[name], new[name]) for name in new]
+def means(plan: Plan) -> dict[str, float]:
+    """Return what is compared of a plan: numbers of the run, and means over the steps of all stages."""
+    steps = sum(stage["steps"] for stage in plan["stages"])
+    averages: dict[str, float] = {"parameters": plan["parameters"], "steps": steps}
+    for stage in plan["stages"]:
+        values = {
+            "tokens a step": stage["tokens_per_step"],
+            "FLOPs": stage["flops"],
+            **{f"FLOPs of {part}": flops for part, flops in stage["flops_by_part"].items()},
+            "bytes moved": stage["bytes_moved"],
+            "bytes communicated": sum(one["bytes"] * one["count"] for one in stage["collectives"]),
+            **{f"{kind} kernels": number for kind, number in stage["kernels"].items()},
+            **{f"{name} ms": takes for name, takes in stage["time_ms"].items()},
+        }
+        for name, value in values.items():
+            averages[name] = averages.get(name, 0.0) + stage["steps"] / steps * value
+    averages["bytes at the peak"] = fullest(plan)["memory_bytes"]["peak"]
+    for edge, word in enumerate(("low", "high")):
+        averages[f"predicted ms, {word}"] = plan["predicted_step_ms"][edge]
+        averages[f"seconds to target, {word}"] = plan["predicted_seconds"][edge]
+    return {name.replace("_", " "): value for name, value in averages.items()}
 
 
-def _values(plan: Plan, parts: Iterable[str], kinds: Iterable[str]) -> dict[str, float]:
-    """What is compared of a plan, with the FLOPs of these ``parts`` and the numbers of kernels of these ``kinds``."""
-    stages = plan["stages"]
-    steps = sum(stage["steps"] for stage in stages)
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(stage["steps"] * value for stage, value in zip(stages, values, strict=True)) / steps
-
-    return {
-        "parameters": plan["parameters"],
-        "steps": steps,
-        "tokens a step": mean(stage["tokens_per_step"] for stage in stages),
-        "TFLOPs": mean(stage["flops"] for stage in stages) / 1e12,
-        **{
-            f"TFLOPs of {part}": mean(stage["flops_by_part"].get(part, 0.0) for stage in stages) / 1e12
-            for part in parts
-        },
-        "GB moved": mean(stage["bytes_moved"] for stage in stages) / 1e9,
-        "GB communicated": mean(sum(c["bytes"] * c["count"] for c in stage["collectives"]) for stage in stages) / 1e9,
-        **{f"{kind} kernels": mean(stage["kernels"].get(kind, 0) for stage in stages) for kind in kinds},
-        "GB peak": fullest(plan)["memory_bytes"]["peak"] / 1e9,
-        "compute ms": mean(stage["time_ms"]["compute"] for stage in stages),
-        "memory ms": mean(stage["time_ms"]["memory"] for stage in stages),
-        "exposed communication ms": mean(stage["time_ms"]["exposed_communication"] for stage in stages),
-        "launch ms": mean(stage["time_ms"]["launches"] for stage in stages),
-        "empty blocks ms": mean(stage["time_ms"]["empty_blocks"] for stage in stages),
-        "predicted ms, low": plan["predicted_step_ms"][0],
-        "seconds to target, low": plan["predicted_seconds"][0],
-        "predicted ms, high": plan["predicted_step_ms"][1],
-        "seconds to target, high": plan["predicted_seconds"][1],
-    }
+def fullest(plan: Plan) -> StagePlan:
+    """Return the stage that needs most memory."""
+    return max(plan["stages"], key=lambda stage: stage["memory_bytes"]["peak"])
 
 
-def _text(value: float, sign: str = "") -> str:
-    return f"{value:{sign},.0f}" if value == round(value) or abs(value) >= 1e4 else f"{value:{sign},.3f}"
-
-
-def yes_no(value: bool) -> str:
-    """Return ``yes`` or ``no``."""
-    return "yes" if value else "no"
+def memory_by_kind(plan: Plan) -> dict[str, int]:
+    """Return bytes by kind of the fullest stage, without kinds that have none."""
+    return {kind: value for kind, value in fullest(plan)["memory_by_kind"].items() if value > 0}
 
 
 def micro_batch(row: MicroBatch) -> str:
     """Return the tokens of a micro-batch, those of a head-loss chunk in parentheses, and whether remat is on."""
     chunk = row.get("head_chunk")
     return f"{row['micro_batch_tokens']:,}" + (f" ({chunk:,})" if chunk else "") + ", remat" * row.get("remat", False)
+
+
+def number(value: float) -> str:
+    """Return three digits of ``value``, from a million on with an SI prefix; a smaller whole number has all."""
+    if abs(value) >= 1e6:
+        return si(value, 3, gap=" ")
+    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def size(value: float) -> str:
+    """Return bytes as ``21.50 GB``, or in MB or kB where that would show nothing."""
+    if value >= 1e8:
+        return f"{value / 1e9:,.2f} GB"
+    return f"{value / 1e6:.3g} MB" if value >= 1e5 else f"{value / 1e3:.3g} kB"
+
+
+def percent(value: float, whole: float) -> str:
+    """Return ``value`` as a share of ``whole``."""
+    share = 100 * value / whole
+    return f"{share:.3g} %" if abs(share) >= 0.1 or not share else "under 0.1 %"
+
+
+def range_text(span: Sequence[float], unit: str = "") -> str:
+    """Return ``[low, high]`` as ``68 to 97 ms``."""
+    return f"{number(span[0])} to {number(span[1])} {unit}".rstrip()

@@ -1,18 +1,23 @@
-"""Print a plan, a comparison of two, the results of a search, or memory traffic as tables; a plan also as a page."""
+"""Print a plan, its memory traffic, estimates without a compiler, or any table; a plan also as a page."""
 
 import io
 import sys
 from pathlib import Path
 
 import rich.table
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
 from jspeed.files import write_whole
-from jspeed.plan.schema import BytesPlan, Plan
-from jspeed.plan.views.formatting import limits, number, range_text
-from jspeed.plan.views.tables import Table, compared, micro_batch, stages, tables
-from jspeed.plan.views.tables import searched as search_table
+from jspeed.parallel.layout import gathered_per_layer
+from jspeed.parallel.mesh import row_shards
+from jspeed.plan.estimates import memory, micro_batching
+from jspeed.plan.schema import Plan, Traffic
+from jspeed.plan.views import tables
+from jspeed.recipe import Recipe, leaves
+from jspeed.run.output.console import opening
+from jspeed.sizes import describe
 
 PAGE_ONLY = ("matmuls", "assumed fraction of the peak", "facts of the device")
 LEVELS = {"error": "red", "warning": "yellow", "note": "dim"}
@@ -23,9 +28,8 @@ def make_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def plan(made: Plan, console: Console | None = None, whole: bool = False) -> None:
+def plan(made: Plan, console: Console, whole: bool = False) -> None:
     """Print a plan: the tables of the last stage that a reader wants first, or the ``whole``."""
-    console = console or make_console()
     step, cost = made["predicted_step_ms"], made["predicted_cost"]
     mesh = ",".join(f"{axis}={size}" for axis, size in made["mesh"].items())
     console.print(
@@ -35,10 +39,11 @@ def plan(made: Plan, console: Console | None = None, whole: bool = False) -> Non
     if whole:
         console.print(" ".join((f"recipe {made['recipe_hash']}", *made["sets"])), style="dim")
     console.print(made["fit"], style=None if made["fits"] else "red")
-    show(console, stages(made))
+    show(console, tables.stages(made))
     console.print(
         f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, "
-        f"{range_text(made['predicted_seconds'], 's')} to the target (fitted {number(made['fitted_seconds'])} s), "
+        f"{tables.range_text(made['predicted_seconds'], 's')} to the target "
+        f"(fitted {tables.number(made['fitted_seconds'])} s), "
         f"${cost['low']:.2f} to ${cost['high']:.2f} at ${cost['per_device_hour']:.2f} per device-hour"
     )
     largest = (
@@ -46,15 +51,17 @@ def plan(made: Plan, console: Console | None = None, whole: bool = False) -> Non
         for row in made["bottlenecks"][:3]
     )
     console.print("bottlenecks: " + "; ".join(largest))
-    for table in tables(made if whole else {**made, "stages": made["stages"][-1:]}):
+    for table in tables.tables(made if whole else {**made, "stages": made["stages"][-1:]}):
         if whole or table.title not in PAGE_ONLY:
             show(console, table)
     if len(made["stages"]) > 1 and not whole:
         console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
-    for finding in made["doctor"]:
+    for finding in made["findings"]:
         console.print(f"{finding['level']}: {finding['name']}: {finding['text']}", style=LEVELS[finding["level"]])
-    for warning in limits(made):
-        console.print(f"note: {warning}", style="dim")
+    elsewhere = {made["fit"], *(f"{finding['name']}: {finding['text']}" for finding in made["findings"])}
+    for warning in made["warnings"]:
+        if warning not in elsewhere:
+            console.print(f"note: {warning}", style="dim")
     console.print("bounds: " + "; ".join(made["bounds"]), style="dim")
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
 
@@ -66,44 +73,50 @@ def plan_html(path: Path, made: Plan) -> None:
     write_whole(path, console.export_html())
 
 
-def searched(made: Plan, console: Console | None = None) -> None:
-    """Print the table of a search."""
-    show(console or make_console(), search_table(made))
+def estimates(
+    console: Console, recipe: Recipe, layout: str, mesh: Mesh, limit: int, micro_batch: int | None = None
+) -> None:
+    """Print what needs no compiler, with its formulas: counts of ``recipe``, and the memory of its longest stage.
 
-
-def last_line(html: Path | None) -> None:
-    """Print the address of the report, or how to have one."""
-    if html:
-        print(f"report: {html.absolute().as_uri()}")
-    else:
-        print("for a report with all stages: --html FILE")
-
-
-def traffic(found: BytesPlan, console: Console | None = None) -> None:
-    """Print :func:`jspeed.plan.traffic.of_last_step`: its sums and its first 40 lines."""
-    console = console or make_console()
-    console.print(
-        f"{found['recipe']} on {found['target']}: {found['bytes'] / 1e9:.1f} GB and {found['flops'] / 1e12:.2f} TFLOP "
-        f"in {found['kernels']} kernels, {found['roofline_ms']:.1f} ms (fitted {found['fitted_ms']:.1f}), "
-        f"{found['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {micro_batch(found)}"
+    ``limit``: bytes of a device that a step may take. Raises :class:`BadInput` as :func:`.estimates.memory` does.
+    """
+    stage = max(recipe.stages, key=lambda stage: stage.lane_len)
+    need = memory(recipe, stage, layout, mesh, micro_batch)
+    _, tokens = micro_batching(recipe, stage, mesh, micro_batch)
+    by_layer = any(each for _, each in leaves(gathered_per_layer(recipe, layout)))
+    whole = "unsharded" + ", of the layers one at a time" * by_layer
+    why = f"{tables.size(sum(need))} of {tables.size(limit)}; compile to be sure"
+    if need.fits(limit) == "no":
+        why = f"state and gathered parameters need {tables.size(need.kept + need.gathered)} of {tables.size(limit)}"
+        why += "; --layout fsdp gathers layer by layer" if recipe.alike and not by_layer else ""
+    formulas = (
+        "exact: stored, the master copy, sharded as jspeed run --show-layout shows",
+        "exact: sharded as its parameters",
+        f"exact: {recipe.lanes // row_shards(mesh)} lanes x {stage.lane_len + 1} tokens",
+        f"bound: every parameter that is cast or gathered, {whole}",
+        f"bound: {whole} in the compute dtype, and sharded as stored; with several micro-batches also an fp32 sum",
+        f"estimate for {tokens:,} tokens: input and output of every matrix, a row of every table, logits twice",
     )
-    head = ["source", "pass", "kind", "kernels", "GB", "share", "ms"]
-    rows = [
-        [row["source"], row["pass"], row["kind"], str(row["kernels"]), f"{row['bytes'] / 1e9:.2f}",
-         f"{row['bytes'] / found['bytes']:.1%}", f"{1e3 * row['seconds']:.2f}"]
-        for row in found["lines"][:40]
-    ]  # fmt: skip
-    note = "One device, the last stage's step; ms of the roofline; collectives are left out."
-    show(console, Table("bytes moved", head, rows, note))
+    rows = zip(need._fields, formulas, map(tables.size, need), strict=True)
+    console.print(Text(f"sizes of {recipe.name}", style="bold"))
+    opening(console, describe(recipe))
+    console.print(Text(f"\nmemory of one device of {mesh.size:,}, layout {layout}", style="bold"))
+    opening(console, [*rows, ("all", "estimate: not all of it exists at once", tables.size(sum(need))),
+                      ("fits", why, need.fits(limit))])  # fmt: skip
 
 
-def comparison(before: Plan, after: Plan, console: Console | None = None) -> None:
-    """Print what changed from one plan to another."""
-    title = f"{after['recipe']} against {before['recipe']} on {after['target']}; means over all steps"
-    show(console or make_console(), compared(title, before, after))
+def traffic(moved: Traffic, console: Console) -> None:
+    """Print :func:`jspeed.plan.describe.describe_traffic`: its sums and its first 40 lines."""
+    console.print(
+        f"{moved['recipe']} on {moved['target']}: {moved['bytes'] / 1e9:.1f} GB and {moved['flops'] / 1e12:.2f} TFLOP "
+        f"in {moved['kernels']} kernels, {moved['roofline_ms']:.1f} ms (fitted {moved['fitted_ms']:.1f}), "
+        f"{moved['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {tables.micro_batch(moved)}"
+    )
+    note = "One device, the last stage's step; seconds of the roofline; collectives are left out."
+    show(console, tables.listing("bytes moved", moved["lines"][:40], note))
 
 
-def show(console: Console, table: Table) -> None:
+def show(console: Console, table: tables.Table) -> None:
     """Print a table with its title above and its note under it; nothing for one without rows."""
     if not table.rows:
         return

@@ -1,12 +1,12 @@
 """Gathered copies and accumulated gradients of parameters that are updated every few steps, carried between steps.
 
 Such parameters are all-gathered once, and their gradients reduce-scattered once, between two updates. Until then each
-device carries the gathered copies and its accumulated gradients, both in the compute dtype. Of lazily updated tables it
-carries the rows that the steps have named and their gradients, one list for each step (``Pending`` of
-:mod:`jspeed.parallel.lazy_table`).
+device carries the gathered copies and its accumulated gradients, both in the compute dtype; those of tables that are
+``summed`` are fp32, and a step adds its rows to them in place. Of lazily updated tables it carries the rows that the
+steps have named and their gradients, one list for each step (``Pending`` of :mod:`jspeed.parallel.lazy_table`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import accumulate as running_sums
 from typing import Any
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jspeed.model.layers import Summed
 from jspeed.parallel.layout import owned, partitions
 from jspeed.parallel.lazy_table import Pending, joined, pending, sink_size
 from jspeed.recipe import Context, ParamSpec, Recipe, Stage, leaves, map_specs
@@ -29,6 +30,9 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
     """
     devices = mesh.shape["data"] if mesh else 1
 
+    def copy(spec: ParamSpec, cut: PartitionSpec) -> Any:
+        return jnp.zeros(spec.shape, spec.compute or spec.dtype)
+
     def gradients(spec: ParamSpec, cut: PartitionSpec) -> Any:
         shape = spec.shape
         if spec.lookups:
@@ -37,32 +41,22 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
             return Pending(jnp.zeros(lists, jnp.int32), jnp.zeros((*lists, shape[1]), spec.compute or spec.dtype))
         if owned(spec, cut):
             shape = shape[0] // devices, *shape[1:]
-        return jnp.zeros((devices, *shape), spec.compute or spec.dtype)
+        return jnp.zeros((devices, *shape), jnp.float32 if spec.summed else spec.compute or spec.dtype)
 
-    slow = _slow(recipe, layout, mesh)
-    return slow and {
-        "whole": {
-            path: jnp.zeros(spec.shape, spec.compute or spec.dtype)
-            for path, (spec, _) in slow.items()
-            if not spec.lookups
-        },
-        "sums": {path: gradients(spec, cut) for path, (spec, cut) in slow.items()},
-    }
+    return _carry(recipe, layout, mesh, copy, gradients)
 
 
 def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
-    slow = _slow(recipe, layout, mesh)
     lists: Any = Pending  # of arrays, here of their PartitionSpecs
-    return slow and {
-        "whole": {
-            path: cut if owned(spec, cut) else PartitionSpec() for path, (spec, cut) in slow.items() if not spec.lookups
-        },
-        "sums": {
-            path: lists(PartitionSpec("data"), PartitionSpec("data")) if spec.lookups else PartitionSpec("data")
-            for path, (spec, _) in slow.items()
-        },
-    }
+
+    def copy(spec: ParamSpec, cut: PartitionSpec) -> Any:
+        return cut if owned(spec, cut) else PartitionSpec()
+
+    def gradients(spec: ParamSpec, cut: PartitionSpec) -> Any:
+        return lists(PartitionSpec("data"), PartitionSpec("data")) if spec.lookups else PartitionSpec("data")
+
+    return _carry(recipe, layout, mesh, copy, gradients)
 
 
 def waiting_rows(recipe: Recipe, spec: ParamSpec, cut: PartitionSpec, devices: int) -> int:
@@ -72,7 +66,7 @@ def waiting_rows(recipe: Recipe, spec: ParamSpec, cut: PartitionSpec, devices: i
     return sink_size(ids, spec.shape[0] // owners, owners)
 
 
-def without(state: dict[str, Any]) -> dict[str, Any]:
+def without(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state without the carry, which the first step of a period does not read: what a checkpoint keeps."""
     return {name: part for name, part in state.items() if name != "carry"}
 
@@ -80,16 +74,21 @@ def without(state: dict[str, Any]) -> dict[str, Any]:
 def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
     """Inside ``shard_map``: replace slow parameters by their carried copies, except in the first step after an update.
 
-    Nothing then reads their all-gather, so XLA removes it.
+    Nothing then reads their all-gather, so XLA removes it. Summed tables get the sums of their gradients, then zeros.
     """
     kept = {path: old for path, old in carried.get("whole", {}).items() if _age(recipe, ctx, path) > 0}
-    return _merge(whole, kept, lambda new, old: old)
+    found = by_path(recipe, whole) | kept
+    for path, spec in leaves(recipe.parameters):
+        if spec.summed:
+            sums = carried["sums"][path][0] if path in kept else jnp.zeros(spec.shape, jnp.float32)
+            found[path] = Summed(found[path], sums)
+    return from_paths(recipe, found)
 
 
 def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any) -> tuple[Any, Carry]:
     """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update; the next carry).
 
-    A step that updates a parameter returns its carry as it was given; the next step does not read it. The gradient of a
+    The carry of a parameter that a step updates means nothing; the next step does not read it. The gradient of a
     lazily updated table becomes the list of all rows since its last update.
     """
     if not carried:
@@ -109,12 +108,16 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
             if not due:
                 sums[path] = Pending(*(a.at[0, age, :size].set(b) for a, b in zip(old, new, strict=True)))
             continue
-        if age > 0:
-            found[path] = old[0] + found[path]
+        copy = copies[path]
+        if spec.summed:  # the sums before are in the gradient, and in its place whether or not the next step reads it
+            copy, sums[path] = copy.tables_VND, found[path][None]
+            found[path] = found[path].astype(copy.dtype)
+        else:
+            found[path] = old[0] + found[path] if age else found[path]
+            sums[path] = old if due else found[path][None]
         if not due:
-            whole_carried[path], sums[path] = copies[path], found[path][None]
-    grads = jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(found.values()))
-    return grads, {"whole": whole_carried, "sums": sums}
+            whole_carried[path] = copy
+    return from_paths(recipe, found), {"whole": whole_carried, "sums": sums}
 
 
 def number_due(recipe: Recipe, stage: Stage, phase: int) -> int:
@@ -152,18 +155,22 @@ def by_path(recipe: Recipe, tree: Any) -> dict[str, Any]:
     return dict(zip((path for path, _ in leaves(recipe.parameters)), parts, strict=True))
 
 
+def from_paths(recipe: Recipe, parts: dict[str, Any]) -> Any:
+    """Undo :func:`by_path`."""
+    return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(parts.values()))
+
+
 def _age(recipe: Recipe, ctx: Context, path: str) -> int:
     """Steps since a parameter's last update."""
     return ctx.phase % dict(leaves(recipe.parameters))[path].updated_after(ctx.stage)
 
 
-def _slow(recipe: Recipe, layout: str, mesh: Mesh | None) -> dict[str, Any]:
-    """Return spec and PartitionSpec of each slow parameter by its path."""
+def _carry(
+    recipe: Recipe, layout: str, mesh: Mesh | None, whole: Callable[..., Any], sums: Callable[..., Any]
+) -> Carry:
+    """Return ``whole`` and ``sums`` of (spec, PartitionSpec) of each slow parameter, by its path."""
     cuts = dict(leaves(partitions(recipe.parameters, layout, mesh))) if mesh else {}
     every = leaves(recipe.parameters)
-    return {path: (spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1}
-
-
-def _merge(tree: Any, kept: dict[str, jax.Array], join: Callable[[jax.Array, jax.Array], jax.Array]) -> Any:
-    merged = [join(new, kept[path]) if path in kept else new for path, new in leaves(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), merged)
+    slow = [(path, spec, cuts.get(path, PartitionSpec())) for path, spec in every if spec.every > 1]
+    copies = {path: whole(spec, cut) for path, spec, cut in slow if not spec.lookups}
+    return {"whole": copies, "sums": {path: sums(spec, cut) for path, spec, cut in slow}} if slow else {}

@@ -1,7 +1,8 @@
 """Settings that depend on the devices: attention backend, FP8, micro-batch. Recipes never ask for hardware."""
 
+import ctypes
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,9 +14,7 @@ from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, nearest
 from jspeed.model.attention import BACKENDS
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
-from jspeed.parallel.mesh import row_shards
-from jspeed.recipe import Recipe, Stage
-from jspeed.run.compute.split_lanes import numbers_of_pieces
+from jspeed.recipe import Recipe
 from jspeed.run.evidence.provenance import installed_version
 
 USABLE = 0.95  # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure
@@ -29,6 +28,7 @@ FUSED = (
 )  # Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
 HOPPER = (9, 0)
 PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
 GPUS = ("gpu", "cuda")  # what JAX calls the platform of GPUs that are here, and of absent ones
 
 
@@ -50,6 +50,21 @@ class Device:
     asked: bool = False
     note: str | None = None
     own_kernels: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a program runs: on the devices of ``mesh``, which all are like ``device``, its state sharded by ``layout``.
+
+    For the recipe of a run (:func:`jspeed.run.compute.division.place`) ``parts`` are the micro-batches of a device that
+    a step of each stage is tried with first; with --micro-batch, of ``micro_batch`` tokens, it is tried with no other.
+    """
+
+    mesh: Mesh
+    layout: str
+    device: Device
+    micro_batch: int | None = field(default=None, kw_only=True)
+    parts: tuple[int, ...] = field(default=(), kw_only=True)
 
 
 def device_of(
@@ -181,46 +196,17 @@ def memory_of(device: Any) -> int | None:
     return int(USABLE * limit) if limit and device.platform in GPUS else limit
 
 
-def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
-    """Return the lanes of one device. Raises :class:`BadInput` when the lanes cannot be divided over the devices."""
-    devices = row_shards(mesh)
-    if recipe.lanes % devices:
-        raise BadInput(
-            f"global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} lanes of {stage.lane_len}) cannot "
-            f"be divided over {devices} devices on the data axis; use a number of devices that divides {recipe.lanes}"
-        )
-    return recipe.lanes // mesh.shape["data"]
+def keep_freed_memory() -> None:
+    """Speed up steps on a CPU: tell glibc never to give freed memory back to the kernel. Elsewhere do nothing.
 
-
-def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
-    """Return into how many micro-batches one device may divide its lanes, fewest first.
-
-    Up to one lane each, then, where documents have a bound and there is no pipeline, pieces of a lane.
+    XLA allocates a program's temporaries anew at every call. By default each such block is a fresh mapping whose
+    pages fault in one by one: 13 to 24 % of a stdlib-sized step (benchmarks/cpu.md). Call it
+    before other threads allocate.
     """
-    lanes = lanes_of_device(recipe, stage, mesh)
-    whole = [parts for parts in range(1, lanes + 1) if lanes % parts == 0]
-    if mesh.shape.get("pipe", 1) > 1:
-        return whole
-    return whole + [lanes * pieces for pieces in numbers_of_pieces(recipe, stage)]
-
-
-def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> int:
-    """Number of parts a step is accumulated over when each device takes ``micro_batch`` tokens at a time.
-
-    Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, with at
-    least one micro-batch per pipeline stage. Raises :class:`BadInput` with the numbers when the batch does not divide.
-    """
-    choices = divisions(recipe, stage, mesh)
-    lanes = lanes_of_device(recipe, stage, mesh)
-    if micro_batch is None:
-        most = max(1, min(lanes // mesh.shape.get("pipe", 1), device.micro_batch // stage.lane_len))
-        return next(parts for parts in choices if lanes // parts <= most)
-    own = lanes * stage.lane_len
-    if micro_batch < 1 or own % micro_batch or own // micro_batch not in choices:
-        sizes = ", ".join(str(own // parts) for parts in reversed(choices) if own % parts == 0)
-        raise BadInput(
-            f"--micro-batch {micro_batch}: the global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} "
-            f"lanes of {stage.lane_len}) is not a multiple of {mesh.shape['data']} devices x {micro_batch} tokens in "
-            f"whole lanes, or in pieces that document borders allow; give one of {sizes}"
-        )
-    return own // micro_batch
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_ARENA_MAX, 1)

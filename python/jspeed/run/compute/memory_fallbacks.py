@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jspeed.recipe import Recipe, Stage, leaves
-from jspeed.run.compute.device import divisions, lanes_of_device
-from jspeed.run.compute.split_lanes import piece_length
+from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
 from jspeed.sizes import scored_shape
 
 HEAD_CHUNK = 4096  # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row

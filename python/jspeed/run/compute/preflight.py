@@ -1,38 +1,27 @@
 """Check attention, FP8, own kernels and collectives before the clock; fall back to the next backend where one fails.
 
 A kernel can be refused when its plan is built, or be wrong in one version of a library: both are seen here, on a small
-example, and the run takes the next backend. What passed is remembered in the cache folder, for one kind of device
-and one set of versions; what failed is checked again in every run. The examples are in
-:mod:`jspeed.run.compute.preflight_checks`.
+example, and the run takes the next backend. The examples are in :mod:`jspeed.run.compute.preflight_checks`.
 """
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from jspeed.cluster.distributed import gather
 from jspeed.errors import BadInput, first_line
-from jspeed.files import cache_folder, read_json, write_whole
-from jspeed.jax_versions import loaded_cudnn
-from jspeed.model.kernels import attention_backends
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
-from jspeed.run.compute.compiler import FP8_CALL, custom_calls, options_for, out_of_memory
-from jspeed.run.compute.device import Device, has_bounded_documents, has_document_masks, head_width
+from jspeed.run.compute.compiler import FP8_CALL, custom_calls, out_of_memory
+from jspeed.run.compute.device import Device, Placement, has_bounded_documents, has_document_masks, head_width
 from jspeed.run.compute.program import Program, compile_program
-from jspeed.run.evidence.provenance import installed_version
 from jspeed.run.output.console import waiting
 
 
@@ -63,16 +52,26 @@ OPTIONAL_FEATURES = {  # by the recipe's field
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found: ``checks`` are the names of what passed, ``refused`` those of what did not, with the
-    reasons. ``own_kernels_asked``: the recipe's field says ``on``, so that there is nothing to fall back to. ``calls``:
-    what the last stage's program calls (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
+    """What was found: ``placement`` has the settings that work, ``checks`` are the names of what passed, ``refused``
+    those of what did not, with the reasons. ``own_kernels_asked``: the recipe's field says ``on``, so that there is
+    nothing to fall back to. ``calls``: what the last stage's program calls
+    (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
     """
 
-    device: Device
+    placement: Placement
     checks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     own_kernels_asked: bool = False
     calls: Mapping[str, int] | None = None
+
+    @property
+    def device(self) -> Device:
+        """The device, with the settings that work."""
+        return self.placement.device
+
+    def with_device(self, **settings: Any) -> "Preflight":
+        """Return this with other ``settings`` of the device."""
+        return replace(self, placement=replace(self.placement, device=replace(self.device, **settings)))
 
     def record(self) -> Kernels:
         """What run.json says of it."""
@@ -86,23 +85,23 @@ class Preflight:
         return said if self.calls is None else said | {"calls": dict(self.calls)}
 
 
-def preflight(recipe: Recipe, mesh: Mesh, device: Device, fields: Mapping[str, Any], console: Console) -> Preflight:
-    """Return what of ``device`` works, in the order of ``device.attention`` and ``device.fallbacks``.
+def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], console: Console) -> Preflight:
+    """Return what of the device works, in the order of its ``attention`` and ``fallbacks``.
 
     Of the recipe's ``fields`` FP8 and OWN_KERNELS count. Where there is nothing to choose between (a CPU), nothing is
     checked. All processes must call this and agree. Raises :class:`BadInput` when no backend works, when what was asked
     for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when a collective returns a wrong sum.
     """
+    mesh, device = placement.mesh, placement.device
     there = {"FP8": device.fp8 == "native", "OWN_KERNELS": device.own_kernels}
     wanted = [field for field in OPTIONAL_FEATURES if there[field] and fields.get(field) in ("auto", "on")]
     if device.platform == "cpu" and device.attention == "xla" and not wanted:
-        return Preflight(device)
-    remembered = PassedChecks(mesh)
-    found = working_attention(recipe, device, remembered)
-    device, passed, refused, instead = found.device, [*found.checks], [*found.refused], ""
+        return Preflight(placement)
+    found = working_attention(recipe, Preflight(placement, own_kernels_asked=fields.get("OWN_KERNELS") == "on"))
+    passed, refused, instead = [*found.checks], [*found.refused], ""
     for field in wanted:
         feature = OPTIONAL_FEATURES[field]
-        reason = failure_of(feature.name, feature.check, remembered)
+        reason = failure_of(feature.name, feature.check)
         if reason is None:
             passed.append(feature.name)
         elif fields[field] == "on":
@@ -112,27 +111,27 @@ def preflight(recipe: Recipe, mesh: Mesh, device: Device, fields: Mapping[str, A
         else:
             refused.append(f"{feature.name}: {reason}")
             instead += f"; {feature.instead}"
-            device = replace(device, **feature.without)
+            found = found.with_device(**feature.without)
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
         if reason := failure_of(name, partial(preflight_checks.collectives_error, mesh)):
             raise BadInput(f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)")
         passed.append(name)
     if refused:
-        said = f"preflight: {'; '.join(refused)}; attention by {device.attention}{instead}"
+        said = f"preflight: {'; '.join(refused)}; attention by {found.device.attention}{instead}"
         console.print(said, markup=False, soft_wrap=True)
-    remembered.write()
-    return Preflight(device, tuple(passed), tuple(refused), fields.get("OWN_KERNELS") == "on")
+    return replace(found, checks=tuple(passed), refused=tuple(refused))
 
 
-def working_attention(recipe: Recipe, device: Device, remembered: "PassedChecks") -> Preflight:
-    """Return ``device`` with the first of its attention backends that computes what it should.
+def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
+    """Return ``before`` with the first of its device's attention backends that computes what it should, checked.
 
     Raises :class:`BadInput` when none does.
     """
     width = head_width(recipe) or 128
     packed = has_document_masks(recipe)
-    backends: Sequence[str] = (device.attention, *device.fallbacks)
+    backends: Sequence[str] = (before.device.attention, *before.device.fallbacks)
+    others = tuple(name for name in before.checks if not name.startswith("attention "))
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
         # Evaluation's documents may be as long as its rows, so that cuDNN has to do both.
@@ -142,79 +141,28 @@ def working_attention(recipe: Recipe, device: Device, remembered: "PassedChecks"
             kind = "packed, a longest document" if bounded else "packed" if packed else "causal"
             names.append(f"attention {backend}, {kind}, heads of {width}")
             check = partial(preflight_checks.attention_error, backend, width, packed, bounded)
-            reason = reason or failure_of(names[-1], check, remembered)
+            reason = reason or failure_of(names[-1], check)
         if reason is None:
-            device = replace(device, attention=backend, fallbacks=tuple(backends[used:]))
-            return Preflight(device, tuple(names), tuple(refused))
+            found = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))
+            return replace(found, checks=(*names, *others), refused=(*before.refused, *refused))
         refused.append(f"attention {backend}: {reason}")
-    what = "--" if device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
+    what = "--" if before.device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
     raise BadInput(
         f"{what}{'; '.join(refused)}; update the driver, JAX or cuDNN, choose another --attention, or give "
         "--no-preflight to run without this check"
     )
 
 
-def failure_of(name: str, check: Callable[[], str | None], remembered: "PassedChecks | None" = None) -> str | None:
-    """Return why ``check`` failed on any process; None where it passed on all, now or in an earlier run."""
-    if remembered and all(gather(f"remembered: {name}", name in remembered.passed)):
-        return None
+def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
+    """Return why ``check`` failed on any process; None where it passed on all."""
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
         reason = f"{type(error).__name__}: {first_line(error)}"
-    first = next((text for text in gather(f"checked: {name}", reason) if text), None)
-    if first is None and remembered:
-        remembered.passed.add(name)
-    return first
+    return next((text for text in gather(f"checked: {name}", reason) if text), None)
 
 
-class PassedChecks:
-    """What passed in earlier runs on such devices with these versions of driver and libraries."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        key = hashlib.sha256(json.dumps(versions(mesh)).encode()).hexdigest()[:16]
-        self._place = Path("preflight", f"{key}.json")
-        try:
-            self._before = set(read_json(cache_folder() / self._place))
-        except (OSError, ValueError, TypeError, BadInput):
-            self._before = set()
-        self.passed = set(self._before)
-
-    def write(self) -> None:
-        """Keep what passed; a cache folder that cannot be written is no reason to stop."""
-        if self.passed != self._before:
-            with suppress(OSError, BadInput):
-                path = cache_folder() / self._place
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, json.dumps(sorted(self.passed)))
-
-
-def versions(mesh: Mesh) -> list[str]:
-    """What the outcome depends on: kind of device, driver, packages whose kernels are checked, our calls of them, XLA's
-    options."""
-    first = mesh.devices.flat[0]
-    options = json.dumps(options_for(first.platform), sort_keys=True)
-    driver = Path("/proc/driver/nvidia/version")
-    found = [first.device_kind, str(getattr(first.client, "platform_version", ""))]
-    found.append(driver.read_text().splitlines()[0] if driver.is_file() else "")
-    found.append(str(loaded_cudnn()))
-    packages = "jax", "jaxlib", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "fa4-jax"
-    # Not imported: a JAX may lack what they import, and few runs want all.
-    kernels = Path(attention_backends.__file__).parent
-    callers = (kernels.parent / f"{name}.py" for name in ("attention", "fp8", "heads", "positions"))
-    sources = [path.read_text() for path in (*sorted(kernels.glob("*.py")), *callers, Path(preflight_checks.__file__))]
-    return found + [installed_version(package) or "" for package in packages] + sources + [options]
-
-
-def compile_or_fall_back(
-    recipe: Recipe,
-    mesh: Mesh,
-    layout: str,
-    micro_batch: int | None,
-    rows: int,
-    checked: Preflight,
-    console: Console,
-) -> tuple[Program, Preflight]:
+def compile_or_fall_back(recipe: Recipe, checked: Preflight, rows: int, console: Console) -> tuple[Program, Preflight]:
     """Compile the run's program. If that fails at the real shapes, first drop own kernels, then try the next backend.
 
     All processes use the same backend, and none continues before all have compiled: gloo collectives time out after
@@ -226,7 +174,7 @@ def compile_or_fall_back(
         program, failure, error = None, None, None
         with waiting(console, "compiling"):
             try:
-                program = compile_program(recipe, mesh, layout, micro_batch, rows, device)
+                program = compile_program(recipe, checked.placement, rows)
             except (Refused, jax.errors.JaxRuntimeError) as caught:
                 if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
                     raise
@@ -235,32 +183,28 @@ def compile_or_fall_back(
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, checked
-        if device.own_kernels:
-            if checked.own_kernels_asked:
-                raise BadInput(
-                    f"field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels ({reason}); set "
-                    "OWN_KERNELS=auto or OWN_KERNELS=off"
-                ) from error
-            others = tuple(name for name in checked.checks if name != "own kernels")
-            refused = f"own kernels: the step cannot be compiled with them ({reason})"
-            checked = Preflight(replace(device, own_kernels=False), others, (*checked.refused, refused))
-            console.print(f"{refused}; {OPTIONAL_FEATURES['OWN_KERNELS'].instead}", markup=False, soft_wrap=True)
-            continue
-        if not device.fallbacks:
+        own = device.own_kernels
+        if own and checked.own_kernels_asked:
+            raise BadInput(
+                f"field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels ({reason}); set "
+                "OWN_KERNELS=auto or OWN_KERNELS=off"
+            ) from error
+        if not own and not device.fallbacks:
             raise BadInput(
                 f"--attention {device.attention}: the step cannot be compiled with it ({reason}); choose another one, "
                 "or leave the flag out"
             ) from error
-        refused = f"attention {device.attention}: the step cannot be compiled with it ({reason})"
-        device = replace(device, attention=device.fallbacks[0], fallbacks=device.fallbacks[1:])
-        checked = replace(checked, device=device, refused=(*checked.refused, refused))
-        if checked.checks:  # not with --no-preflight
-            rest = working_attention(recipe, device, remembered := PassedChecks(mesh))
-            remembered.write()
-            others = tuple(name for name in checked.checks if not name.startswith("attention "))
-            checked = Preflight(rest.device, rest.checks + others, checked.refused + rest.refused)
+        dropped = "own kernels" if own else f"attention {device.attention}"
+        refused = f"{dropped}: the step cannot be compiled with {'them' if own else 'it'} ({reason})"
+        others = tuple(name for name in checked.checks if not name.startswith(dropped))
+        less = {"own_kernels": False} if own else {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
+        again = checked.checks and not own  # not with --no-preflight
+        checked = replace(checked.with_device(**less), checks=others, refused=(*checked.refused, refused))
+        if again:
+            checked = working_attention(recipe, checked)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
-        console.print(f"{said}; attention by {checked.device.attention}", markup=False, soft_wrap=True)
+        instead = OPTIONAL_FEATURES["OWN_KERNELS"].instead if own else f"attention by {checked.device.attention}"
+        console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
 
 
 def count_kernels(program: Program, checked: Preflight, fp8: str | None, console: Console) -> Preflight:
@@ -269,7 +213,7 @@ def count_kernels(program: Program, checked: Preflight, fp8: str | None, console
     ``fp8`` is the recipe's field. XLA may multiply in bf16 what was to be multiplied in FP8; the result differs by
     rounding, so that no check of numbers shows it. Raises :class:`BadInput` then if the field says ``on``.
     """
-    found = [custom_calls(step) for steps in program.steps for step in steps if isinstance(step, jax.stages.Compiled)]
+    found = [custom_calls(step) for step in program.compiled]
     if not found:  # without jit
         return checked
     checked = replace(checked, calls=found[-1])
@@ -281,4 +225,4 @@ def count_kernels(program: Program, checked: Preflight, fp8: str | None, console
     if fp8 == "on":
         raise BadInput(f"field FP8 is 'on' but {lost}{flags}; set FP8=auto or FP8=off")
     console.print(f"note: {lost}: no faster than the compute dtype{flags}", markup=False, soft_wrap=True)
-    return replace(checked, device=replace(checked.device, fp8="emulated"))
+    return checked.with_device(fp8="emulated")

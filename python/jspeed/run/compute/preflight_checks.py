@@ -159,6 +159,12 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
     starts[:, :: rows // 5] = 1
     rotary = partial(queries_and_keys, shape=shape, angles=frequencies(shape[3] // 4), look_back=True)
     rotary = partial(rotary, positions_TP=np.arange(shape[1])[:, None])
+
+    def narrow(y: Any, own_kernels: bool) -> Any:
+        half = shape[3] // 2
+        given = {"shape": (*shape[:3], half), "look_back": False, "padded": shape[3], "own_kernels": own_kernels}
+        return tuple(x[..., :half] for x in rotary(y, **given))
+
     composed_heads = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
     cast = partial(fp8_cast.cast, dtype=fp8.E5M2), partial(fp8_cast.cast_reference, dtype=fp8.E5M2)
 
@@ -179,6 +185,10 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         "squared ReLU gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
         "FP8 cast": (*cast, [x, np.float32(0.01)]),
         "queries and keys": (*with_gradients(rotary), [tuple(of_heads[:2]), random(*shape[:2], 2 * width)]),
+        "narrow queries and keys": (
+            *with_gradients(narrow),
+            [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
+        ),
         "composed heads": (*with_gradients(composed_heads), [*of_heads, random(*shape[:3]), random(*shape[:3])]),
     }
 

@@ -16,19 +16,19 @@ from jax.sharding import Mesh, NamedSharding
 
 from jspeed.cores import cores
 from jspeed.errors import BadInput
-from jspeed.parallel.layout import check_layout, partitions, with_remat
+from jspeed.parallel.layout import partitions, with_remat
 from jspeed.parallel.mesh import batch_rows, put, replicated, row_shards
 from jspeed.recipe import Context, Recipe, Stage, without_lazy
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_of_memory
-from jspeed.run.compute.device import GPUS, Device, device_of, divisions, lanes_of_device, micro_batches
+from jspeed.run.compute.device import GPUS, Device, Placement
+from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
-from jspeed.run.compute.split_lanes import piece_length
 from jspeed.run.compute.step import State, at_end, evaluate, init_state, lazy_specs, train_step, without_jit
 
 GPU_COMPILES = 2  # at a time
 WARM_UPS = 2  # of each executable
-Job = tuple[Stage, int]  # and the phase of its steps
+Job = tuple[int, int]  # the number of a stage, and the phase of its steps
 StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
@@ -36,7 +36,7 @@ StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 class Program:
     """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
 
-    ``init(seed)``: uint32 scalar -> state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
+    ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
     modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
     fp32 scalar}). ``evaluate(params, rows, impossible)``: tokens ``[eval_rows, eval_len + 1]``, and ``[V, V / 8]`` bits
     or None, -> fp32 mean loss of each row, the last ones padding; ``accuracy`` likewise, if asked for.
@@ -45,7 +45,7 @@ class Program:
     their gradients with ``remat``. ``parts``: micro-batches of a device in each stage.
     """
 
-    init: Callable[[jax.Array], State]
+    init: Callable[[int], State]
     steps: tuple[tuple[StepProgram, ...], ...]
     evaluate: Callable[[Any, jax.Array, jax.Array | None], jax.Array]
     at_end: Callable[[State], State]
@@ -57,10 +57,14 @@ class Program:
     accuracy: Callable[..., jax.Array] | None = None
 
     @property
+    def compiled(self) -> list[jax.stages.Compiled]:
+        """The steps; none without jit."""
+        return [step for step in chain.from_iterable(self.steps) if isinstance(step, jax.stages.Compiled)]
+
+    @property
     def need(self) -> int:
         """Bytes of a device that the step needs which needs most."""
-        steps = chain.from_iterable(self.steps)
-        return max((memory_needed(step) for step in steps if isinstance(step, jax.stages.Compiled)), default=0)
+        return max(map(memory_needed, self.compiled), default=0)
 
     @property
     def warm_up_steps(self) -> int:
@@ -69,36 +73,35 @@ class Program:
 
     def texts(self) -> Iterator[str]:
         """Yield the optimised HLO of each step that was compiled."""
-        for step in chain.from_iterable(self.steps):
-            if isinstance(step, jax.stages.Compiled) and (text := step.as_text()):
-                yield text
+        yield from (text for step in self.compiled if (text := step.as_text()))
 
 
-def compile_program(
-    recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | None, rows: int, device: Device | None = None
-) -> Program:
-    """Compile everything a run executes, and an evaluation of ``rows`` rows.
+def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
+    """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that of ``recipe``.
 
-    Raises :class:`BadInput` for a layout the mesh does not fit, a micro-batch that does not divide, or a step that
-    needs more memory than a device has, with the micro-batch that would fit.
+    Raises :class:`BadInput` for a step or evaluation that needs more memory than a device has, with the micro-batch
+    that would fit.
     """
-    check_layout(layout, mesh, recipe)
-    device = device or device_of(mesh)
-    shapes, shardings = state_shardings(recipe, layout, mesh)
-    seed = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
     if without_jit():
-        return eager_program(recipe, mesh, layout, micro_batch, rows, device)
-    init = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(seed).compile()
+        return eager_program(recipe, placement, rows)
+    mesh, layout = placement.mesh, placement.layout
+    shapes, shardings = state_shardings(recipe, layout, mesh)
+    number = jax.ShapeDtypeStruct((), jnp.uint32, sharding=replicated(mesh))
+    drawn = jax.jit(lambda s: init_state(recipe, s, layout, mesh), out_shardings=shardings).lower(number).compile()
+
+    def init(seed: int) -> State:
+        return drawn(put(np.asarray(seed, np.uint32), replicated(mesh)))
+
     alike, period = partial(accumulators.first_alike, recipe), recipe.period
-    jobs = [(stage, alike(stage, phase)) for stage in recipe.stages for phase in range(period)]
-    unlike = [job for n, job in enumerate(jobs) if jobs.index(job) == n]
-    done = compile_all(lambda job: fit(recipe, job[0], mesh, layout, device, micro_batch, job[1]), unlike, device)
+    jobs = [(recipe.stages.index(stage), alike(stage, phase)) for stage in recipe.stages for phase in range(period)]
+    unlike = list(dict.fromkeys(jobs))
+    done = compile_all(lambda job: fit(recipe, placement, *job), unlike, placement.device)
     fitted = [done[unlike.index(job)] for job in jobs]
     last, every = fitted[-1], [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
     idle = idle_state_bytes(recipe, mesh, layout)
-    padded, evaluation = compile_evaluation(recipe, mesh, layout, device, micro_tokens, rows, idle)
+    padded, evaluation = compile_evaluation(recipe, placement, micro_tokens, rows, idle)
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     end: Callable[[State], State] = lambda state: state  # noqa: E731
     if recipe.averages:
@@ -127,13 +130,14 @@ def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], devi
 
 
 def compile_evaluation(
-    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int, idle: int = 0
+    recipe: Recipe, placement: Placement, micro_tokens: int, rows: int, idle: int = 0
 ) -> tuple[int, jax.stages.Compiled]:
     """Compile :func:`lower_evaluation`; returns the padded rows too.
 
     Raises :class:`BadInput` where it does not fit into a device's memory beside ``idle`` bytes.
     """
-    padded, lowered = lower_evaluation(recipe, mesh, layout, device, micro_tokens, rows)
+    device = placement.device
+    padded, lowered = lower_evaluation(recipe, placement, micro_tokens, rows)
     need, evaluation = measured(partial(compiled, device=device), lowered)
     if evaluation is None or need + idle > (device.memory or math.inf):
         there = f" and there are {device.memory / 1e9:.1f} GB" if device.memory else ", more than there are"
@@ -144,63 +148,57 @@ def compile_evaluation(
     return padded, evaluation
 
 
-def eager_program(
-    recipe: Recipe, mesh: Mesh, layout: str, micro_batch: int | None, rows: int, device: Device
-) -> Program:
+def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     """Return the programs of a run as Python that computes operation by operation, for JAX_DISABLE_JIT and a debugger.
 
     Raises :class:`BadInput` on more than one device.
     """
+    mesh, layout, device = placement.mesh, placement.layout, placement.device
     if mesh.size > 1:
         raise BadInput(
             f"JAX_DISABLE_JIT computes on one device and the mesh is {dict(mesh.shape)}; leave --mesh out, and on GPUs "
             "set CUDA_VISIBLE_DEVICES=0"
         )
-
     _, shardings = state_shardings(recipe, layout, mesh)
 
-    def init(seed: jax.Array) -> State:
-        return jax.device_put(init_state(recipe, seed, layout, mesh), shardings)
+    def init(seed: int) -> State:
+        return jax.device_put(init_state(recipe, jnp.uint32(seed), layout, mesh), shardings)
 
-    def step(stage: Stage, phase: int) -> StepProgram:
-        parts = micro_batches(recipe, stage, mesh, device, micro_batch)
+    def step(stage: Stage, parts: int, phase: int) -> StepProgram:
         return partial(train_step, recipe, step_context(recipe, stage, device, phase), layout, parts, mesh)
 
-    parts = micro_batches(recipe, recipe.stages[-1], mesh, device, micro_batch)
-    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // parts
+    stages = zip(recipe.stages, placement.parts, strict=True)
+    steps = tuple(tuple(step(*each, phase) for phase in range(recipe.period)) for each in stages)
+    micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
     cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
-    steps = tuple(tuple(step(stage, phase) for phase in range(recipe.period)) for stage in recipe.stages)
     evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
-    numbers = tuple(micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages)
-    return Program(init, steps, evaluation, partial(at_end, recipe), micro_tokens, padded, parts=numbers)
+    return Program(init, steps, evaluation, partial(at_end, recipe), micro_tokens, padded, parts=placement.parts)
 
 
-def fit(
-    recipe: Recipe, stage: Stage, mesh: Mesh, layout: str, device: Device, micro_batch: int | None, phase: int = -1
-) -> Attempt:
-    """Return the first of :func:`attempts` that fits in memory, compiled.
+def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> Attempt:
+    """Return the first of :func:`attempts` for a stage, by its ``number``, that fits in memory, compiled.
 
-    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. ``micro_batch`` fixes
-    the tokens of one; raises :class:`BadInput` if that size, or every size, needs too much memory.
+    Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises :class:`BadInput`
+    if the micro-batch that was asked for, or every one, needs too much memory.
     """
-    wanted = micro_batches(recipe, stage, mesh, device, micro_batch)
+    stage, wanted, mesh, device = recipe.stages[number], placement.parts[number], placement.mesh, placement.device
     own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
     limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
     numbers = [parts for parts in divisions(recipe, stage, mesh) if parts >= wanted]
     too_much = 0  # bytes that the micro-batch asked for would need
 
     def lower(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
-        how = with_remat(layout) if remat else layout
-        return lower_step(recipe, stage, mesh, how, device, parts, phase, head_chunk)
+        how = replace(placement, layout=with_remat(placement.layout)) if remat else placement
+        return trace_step(recipe, stage, how, parts, phase, head_chunk).lower()
 
     measure = partial(measured, partial(compiled, device=device))
     for tried in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
         if not tried.fits(limit):
             too_much = tried.need if tried.parts == wanted else too_much
             continue
-        if micro_batch and tried.parts != wanted:
+        if placement.micro_batch and tried.parts != wanted:
             raise BadInput(
-                f"--micro-batch {micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
+                f"--micro-batch {placement.micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
                 f"{limit / 1e9:.1f} GB; {own // tried.parts} tokens need {tried.need / 1e9:.1f} GB and fit"
             )
         return tried
@@ -221,40 +219,20 @@ def smallest(recipe: Recipe, stage: Stage, parts: int, own: int) -> str:
 def idle_state_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
     """Bytes of optimizer state and accumulators that stay on a device during an evaluation."""
     state, _ = state_shardings(recipe, layout, mesh)
-    arrays = jax.tree.leaves([state[name] for name in state if name != "params"])
+    arrays = jax.tree.leaves([part for name, part in state.items() if name != "params"])
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
-def lower_step(
-    recipe: Recipe,
-    stage: Stage,
-    mesh: Mesh,
-    layout: str,
-    device: Device,
-    parts: int,
-    phase: int = -1,
-    head_chunk: int | None = None,
-) -> jax.stages.Lowered:
-    """Lower the training step of ``stage`` for ``mesh``, over ``parts`` micro-batches."""
-    return trace_step(recipe, stage, mesh, layout, device, parts, phase, head_chunk).lower()
-
-
 def trace_step(
-    recipe: Recipe,
-    stage: Stage,
-    mesh: Mesh,
-    layout: str,
-    device: Device,
-    parts: int,
-    phase: int = -1,
-    head_chunk: int | None = None,
+    recipe: Recipe, stage: Stage, placement: Placement, parts: int, phase: int = -1, head_chunk: int | None = None
 ) -> jax.stages.Traced:
-    """Trace the training step of ``stage``: its jaxpr, and what can be lowered.
+    """Trace the training step of ``stage`` over ``parts`` micro-batches: its jaxpr, and what can be lowered.
 
     ``phase`` is the step's number modulo the recipe's period; the last one updates all parameters.
     ``head_chunk`` is that of :class:`Context`.
     """
-    ctx = replace(step_context(recipe, stage, device, phase), head_chunk=head_chunk)
+    mesh, layout = placement.mesh, placement.layout
+    ctx = replace(step_context(recipe, stage, placement.device, phase), head_chunk=head_chunk)
     state, shardings = state_shardings(recipe, layout, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
 
@@ -272,10 +250,11 @@ def step_context(recipe: Recipe, stage: Stage, device: Device, phase: int) -> Co
 
 
 def lower_evaluation(
-    recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_tokens: int, rows: int
+    recipe: Recipe, placement: Placement, micro_tokens: int, rows: int
 ) -> tuple[int, jax.stages.Lowered]:
     """Lower the evaluation of ``rows`` rows, ``micro_tokens`` a device at once; returns the padded rows too."""
-    ctx = eval_context(recipe, device)
+    mesh, layout = placement.mesh, placement.layout
+    ctx = eval_context(recipe, placement.device)
     state, _ = state_shardings(recipe, layout, mesh)
     parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
     tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
@@ -333,17 +312,21 @@ def state_shardings(recipe: Recipe, layout: str, mesh: Mesh) -> tuple[State, Sta
         transform_non_params=lambda _: replicated(mesh),
         is_leaf=absent,
     )
-    carried = shardings_of(accumulators.specs(recipe, layout, mesh))
-    shardings = {"params": params, "optimizer": optimizer, "step": replicated(mesh), "carry": carried}
-    shardings["rows"] = shardings_of(lazy_specs(recipe, cuts))
-    shardings["means"] = [{name: params[name] for name in average.blends} for average in recipe.averages]
+    shardings: State = {
+        "params": params,
+        "optimizer": optimizer,
+        "step": replicated(mesh),
+        "carry": shardings_of(accumulators.specs(recipe, layout, mesh)),
+        "rows": shardings_of(lazy_specs(recipe, cuts)),
+        "means": [{name: params[name] for name in average.blends} for average in recipe.averages],
+    }
     sharded = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), shapes, shardings)
     return sharded, shardings
 
 
 def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array, impossible: Any = None) -> None:
     """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls on the first step."""
-    state = program.init(put(np.zeros((), np.uint32), replicated(mesh)))
+    state = program.init(0)
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
         dummy = np.zeros((recipe.lanes, stage.lane_len + 1), recipe.data.dtype)
         for step in WARM_UPS * steps:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -29,21 +29,35 @@ from jspeed.parallel.layout import (
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs, without_lazy
-from jspeed.run.compute import accumulators, split_lanes
+from jspeed.run.compute import accumulators, division
 
-State = dict[str, Any]
+
+class State(TypedDict):
+    """What a step changes: trees of arrays, or of their shapes or shardings; ``step`` is the number of steps made.
+
+    ``carry`` is what one step leaves for the next (:mod:`jspeed.run.compute.accumulators`), ``rows`` the state of the
+    optimizers of lazily updated tables, ``means`` the averages of weights."""
+
+    params: Any
+    optimizer: Any
+    step: Any
+    carry: accumulators.Carry
+    rows: dict[str, Any]
+    means: Any
 
 
 def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, mesh: Mesh | None = None) -> State:
-    """Return the state before step 1: ``params``, ``optimizer``, the number of steps done, and what one step carries
-    to the next (:mod:`jspeed.run.compute.accumulators`), which alone depends on ``layout`` and ``mesh`` (None: one
-    device)."""
+    """Return the state before step 1; its ``carry`` alone depends on ``layout`` and ``mesh`` (None: one device)."""
     params = init_parameters(recipe.parameters, key_of(seed))
-    optimizer, step = recipe.optimizer().init(without_lazy(recipe, params)), jnp.zeros((), jnp.int32)
-    state = {"params": params, "optimizer": optimizer, "step": step, "carry": accumulators.zeros(recipe, layout, mesh)}
     tables = accumulators.by_path(recipe, params)
-    rows = {path: each.init(tables[path]) for path, each in recipe.row_optimizers().items()}
-    return state | {"rows": rows, "means": averages.zeros(recipe.averages, params)}
+    return {
+        "params": params,
+        "optimizer": recipe.optimizer().init(without_lazy(recipe, params)),
+        "step": jnp.zeros((), jnp.int32),
+        "carry": accumulators.zeros(recipe, layout, mesh),
+        "rows": {path: each.init(tables[path]) for path, each in recipe.row_optimizers().items()},
+        "means": averages.zeros(recipe.averages, params),
+    }
 
 
 def train_step(
@@ -96,23 +110,18 @@ def train_step(
     optimizer = optax.with_extra_args_support(recipe.optimizer())
     with use_abstract_mesh(mesh.abstract_mesh) if find_layout(layout).shards_matrices else nullcontext():
         updates, moments = optimizer.update(grads, state["optimizer"], old, due=due)
-    params = with_lazy(recipe, optax.apply_updates(old, updates), tables)
+    params = optax.apply_updates(old, updates)
+    params = accumulators.from_paths(recipe, accumulators.by_path(recipe, params) | tables)
     steps = accumulators.steps_of(recipe, ctx.stage, ctx.phase) if recipe.averages else ()
     means = averages.after_step(recipe.averages, state["means"], params, state["step"], steps)
-    done = {"params": params, "optimizer": moments, "step": state["step"] + 1, "carry": kept}
-    return done | {"rows": rows, "means": means}, {"loss": jnp.mean(row_losses) / mean}
+    done = State(params=params, optimizer=moments, step=state["step"] + 1, carry=kept, rows=rows, means=means)
+    return done, {"loss": jnp.mean(row_losses) / mean}
 
 
 def at_end(recipe: Recipe, state: State) -> State:
     """Return the state after the last step with averages of weights in their place."""
     params = averages.at_end(recipe.averages, state["means"], state["params"], recipe.keep_norm)
     return state | {"params": params}
-
-
-def with_lazy(recipe: Recipe, tree: Any, tables: dict[str, jax.Array]) -> Any:
-    """Undo :func:`without_lazy`."""
-    parts = accumulators.by_path(recipe, tree) | tables
-    return jax.tree.unflatten(jax.tree.structure(map_specs(lambda _: 0, recipe.parameters)), list(parts.values()))
 
 
 def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def gradients(
     """Return (gradient of ``weight`` x the summed loss, weighted mean loss of each row) of one device's rows.
 
     ``params`` are gathered and in their compute dtypes, and so is the result; micro-batches are summed in fp32. More
-    ``parts`` than rows cut each row at document borders (:mod:`jspeed.run.compute.split_lanes`) and take one piece at a
+    ``parts`` than rows cut each row at document borders (:mod:`jspeed.run.compute.division`) and take one piece at a
     time.
     """
     if parts > tokens.shape[0]:
@@ -173,17 +182,20 @@ def gradient(
 ) -> tuple[Any, Any]:
     """Return (gradient, the second result) of ``loss(params, micro, *rest)``.
 
-    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`.
+    The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed tables, that of
+    earlier steps and this one.
     """
-    if not recipe.lazy:
-        return jax.grad(loss, has_aux=True)(params, micro, *rest)
     tokens = micro.shape[0] * (micro.shape[1] - 1)
 
-    def leaf(spec: ParamSpec, p: jax.Array) -> Any:
+    def leaf(spec: ParamSpec, p: Any) -> Any:
+        if spec.summed:
+            return p.sums_VND
         return lazy_table.empty(p, tokens * spec.lookups, ctx.owners) if spec.lookups else p
 
     def of(leaves_: Any) -> Any:
-        def joined(spec: ParamSpec, found: Any, p: jax.Array) -> Any:
+        def joined(spec: ParamSpec, found: Any, p: Any) -> Any:
+            if spec.summed:
+                return p._replace(sums_VND=found)
             return lazy_table.Lazy(p, found) if spec.lookups else found
 
         return loss(map_specs(joined, recipe.parameters, leaves_, params), micro, *rest)
@@ -198,18 +210,29 @@ def summed_gradients(
     of all."""
 
     def accumulate(sums: Any, part: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-        grads, found = gradient(recipe, ctx, params, loss, *part)
+        def seeded(spec: ParamSpec, total: Any, p: Any) -> Any:
+            return p._replace(sums_VND=total) if spec.summed else p
+
+        def added(spec: ParamSpec, total: Any, grad: Any) -> Any:
+            if spec.lookups:
+                return None
+            return grad if spec.summed else total + grad.astype(jnp.float32)
+
+        grads, found = gradient(recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part)
         sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
-        dense = without_lazy(recipe, grads)
-        return jax.tree.map(lambda s, g: s + g.astype(jnp.float32), sums, dense), (sinks, found)
+        return map_specs(added, recipe.parameters, sums, grads), (sinks, found)
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), without_lazy(recipe, params))
-    sums, (sinks, found) = jax.lax.scan(accumulate, zeros, arrays)
+    def first(spec: ParamSpec, p: Any) -> Any:
+        if spec.lookups:
+            return None
+        return p.sums_VND if spec.summed else jnp.zeros(p.shape, jnp.float32)
 
-    def joined(spec: ParamSpec, total: Any, stacked: Any, p: jax.Array) -> Any:
+    sums, (sinks, found) = jax.lax.scan(accumulate, map_specs(first, recipe.parameters, params), arrays)
+
+    def joined(spec: ParamSpec, total: Any, stacked: Any, p: Any) -> Any:
         if spec.lookups:
             return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stacked)
-        return total.astype(p.dtype)
+        return total if spec.summed else total.astype(p.dtype)
 
     return map_specs(joined, recipe.parameters, sums, sinks, params), found
 
@@ -219,7 +242,7 @@ def piecewise_gradients(
 ) -> tuple[Any, jax.Array]:
     """:func:`gradients` of rows (int32) that are cut into ``pieces`` each, one of them at a time."""
     rows = tokens.shape[0]
-    cut_rows, counts = split_lanes.cut(recipe, ctx.stage, pieces, tokens)
+    cut_rows, counts = division.cut(recipe, ctx.stage, pieces, tokens)
 
     def loss(params: Any, micro: jax.Array, counts_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights = weigh(recipe, micro, weight * counts_BT)

@@ -18,8 +18,8 @@ from jspeed.recipe import Context
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.step import State, replicated_on_all_devices
 from jspeed.run.evaluate import validation_loss
-from jspeed.run.evidence.at_start import checksum
 from jspeed.run.evidence.data import overlap_of_run
+from jspeed.run.evidence.provenance import checksum
 from jspeed.run.setup import Setup
 
 Verdict = dict[str, Any]
@@ -72,7 +72,7 @@ def replicas_agree(state: State) -> Verdict:
     """Compare the copies of parameters and optimizer state that the devices of each process hold, not those of several
     processes; all know what each found."""
     found: dict[str, float] = {}
-    for part in gather("replicas", drift({name: state[name] for name in ("params", "optimizer")})):
+    for part in gather("replicas", drift({"params": state["params"], "optimizer": state["optimizer"]})):
         found |= {path: max(far, found.get(path, 0.0)) for path, far in part.items()}
     worst = max(found, key=lambda path: found[path], default=None)
     return {"passed": not found, "largest": found[worst] if worst else 0.0, "where": worst, "arrays": len(found)}
@@ -98,17 +98,17 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     """
     # Changed inputs have other documents, of any length.
     recipe, length = replace(setup.recipe, eval_max_doc_len=None), setup.recipe.eval_len
-    ctx, impossible = eval_context(recipe, setup.device), setup.validation.impossible
+    ctx, impossible = eval_context(recipe, setup.placement.device), setup.validation.impossible
 
     def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
         inputs, targets = both[:1], both[1:]
         return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
 
-    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.mesh, losses)
+    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.placement.mesh, losses)
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
-        found = jax.device_get(probe(params, put(both, replicated(setup.mesh)), impossible))[0]
+        found = jax.device_get(probe(params, put(both, replicated(setup.placement.mesh)), impossible))[0]
         if not np.isfinite(found).all():  # which would compare as no leak
             raise FloatingPointError("a loss of the row or of its changed inputs is not finite")
         return found
@@ -119,7 +119,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         changed[0, cut:] = (changed[0, cut:] + 1) % recipe.vocab_size
         difference = np.abs(measured(changed) - before)
         leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
-    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.mesh)), impossible).jaxpr)
+    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.placement.mesh)), impossible).jaxpr)
     return {
         "causality": {"passed": leak <= LEAK and moved > 0, "leak": leak, "moved": moved},
         "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
@@ -146,7 +146,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     Means over 128 tokens are compared, because bf16 logits of single tokens depend on the matmul's shape.
     """
     recipe, length = setup.recipe, min(setup.recipe.eval_len, 128)
-    ctx = eval_context(recipe, setup.device)
+    ctx = eval_context(recipe, setup.placement.device)
 
     def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -159,8 +159,8 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
         return jnp.mean(found), jnp.mean(expected)
 
-    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.mesh, both)
-    tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.mesh))
+    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.placement.mesh, both)
+    tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.placement.mesh))
     found, expected = jax.device_get(probe(params, tokens, setup.validation.impossible))
     error = abs(float(found - expected))
     return {"passed": error <= SAME_LOSS, "error": error}

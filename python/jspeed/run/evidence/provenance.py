@@ -1,18 +1,65 @@
-"""Where a run's numbers come from: versions, commit, devices and their clocks, flags, packages, machine."""
+"""Where a run's numbers come from: initial state, versions, commit, devices and their clocks, flags, packages."""
 
+import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
+import jax.numpy as jnp
 
 from jspeed.cores import cores
-from jspeed.record.schema import Devices, Git, Gpus, Versions
+from jspeed.record.schema import Devices, Git, Gpus, PlaceInPlan, Versions
+
+UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+ODD = (0x9E3779B1, 0x85EBCA77)  # one multiplier for each half of a checksum (xxHash's primes)
+
+
+@dataclass(frozen=True)
+class StartEvidence:
+    """Checksums of the state drawn from the seed before and after the warm-up, and which preregistered run this is.
+
+    ``git`` is of the start, when Python read the code: what is committed during a run has not run in it.
+    """
+
+    initial_checksum: str
+    after_warm_up: str
+    git: Git
+    gpus: list[dict[str, Any]] | None
+    plan: PlaceInPlan | None
+
+
+class Here(TypedDict):
+    """The fields of run.json on where it ran."""
+
+    devices: Devices
+    versions: Versions
+    xla_flags: str
+    git: Git
+    machine: str | None
+    gpus: Gpus | None
+    container: str | None
+    environment: str
+
+
+def here(start: StartEvidence) -> Here:
+    """Return where this run ran, with what was seen at its ``start``."""
+    return {
+        "devices": devices(),
+        "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "git": start.git,
+        "machine": machine(),
+        "gpus": gpu_facts(start.gpus),
+        "container": os.environ.get("JSPEED_CONTAINER") or None,  # the digest of its image, from whoever started it
+        "environment": environment(),
+    }
 
 
 def versions() -> Versions:
@@ -95,6 +142,7 @@ def _number(text: str) -> float | str | None:
         return None if text.startswith("[") else text
 
 
+@functools.cache
 def environment() -> str:
     """SHA-256 over the sorted names and versions of all installed packages, one ``name==version`` a line."""
     listed = {f"{found.name}=={found.version}".lower() for found in importlib.metadata.distributions()}
@@ -108,11 +156,6 @@ def machine() -> str | None:
     except OSError:
         return None
     return hashlib.sha256(boot).hexdigest()[:12]
-
-
-def container() -> str | None:
-    """The digest of the container's image, where whoever started it gave it as JSPEED_CONTAINER."""
-    return os.environ.get("JSPEED_CONTAINER") or None
 
 
 def devices() -> Devices:
@@ -139,6 +182,28 @@ def _cpu_name() -> str:
     return f"{name} ({cores()} cores)"
 
 
-def xla_flags() -> str:
-    """The XLA_FLAGS this process runs under."""
-    return os.environ.get("XLA_FLAGS", "")
+def checksum(state: Any) -> str:
+    """Return 16 hexadecimal digits over every bit of every array in ``state``, whatever its sharding.
+
+    Two sums modulo 2^32 of all elements, each times an odd number that depends on its index, so that no change of a
+    single element goes unseen. The devices compute them; with several processes each must call this.
+    """
+    halves = jax.device_get(_sums(jax.tree.leaves(state)))
+    return "".join(f"{int(half):08x}" for half in halves)
+
+
+@jax.jit
+def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [sum((_sum(array, odd * (2 * n + 1)) for n, array in enumerate(arrays)), jnp.uint32(0)) for odd in ODD]
+
+
+def _sum(array: jax.Array, multiplier: int) -> jax.Array:
+    if array.dtype == bool:
+        bits = array.astype(jnp.uint32)
+    else:
+        bits = jax.lax.bitcast_convert_type(array, UNSIGNED[array.dtype.itemsize]).astype(jnp.uint32)
+    index = jnp.full(array.shape, 1, jnp.uint32)
+    for axis, size in enumerate(array.shape):
+        index = index * jnp.uint32(size % 2**32) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
+    weight = (index * jnp.uint32(multiplier % 2**32)) | jnp.uint32(1)
+    return jnp.sum(bits * weight, dtype=jnp.uint32)

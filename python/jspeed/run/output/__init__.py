@@ -1,1 +1,1 @@
-"""Output of a run: terminal, metrics.jsonl, TensorBoard, Weights & Biases, profiler traces."""
+"""Output of a run: terminal, metrics.jsonl, TensorBoard, Weights & Biases."""

@@ -1,13 +1,13 @@
-"""A run's terminal output: opening table, progress bar or plain lines, closing summary."""
+"""A run's terminal output: opening table, progress bar under a curve or plain lines, closing summary."""
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.markup import escape
@@ -21,13 +21,15 @@ from jspeed.parallel.layout import partition
 from jspeed.parallel.pipeline import bubble
 from jspeed.recipe import Recipe, leaves
 from jspeed.record.consistent import PROBES
+from jspeed.record.loss_plot import loss_limits
 from jspeed.record.remarks import remarks
 from jspeed.record.schema import Unsealed, Validation
 from jspeed.run.clock import now
-from jspeed.run.output import curve
 
 NARROW = 72  # columns
 MOST = 1_000_000  # of a line that nothing wraps
+ROWS, COLUMNS = 8, 72  # of the plot of losses with its labels, at most
+BLOCKS, ASCII = " ▁▂▃▄▅▆▇█", " .:|"  # a cell by how far it is filled from below
 
 
 def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
@@ -43,6 +45,12 @@ def opening(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
     for name, formula, value in rows:
         table.add_row(Text(name), Text(value), Text(formula))
     console.print(table)
+
+
+def notes(console: Console, *lines: str | None) -> None:
+    """Print what a user should know; None is nothing to say."""
+    for line in filter(None, lines):
+        console.print(f"note: {line}", markup=False, soft_wrap=True)
 
 
 def by_stage(parts: Sequence[int]) -> str:
@@ -162,9 +170,7 @@ class Display:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._progress:
             self._progress.plot = None  # the final evaluation leaves it on the screen, with its own point
             self._progress.stop()
@@ -202,11 +208,49 @@ class Display:
         self._last = now(), self._tokens
 
     def _plot(self, losses: Sequence[Validation]) -> Text | None:
-        if self._console.height < curve.ROWS + 8:  # the bar and a few lines of what was said stay in sight
+        if self._console.height < ROWS + 8:  # the bar and a few lines of what was said stay in sight
             return None
         points = [(point["step"], loss) for point in losses if (loss := point["val_loss"]) is not None]
         ascii = self._console.options.ascii_only
-        return curve.plot(points, self._steps, self._target, self._console.width, ascii)
+        return curve_plot(points, self._steps, self._target, self._console.width, ascii)
+
+
+def curve_plot(
+    losses: Sequence[tuple[int, float]], steps: int, target: float | None, columns: int = COLUMNS, ascii: bool = False
+) -> Text | None:
+    """Return ``losses``, points (step, nats per token) in order, as ROWS lines; None where ``columns`` are too few.
+
+    The area under the curve is filled, from step 0 at the left to ``steps`` at the right, so that it grows with the
+    run down to the dashed line of the ``target``. High losses of the first steps are clipped, as in loss.svg.
+    Without ``ascii`` the terminal must support Unicode.
+    """
+    if not losses:
+        return None
+    at, values = (np.array(part, dtype=np.float64) for part in zip(*losses, strict=True))
+    low, high = loss_limits([(at, values)], target)
+    edges = high - (high - low) / ROWS * np.arange(ROWS + 1)  # losses at the borders of rows, from above
+    row_of_target = None if target is None else min(int((high - target) / (high - low) * ROWS), ROWS - 1)
+    labels = [f"{edges[0]:.4g}", *[""] * (ROWS - 1)]
+    if row_of_target is not None:
+        labels[row_of_target] = f"target {target:g}"
+    label = max(map(len, labels))
+    width = min(columns, COLUMNS) - label - 1
+    if width < 8:
+        return None
+    here = steps * (np.arange(width) + 0.5) / width
+    curve = np.interp(here, at, values)
+    drawn = here - 0.5 * steps / width <= at[-1]  # cells that have begun
+    cells, dash = (ASCII, "-") if ascii else (BLOCKS, "╌")
+    text = Text(no_wrap=True, overflow="crop")
+    for row in range(ROWS):
+        filled = np.clip((curve - edges[row + 1]) / (edges[row] - edges[row + 1]), 0.0, 1.0)
+        filled = np.where(drawn, np.rint(filled * (len(cells) - 1)).astype(int), 0)
+        line = "".join(cells[level] for level in filled)
+        area = len(line.rstrip())
+        text.append(f"{labels[row]:>{label}} ", "dim").append(line[:area], "cyan")
+        text.append(dash * (width - area) if row == row_of_target else "", "dim")
+        text.append("\n" if row < ROWS - 1 else "")
+    return text
 
 
 def closing(run: Unsealed, run_dir: Path, unit: str = "token") -> list[str]:

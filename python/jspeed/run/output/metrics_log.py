@@ -5,18 +5,22 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jspeed.files import Lines
 from jspeed.record.schema import Status, Validation
+from jspeed.run.checkpoint import Checkpoint
 from jspeed.run.clock import Clock
 from jspeed.run.output.console import Display
 from jspeed.run.output.sinks import Sink, reason
 
 
 @dataclass
-class Progress:
+class History:
     """What has happened since the clock started. ``status`` is one of record.schema's; ``sinks`` get each line.
 
-    ``failed`` says what could not be written so far and did not end the run. Process 0 has metrics.
+    ``unread`` is the loss of the last step, on the devices, until it is read. ``failed`` says what could not be written
+    so far and did not end the run. Process 0 has metrics.
     """
 
     clock: Clock
@@ -28,22 +32,32 @@ class Progress:
     interrupted_by: int = 130
     data_wait_seconds: float = 0.0
     dispatch_seconds: float = 0.0
-    train: list[tuple[float, float]] = field(default_factory=list)
-    curve: list[Validation] = field(default_factory=list)
     lines: list[dict[str, Any]] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     sinks: list[Sink] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    unread: jax.Array | None = None
 
     @property
     def at_validation(self) -> bool:
         """Whether the current parameters have been evaluated."""
-        return bool(self.curve) and self.curve[-1]["step"] == self.steps
+        return bool(self.lines) and self.lines[-1]["step"] == self.steps and "val_loss" in self.lines[-1]
+
+    @property
+    def train(self) -> list[tuple[float, float]]:
+        """Timed seconds and training loss of each step so far."""
+        return [(line["timed_seconds"], line["train_loss"]) for line in self.lines if "train_loss" in line]
+
+    @property
+    def curve(self) -> list[Validation]:
+        """The evaluations so far, in order."""
+        found = [line for line in self.lines if "val_loss" in line]
+        return [Validation(step=n["step"], timed_seconds=n["timed_seconds"], val_loss=n["val_loss"]) for n in found]
 
     @property
     def losses(self) -> list[float]:
         """The validation losses so far, in order."""
-        return [loss for point in self.curve if (loss := point["val_loss"]) is not None]
+        return [line["val_loss"] for line in self.lines if "val_loss" in line]
 
     def end(self, why: str) -> None:
         """End the run for an agreed reason: ``stopped``, ``interrupted`` or ``terminated``, an interruption too."""
@@ -51,15 +65,27 @@ class Progress:
             self.status = "stopped" if why == "stopped" else "interrupted"
             self.interrupted_by = 143 if why == "terminated" else 130
 
-    def trained(self, step: int, tokens: int, loss: float) -> None:
-        """Record the training loss of ``step``; a loss that is not a number ends the run."""
+    def stepped(self, tokens: int, loss: jax.Array) -> None:
+        """Count a step on ``tokens`` that was dispatched with this ``loss``; read the loss of the step before."""
+        self.read()
+        self.steps += 1
+        self.tokens += tokens
+        self.unread = loss
+
+    def read(self) -> None:
+        """Wait for the last step and record its loss."""
+        if self.unread is not None:
+            loss, self.unread = self.unread, None
+            self.trained(float(jax.device_get(loss)))
+
+    def trained(self, loss: float) -> None:
+        """Record the training loss of the last step; a loss that is not a number ends the run."""
         seconds = self.clock.timed_seconds
         if not math.isfinite(loss):
             self.status = "diverged"
             return
-        self._write({"step": step, "tokens": tokens, "timed_seconds": seconds, "train_loss": loss})
-        self.train.append((seconds, loss))
-        self.display.step(step, loss, tokens)
+        self._write({"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "train_loss": loss})
+        self.display.step(self.steps, loss, self.tokens)
 
     def validated(self, loss: float, accuracy: float | None = None) -> None:
         """Record the validation loss, and the accuracy where it was measured, after the steps done so far."""
@@ -67,7 +93,6 @@ class Progress:
         if not math.isfinite(loss):
             self.status = "diverged"
             return
-        self.curve.append({"step": self.steps, "timed_seconds": seconds, "val_loss": loss})
         line = {"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss}
         self._write(line if accuracy is None else line | {"val_accuracy": accuracy})
         self.display.validation(self.curve, accuracy)
@@ -83,12 +108,21 @@ class Progress:
                 self.sinks.remove(sink)
                 self.failed.append(f"--log stopped at step {line['step']} ({reason(error)})")
 
-    def record(self) -> dict[str, Any]:
-        """All of this that a checkpoint keeps; :meth:`resume` takes it."""
-        names = ("steps", "tokens", "data_wait_seconds", "dispatch_seconds", "lines", "resumed")
-        return {name: getattr(self, name) for name in names} | {"ledger": self.clock.ledger}
+    def record(self, loader: dict[str, Any], identity: dict[str, Any]) -> Checkpoint:
+        """What a checkpoint keeps of this, with the state of the ``loader`` and the run's ``identity``."""
+        return {
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "data_wait_seconds": self.data_wait_seconds,
+            "dispatch_seconds": self.dispatch_seconds,
+            "lines": self.lines,
+            "resumed": self.resumed,
+            "ledger": self.clock.ledger,
+            "loader": loader,
+            "identity": identity,
+        }
 
-    def resume(self, record: dict[str, Any]) -> None:
+    def resume(self, record: Checkpoint) -> None:
         """Resume from what :meth:`record` returned; metrics are rewritten up to that step."""
         self.clock.resume(record["ledger"])
         self.steps, self.tokens = record["steps"], record["tokens"]
@@ -96,8 +130,3 @@ class Progress:
         self.resumed = [*record["resumed"], self.steps]
         for line in record["lines"]:
             self._write(line)
-            if "val_loss" in line:
-                step, seconds = line["step"], line["timed_seconds"]
-                self.curve.append({"step": step, "timed_seconds": seconds, "val_loss": line["val_loss"]})
-            else:
-                self.train.append((line["timed_seconds"], line["train_loss"]))

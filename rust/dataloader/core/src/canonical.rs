@@ -46,7 +46,7 @@ pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize, threads: usize) 
     if size < tokens.len() || size % 8 != 0 || threads == 0 {
         let found = format!("a mask of {} tokens in {size} columns by {threads} threads", tokens.len());
         let wanted = "expected as many columns as tokens or more, a multiple of 8, and 1 thread or more";
-        return Err(Error::Argument { message: format!("{found}; {wanted}") });
+        return Err(Error::argument(format!("{found}; {wanted}")));
     }
     let (vocabulary, count, row_len) = (Vocabulary::new(tokens)?, tokens.len(), size / 8);
     let mut mask = vec![0; size * row_len];
@@ -183,7 +183,7 @@ impl Merges {
                     String::from_utf8_lossy(token)
                 );
                 let wanted = "expected byte pairs in the order of their merges";
-                return Err(Error::Argument { message: format!("{what}; {wanted}") });
+                return Err(Error::argument(format!("{what}; {wanted}")));
             };
             merges.ranks.insert((left, right), id);
             parts.push(Some((left, right)));

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::error::Error;
+use crate::error::{Error, Kind};
 use crate::header::{self, Width};
 
 /// One validated shard.
@@ -19,19 +19,6 @@ pub struct Shard {
     pub tokens: usize,
     /// How they are stored.
     pub width: Width,
-}
-
-impl Shard {
-    /// Size of the file in bytes.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.byte(self.tokens)
-    }
-
-    /// The byte at which a token starts.
-    pub(crate) fn byte(&self, token: usize) -> u64 {
-        (header::BYTES + self.width.bytes() * token) as u64
-    }
 }
 
 /// Validated shards, sorted by file name.
@@ -57,16 +44,9 @@ impl Catalog {
         let mut hash = Fingerprint::default();
         let mut shards: Vec<Shard> = Vec::with_capacity(paths.len());
         for path in paths {
-            let (bytes, size) = read_header(&path).map_err(|error| Error::Io {
-                path: path.clone(),
-                offset: 0,
-                reason: why(&error),
-            })?;
-            let (tokens, width) = header::parse(&bytes, size).map_err(|(offset, fault)| Error::Format {
-                path: path.clone(),
-                offset,
-                fault,
-            })?;
+            let (bytes, size) = read_header(&path).map_err(|error| Error::io(&path, 0, &error))?;
+            let (tokens, width) = header::parse(&bytes, size)
+                .map_err(|fault| Error::new(Kind::Format, format!("shard {} {fault}", path.display())))?;
             hash.field(path.file_name().unwrap_or_default().as_bytes());
             hash.field(&size.to_le_bytes());
             hash.field(&bytes);
@@ -122,12 +102,6 @@ impl std::fmt::Display for Catalog {
             &self.fingerprint[..12]
         )
     }
-}
-
-/// The system's reason without Rust's "(os error 2)".
-pub(crate) fn why(error: &std::io::Error) -> String {
-    let text = error.to_string();
-    text.split(" (os error").next().unwrap_or(&text).to_owned()
 }
 
 /// Open a file to read; a pipe, which would be waited for, is an error as any other that is no regular file.

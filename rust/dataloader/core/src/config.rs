@@ -1,9 +1,15 @@
-//! The checked configuration of a stream.
+//! The configuration of a stream: what the caller asks for, and whether it fits together and its shards.
 
 use crate::catalog::Catalog;
+use crate::error::{Error, in_range};
 use crate::shuffle::Permutation;
+use crate::sources::Sources;
 
-/// A checked stage.
+/// The largest number of lanes, tokens of a block and other counts that the caller may ask for.
+pub const MOST: i64 = i32::MAX as i64;
+const MOST_DOCS: i64 = 1 << 20;
+
+/// Consecutive batches of one shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Stage {
     /// Batches of this stage; `None` without a schedule.
@@ -14,6 +20,26 @@ pub struct Stage {
     pub max_doc_len: Option<usize>,
     /// Size of the table of document offsets.
     pub max_docs: Option<usize>,
+}
+
+impl Stage {
+    /// A stage of the caller's numbers.
+    ///
+    /// # Errors
+    /// A number is out of its range.
+    pub fn new(
+        steps: Option<i64>,
+        lane_len: i64,
+        max_doc_len: Option<i64>,
+        max_docs: Option<i64>,
+    ) -> Result<Self, Error> {
+        Ok(Self {
+            steps: steps.map(|steps| in_range("steps", steps, 1, i64::MAX)).transpose()?,
+            lane_len: in_range("lane_len", lane_len, 1, MOST - 1)?,
+            max_doc_len: max_doc_len.map(|len| in_range("max_doc_len", len, 1, MOST - 1)).transpose()?,
+            max_docs: max_docs.map(|docs| in_range("max_docs", docs, 1, MOST_DOCS)).transpose()?,
+        })
+    }
 }
 
 /// The order in which tokens fill lanes.
@@ -38,6 +64,20 @@ pub enum Order {
 }
 
 impl Order {
+    /// The order that `align`, `"bos"` or `None`, names without a shuffle.
+    ///
+    /// # Errors
+    /// `align` is another word.
+    pub fn plain(align: Option<&str>) -> Result<Self, Error> {
+        match align {
+            Some("bos") => Ok(Self::Documents),
+            None => Ok(Self::Contiguous),
+            Some(other) => Err(Error::argument(format!(
+                "align should be \"bos\" or None but is \"{other}\"; choose one of the two"
+            ))),
+        }
+    }
+
     /// Whether it takes tokens of all shards at once, not of one after the other.
     #[must_use]
     pub fn mixes_shards(self) -> bool {
@@ -45,7 +85,32 @@ impl Order {
     }
 }
 
-/// A configuration that fits its shards.
+/// How shards are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// Mapped, with `pread` where the kernel lacks what that needs.
+    Map,
+    /// Always `pread`.
+    Pread,
+}
+
+impl Backend {
+    /// The backend of this name.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn named(name: &str) -> Result<Self, Error> {
+        match name {
+            "mmap" => Ok(Self::Map),
+            "pread" => Ok(Self::Pread),
+            other => Err(Error::argument(format!(
+                "backend should be \"mmap\" or \"pread\" but is \"{other}\"; choose one of the two"
+            ))),
+        }
+    }
+}
+
+/// What a stream is made of, besides its shards.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// Lanes of the global batch.
@@ -70,9 +135,144 @@ pub struct Config {
     pub loss_mask: bool,
     /// Batches made ahead.
     pub prefetch: usize,
+    /// How shards are read.
+    pub backend: Backend,
 }
 
 impl Config {
+    /// Shuffle by `unit`: `"block"` of `block_tokens` (`None`: the fewest that fit every stage), `"shard"` or
+    /// `"window"`.
+    ///
+    /// # Errors
+    /// An unknown unit, or one that contradicts the order or another argument.
+    pub fn shuffle(&mut self, seed: i64, unit: &str, block_tokens: Option<i64>) -> Result<(), Error> {
+        let seed = in_range("the seed of Shuffle", seed, 0, i64::MAX)?;
+        let documents = self.order == Order::Documents;
+        match (unit, block_tokens) {
+            ("shard", None) => self.shard_seed = Some(seed),
+            ("shard", Some(block)) => {
+                return Err(Error::argument(format!(
+                    "Shuffle has block_tokens={block} beside unit=\"shard\", which keeps shards whole; drop one of \
+                     the two"
+                )));
+            }
+            ("block", _) if documents => {
+                return Err(Error::argument(
+                    "shuffle by block needs align=None but align is \"bos\", which keeps the order of documents; use \
+                     unit=\"shard\" or drop one of the two",
+                ));
+            }
+            ("block", block) => {
+                let lane_lens = self.stages.iter().map(|stage| stage.lane_len);
+                let block_tokens = match block {
+                    Some(block) => in_range("block_tokens", block, 1, MOST)?,
+                    None => lane_lens.clone().fold(1, least_common_multiple),
+                };
+                if let Some(lane_len) = lane_lens.clone().find(|lane_len| block_tokens % lane_len != 0) {
+                    return Err(Error::argument(format!(
+                        "block_tokens={block_tokens} is not a multiple of lane_len={lane_len}; choose block_tokens as \
+                         a multiple of the lane_len of every stage"
+                    )));
+                }
+                self.order = Order::Shuffled { seed, block_tokens };
+            }
+            ("window", Some(_)) => {
+                return Err(Error::argument(
+                    "Shuffle has block_tokens beside unit=\"window\", which starts at any token; drop one of the two",
+                ));
+            }
+            ("window", None) if documents => {
+                return Err(Error::argument(
+                    "random windows need align=None but align is \"bos\", which starts lanes at documents; drop one \
+                     of the two",
+                ));
+            }
+            ("window", None) if self.epochs.is_some() => {
+                return Err(Error::argument(
+                    "random windows are drawn without end, so there are no epochs to count; give epochs=None",
+                ));
+            }
+            ("window", None) => self.order = Order::Windows { seed },
+            (other, _) => {
+                return Err(Error::argument(format!(
+                    "the unit of Shuffle should be \"block\", \"shard\" or \"window\" but is \"{other}\"; choose one \
+                     of them"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Check the fields against each other and against the shards.
+    ///
+    /// # Errors
+    /// What contradicts what, or a batch that no shard has enough tokens for.
+    pub fn check(&self, sources: &Sources) -> Result<(), Error> {
+        let Self { lanes, process_count, bos_id, .. } = *self;
+        if lanes % process_count != 0 {
+            return Err(Error::argument(format!(
+                "lanes={lanes} cannot be shared equally by process_count={process_count} processes; choose lanes as a \
+                 multiple of process_count"
+            )));
+        }
+        if self.stages.is_empty() {
+            return Err(Error::argument(
+                "schedule has no stage, at least one was expected; leave it out or add one",
+            ));
+        }
+        if self.order != Order::Documents {
+            if self.loss_mask {
+                return Err(Error::argument(
+                    "loss_mask needs align=\"bos\" but align is None, which never cuts documents; drop one of the two",
+                ));
+            }
+            if let Some(max) = self.stages.iter().find_map(|stage| stage.max_doc_len) {
+                return Err(Error::argument(format!(
+                    "max_doc_len={max} needs align=\"bos\" but align is None, which never cuts documents; drop one of \
+                     the two"
+                )));
+            }
+        } else if let Some(size) = self.vocab_size.filter(|&size| bos_id >= size) {
+            return Err(Error::argument(format!(
+                "align=\"bos\" looks for bos_id={bos_id} but vocab_size={size} has ids below {size} only; give the \
+                 bos_id of this vocabulary or align=None"
+            )));
+        }
+        let total: u64 = sources.weights().sum();
+        for (catalog, weight) in sources.catalogs().zip(sources.weights()) {
+            // The most that a batch takes of this source is at least its share.
+            let share = (lanes as u128 * u128::from(weight)).div_ceil(u128::from(total));
+            let share = usize::try_from(share).unwrap_or(usize::MAX);
+            for stage in &self.stages {
+                self.check_fit(catalog, share, stage.lane_len)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_fit(&self, catalog: &Catalog, lanes: usize, lane_len: usize) -> Result<(), Error> {
+        let largest = catalog.shards().iter().map(|shard| shard.tokens).max().unwrap_or_default();
+        let in_one_shard = "tokens in one shard";
+        let (have, need, unit) = match self.order {
+            Order::Documents => (largest, lanes.saturating_mul(lane_len + 1), in_one_shard),
+            Order::Contiguous => (largest, lanes.saturating_mul(lane_len).saturating_add(1), in_one_shard),
+            Order::Windows { .. } => (largest, lane_len + 1, in_one_shard),
+            Order::Shuffled { block_tokens, .. } => {
+                let blocks: usize =
+                    catalog.shards().iter().map(|s| whole_blocks(s.tokens, block_tokens)).sum();
+                (blocks.saturating_mul(block_tokens / lane_len), lanes, "lane windows in whole blocks")
+            }
+        };
+        if have < need {
+            return Err(Error::argument(format!(
+                "a batch of lanes={lanes} x lane_len={lane_len} needs {need} {unit} but there are {have} at most \
+                 (shards from {}); use fewer lanes, a shorter lane_len or larger shards",
+                catalog.shards()[0].path.display()
+            )));
+        }
+        Ok(())
+    }
+
     /// The lanes of this process.
     #[must_use]
     pub fn local_lanes(&self) -> std::ops::Range<usize> {
@@ -107,38 +307,49 @@ pub(crate) fn whole_blocks(tokens: usize, block_tokens: usize) -> usize {
     tokens.saturating_sub(1) / block_tokens
 }
 
+fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (mut x, mut y) = (a, b);
+    while y != 0 {
+        (x, y) = (y, x % y);
+    }
+    (a / x).saturating_mul(b)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn stages(steps: &[Option<u64>]) -> Config {
-        let stage = |(index, steps): (usize, &Option<u64>)| Stage {
-            steps: *steps,
-            lane_len: index,
-            max_doc_len: None,
-            max_docs: None,
-        };
+    fn config(steps: &[Option<u64>], lane_lens: &[usize]) -> Config {
+        let stage = |(&steps, &lane_len)| Stage { steps, lane_len, max_doc_len: None, max_docs: None };
         Config {
             lanes: 8,
             order: Order::Contiguous,
             shard_seed: None,
             bos_id: 0,
-            stages: steps.iter().enumerate().map(stage).collect(),
+            stages: steps.iter().zip(lane_lens).map(stage).collect(),
             process_index: 3,
             process_count: 4,
             epochs: None,
             vocab_size: None,
             loss_mask: false,
             prefetch: 0,
+            backend: Backend::Map,
         }
     }
 
     #[test]
     fn stages_follow_each_other() {
-        let config = stages(&[Some(2), Some(1), Some(3)]);
-        let found: Vec<_> = (0..8).map(|step| config.stage_at(step).map(|stage| stage.lane_len)).collect();
-        assert_eq!(found, [Some(0), Some(0), Some(1), Some(2), Some(2), Some(2), None, None]);
-        assert_eq!(stages(&[None]).stage_at(u64::MAX - 1).map(|stage| stage.lane_len), Some(0));
-        assert_eq!(config.local_lanes(), 6..8);
+        let made = config(&[Some(2), Some(1), Some(3)], &[7, 8, 9]);
+        let found: Vec<_> = (0..8).map(|step| made.stage_at(step).map(|stage| stage.lane_len)).collect();
+        assert_eq!(found, [Some(7), Some(7), Some(8), Some(9), Some(9), Some(9), None, None]);
+        assert_eq!(config(&[None], &[7]).stage_at(u64::MAX - 1).map(|stage| stage.lane_len), Some(7));
+        assert_eq!(made.local_lanes(), 6..8);
+    }
+
+    #[test]
+    fn the_smallest_block_fits_every_stage() {
+        let mut made = config(&[Some(1); 3], &[16_384, 32_768, 49_152]);
+        made.shuffle(5, "block", None).unwrap();
+        assert_eq!(made.order, Order::Shuffled { seed: 5, block_tokens: 98_304 });
     }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 /// Size of the header in bytes.
 pub const BYTES: usize = 1024;
 
-/// The integers that tokens are stored as; the magic number says which.
+/// The integers that tokens are stored as; the first word of the header says which.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Width {
     /// uint16, as `FineWeb`'s shards of GPT-2 tokens.
@@ -24,21 +24,12 @@ impl Width {
         }
     }
 
-    /// The first header word.
+    /// The first two header words: magic number and version.
     #[must_use]
-    pub fn magic(self) -> i32 {
+    pub fn words(self) -> [i32; 2] {
         match self {
-            Self::Two => 20_240_520,
-            Self::Four => 20_240_801,
-        }
-    }
-
-    /// The second header word.
-    #[must_use]
-    pub fn version(self) -> i32 {
-        match self {
-            Self::Two => 1,
-            Self::Four => 7,
+            Self::Two => [20_240_520, 1],
+            Self::Four => [20_240_801, 7],
         }
     }
 
@@ -50,6 +41,12 @@ impl Width {
             Self::Four => u32::MAX,
         }
     }
+
+    /// The byte of a shard at which a token starts; also the size of a shard of so many tokens.
+    #[must_use]
+    pub fn offset(self, token: usize) -> u64 {
+        (BYTES + self.bytes() * token) as u64
+    }
 }
 
 impl fmt::Display for Width {
@@ -58,94 +55,11 @@ impl fmt::Display for Width {
     }
 }
 
-/// Size in bytes of a shard with `count` tokens.
-#[must_use]
-pub fn file_bytes(count: i32, width: Width) -> u64 {
-    BYTES as u64 + width.bytes() as u64 * u64::from(count.max(0).unsigned_abs())
-}
-
-/// What is wrong with a shard's header or size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum HeaderError {
-    /// The file is shorter than a header; its size in bytes.
-    NoHeader(u64),
-    /// The first header word is no magic number.
-    Magic(i32),
-    /// The second header word is not the version that belongs to the magic number.
-    Version {
-        /// The tokens that the magic number promises.
-        width: Width,
-        /// The version found.
-        found: i32,
-    },
-    /// The third header word, the token count, is zero or negative.
-    Count(i32),
-    /// The file ends before the last token.
-    Short {
-        /// Tokens that the header counts.
-        count: i32,
-        /// Size of a token.
-        width: Width,
-        /// Size of the file in bytes.
-        size: u64,
-    },
-    /// The file continues after the last token.
-    Long {
-        /// Tokens that the header counts.
-        count: i32,
-        /// Size of a token.
-        width: Width,
-        /// Size of the file in bytes.
-        size: u64,
-    },
-}
-
-impl fmt::Display for HeaderError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const AGAIN: &str = "copy it again or make it with `jspeed prepare`";
-        match self {
-            Self::NoHeader(size) => {
-                write!(f, "has {size} bytes, fewer than the {BYTES} bytes of a shard header; {AGAIN}")
-            }
-            Self::Magic(found) => write!(
-                f,
-                "is not a token shard: its first header word should be the magic number {} ({}) or {} ({}) but is \
-                 {found}; {AGAIN}",
-                Width::Two.magic(),
-                Width::Two,
-                Width::Four.magic(),
-                Width::Four
-            ),
-            Self::Version { width, found } => write!(
-                f,
-                "should be version {} ({width} tokens) but its header says version {found}; {AGAIN}",
-                width.version()
-            ),
-            Self::Count(0) => write!(f, "should hold at least one token but holds zero tokens; {AGAIN}"),
-            Self::Count(found) => {
-                write!(f, "should hold at least one token but its header counts {found}; {AGAIN}")
-            }
-            Self::Short { count, width, size } => write!(
-                f,
-                "is too short: its header counts {count} {width} tokens, which take {} bytes, but the file has {size}; \
-                 {AGAIN}",
-                file_bytes(*count, *width)
-            ),
-            Self::Long { count, width, size } => write!(
-                f,
-                "has trailing bytes: its header counts {count} {width} tokens, which take {} bytes, but the file has \
-                 {size}; {AGAIN}",
-                file_bytes(*count, *width)
-            ),
-        }
-    }
-}
-
 /// The header of a shard with `count` tokens of `width`.
 #[must_use]
 pub fn encode(count: i32, width: Width) -> Vec<u8> {
-    let words = [width.magic(), width.version(), count];
-    let mut bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let [magic, version] = width.words();
+    let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|word| word.to_le_bytes()).collect();
     bytes.resize(BYTES, 0);
     bytes
 }
@@ -153,30 +67,38 @@ pub fn encode(count: i32, width: Width) -> Vec<u8> {
 /// Check the first bytes of a file of `size` bytes and return how many tokens it holds, and of which width.
 ///
 /// # Errors
-/// The fault, with its byte offset.
-pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), (u64, HeaderError)> {
+/// What is wrong and what to do, to follow the name of the file in a message.
+pub fn parse(bytes: &[u8], size: u64) -> Result<(usize, Width), String> {
+    let fault = |what: String| Err(format!("{what}; copy it again or make it with `jspeed prepare`"));
     let (Some(magic), Some(version), Some(count), true) =
         (word(bytes, 0), word(bytes, 1), word(bytes, 2), size >= BYTES as u64)
     else {
-        return Err((size, HeaderError::NoHeader(size)));
+        return fault(format!("has {size} bytes, fewer than the {BYTES} bytes of a shard header"));
     };
-    let Some(width) = [Width::Two, Width::Four].into_iter().find(|width| width.magic() == magic) else {
-        return Err((0, HeaderError::Magic(magic)));
+    let widths = [Width::Two, Width::Four];
+    let Some(width) = widths.into_iter().find(|width| width.words()[0] == magic) else {
+        let [two, four] = widths.map(|width| format!("{} ({width})", width.words()[0]));
+        return fault(format!(
+            "is not a token shard: its first header word should be the magic number {two} or {four} but is {magic}"
+        ));
     };
-    if version != width.version() {
-        return Err((4, HeaderError::Version { width, found: version }));
+    let expected = width.words()[1];
+    if version != expected {
+        return fault(format!(
+            "should be version {expected} ({width} tokens) but its header says version {version}"
+        ));
     }
-    let tokens = match usize::try_from(count) {
-        Ok(tokens) if tokens > 0 => tokens,
-        _ => return Err((8, HeaderError::Count(count))),
+    let Some(tokens) = usize::try_from(count).ok().filter(|&tokens| tokens > 0) else {
+        return fault(format!("should hold at least one token but its header counts {count}"));
     };
-    match size.cmp(&file_bytes(count, width)) {
-        std::cmp::Ordering::Less => Err((size, HeaderError::Short { count, width, size })),
-        std::cmp::Ordering::Greater => {
-            Err((file_bytes(count, width), HeaderError::Long { count, width, size }))
-        }
-        std::cmp::Ordering::Equal => Ok((tokens, width)),
+    let need = width.offset(tokens);
+    if size != need {
+        let what = if size < need { "is too short" } else { "has trailing bytes" };
+        return fault(format!(
+            "{what}: its header counts {count} {width} tokens, which take {need} bytes, but the file has {size}"
+        ));
     }
+    Ok((tokens, width))
 }
 
 fn word(bytes: &[u8], index: usize) -> Option<i32> {
@@ -189,7 +111,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn header(magic: i32, version: i32, count: i32) -> Vec<u8> {
+    fn header([magic, version]: [i32; 2], count: i32) -> Vec<u8> {
         let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|w| w.to_le_bytes()).collect();
         bytes.resize(BYTES, 0);
         bytes
@@ -197,28 +119,24 @@ mod tests {
 
     #[test]
     fn each_fault_is_told_apart() {
-        let good = header(20_240_520, 1, 5);
-        let width = Width::Two;
-        assert_eq!(parse(&good, 1034), Ok((5, width)));
-        assert_eq!(parse(&good, 1033), Err((1033, HeaderError::Short { count: 5, width, size: 1033 })));
-        assert_eq!(parse(&good, 1035), Err((1034, HeaderError::Long { count: 5, width, size: 1035 })));
-        assert_eq!(parse(&good[..1023], 1023), Err((1023, HeaderError::NoHeader(1023))));
-        assert_eq!(parse(&[], 0), Err((0, HeaderError::NoHeader(0))));
-        assert_eq!(parse(&header(7, 1, 5), 1034), Err((0, HeaderError::Magic(7))));
-        assert_eq!(
-            parse(&header(20_240_520, 7, 5), 1034),
-            Err((4, HeaderError::Version { width, found: 7 }))
-        );
-        assert_eq!(parse(&header(20_240_520, 1, 0), 1024), Err((8, HeaderError::Count(0))));
-        assert_eq!(parse(&header(20_240_520, 1, -1), 1022), Err((1022, HeaderError::NoHeader(1022))));
-        assert_eq!(parse(&header(20_240_520, 1, -1), 1024), Err((8, HeaderError::Count(-1))));
-        let (wide, width) = (header(20_240_801, 7, 5), Width::Four);
-        assert_eq!(parse(&wide, 1044), Ok((5, width)));
-        assert_eq!(parse(&wide, 1034), Err((1034, HeaderError::Short { count: 5, width, size: 1034 })));
-        assert_eq!(
-            parse(&header(20_240_801, 1, 5), 1044),
-            Err((4, HeaderError::Version { width, found: 1 }))
-        );
+        let (narrow, wide) = ([20_240_520, 1], [20_240_801, 7]);
+        assert_eq!(parse(&header(narrow, 5), 1034), Ok((5, Width::Two)));
+        assert_eq!(parse(&header(wide, 5), 1044), Ok((5, Width::Four)));
+        for (words, count, size, told) in [
+            (narrow, 5, 1033, "too short: its header counts 5 uint16 tokens, which take 1034 bytes"),
+            (narrow, 5, 1035, "trailing bytes"),
+            (wide, 5, 1034, "too short: its header counts 5 uint32 tokens, which take 1044 bytes"),
+            ([7, 1], 5, 1034, "magic number 20240520 (uint16) or 20240801 (uint32) but is 7"),
+            ([20_240_520, 7], 5, 1034, "version 1 (uint16 tokens) but its header says version 7"),
+            ([20_240_801, 1], 5, 1044, "version 7 (uint32 tokens) but its header says version 1"),
+            (narrow, 0, 1024, "its header counts 0"),
+            (narrow, -1, 1024, "its header counts -1"),
+            (narrow, -1, 1022, "has 1022 bytes, fewer than"),
+        ] {
+            let fault = parse(&header(words, count), size).unwrap_err();
+            assert!(fault.contains(told), "{fault}");
+        }
+        assert!(parse(&[], 0).unwrap_err().contains("has 0 bytes"));
     }
 
     proptest! {
@@ -228,7 +146,7 @@ mod tests {
             size in any::<u64>(), magic in any::<bool>(), wide in any::<bool>(), count in any::<i32>(),
         ) {
             let width = if wide { Width::Four } else { Width::Two };
-            let bytes = if magic { header(width.magic(), width.version(), count) } else { bytes };
+            let bytes = if magic { header(width.words(), count) } else { bytes };
             if let Ok((tokens, width)) = parse(&bytes, size) {
                 prop_assert_eq!(size, (1024 + width.bytes() * tokens) as u64);
                 prop_assert!(tokens > 0);
@@ -238,8 +156,8 @@ mod tests {
         #[test]
         fn a_good_header_gives_its_count(count in 1..i32::MAX, wide in any::<bool>()) {
             let width = if wide { Width::Four } else { Width::Two };
-            let good = header(width.magic(), width.version(), count);
-            prop_assert_eq!(parse(&good, file_bytes(count, width)), Ok((usize::try_from(count).unwrap(), width)));
+            let (good, tokens) = (header(width.words(), count), usize::try_from(count).unwrap());
+            prop_assert_eq!(parse(&good, width.offset(tokens)), Ok((tokens, width)));
             prop_assert_eq!(encode(count, width), good);
         }
     }

@@ -17,8 +17,7 @@ use std::sync::{Mutex, PoisonError};
 use bytemuck::Zeroable;
 use bytemuck::allocation::try_zeroed_slice_box;
 
-use crate::Error;
-use crate::arguments::in_range;
+use crate::error::{Error, in_range};
 use crate::scan::Tokens;
 
 mod contexts;
@@ -123,7 +122,7 @@ impl ContextIndex {
     /// An empty index, with all the memory that it will ever take.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an argument out of its range, or more memory than there is.
+    /// An argument is out of its range, or the memory is more than there is.
     pub fn new(given: &IndexArguments) -> Result<Self, Error> {
         let capacity = in_range("capacity", given.capacity, 1, u32::MAX.into())?;
         let mut lengths = given
@@ -185,7 +184,7 @@ impl ContextIndex {
     /// nor what follows it is in two documents.
     ///
     /// # Errors
-    /// [`Error::Argument`] when steps do not follow each other or the index is full; nothing has changed then.
+    /// Steps do not follow each other or the index is full; nothing has changed then.
     pub fn push(&mut self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
         self.check(step, tokens, row_len)?;
         if tokens.len() > self.capacity - self.tokens {
@@ -218,7 +217,7 @@ impl ContextIndex {
     /// Answer what followed the context up to each token of rows of `row_len` tokens, in the steps before `step`.
     ///
     /// # Errors
-    /// [`Error::Argument`] unless exactly the steps before `step` were pushed.
+    /// Other steps than exactly those before `step` were pushed.
     pub fn query(
         &self,
         step: u64,

@@ -1,14 +1,15 @@
 //! Choose which tokens of one shard set go into which lanes (rows) of a batch.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::catalog::{Catalog, Shard};
 use crate::config::{Config, Order, Stage, whole_blocks};
-use crate::error::Error;
+use crate::error::{Error, Kind};
 use crate::readahead::ReadAhead;
-use crate::reader::{Backend, Readers};
+use crate::reader::Readers;
 use crate::shuffle::{Permutation, draw};
 use crate::state::Place;
 
@@ -21,12 +22,13 @@ pub(crate) struct Piece {
     pub(crate) cut: bool,
 }
 
-/// Result of planning a batch.
-pub(crate) enum Planned {
-    /// The pieces of this process's lanes.
-    Lanes { pieces: Vec<Piece>, after: Place, dropped: usize },
-    /// The last epoch has ended.
-    End { dropped: usize },
+/// The pieces of this process's lanes in a batch.
+pub(crate) struct Planned {
+    pub(crate) pieces: Vec<Piece>,
+    /// Where the source stands after all lanes.
+    pub(crate) after: Place,
+    /// Tokens passed over.
+    pub(crate) dropped: usize,
 }
 
 /// The pieces in one shard, or in one epoch of blocks, and the token after the last.
@@ -56,12 +58,7 @@ pub(crate) struct LanePlanner {
 }
 
 impl LanePlanner {
-    pub(crate) fn new(
-        catalog: Arc<Catalog>,
-        config: Arc<Config>,
-        stop: Arc<AtomicBool>,
-        backend: Backend,
-    ) -> Self {
+    pub(crate) fn new(catalog: Arc<Catalog>, config: Arc<Config>, stop: Arc<AtomicBool>) -> Self {
         let mut blocks = Vec::new();
         if let Order::Shuffled { block_tokens, .. } = config.order {
             blocks.push(0);
@@ -70,19 +67,20 @@ impl LanePlanner {
                 Some(*total)
             }));
         }
-        Self { catalog, readers: Readers::new(backend), config, stop, ahead: ReadAhead::default(), blocks }
+        let readers = Readers::new(config.backend);
+        Self { catalog, readers, config, stop, ahead: ReadAhead::default(), blocks }
     }
 
-    /// Find the tokens of all `wanted` lanes from `from` on, in one shard.
-    pub(crate) fn find(&mut self, from: Place, wanted: LaneRequest<'_>) -> Result<Planned, Error> {
+    /// Find the tokens of all `wanted` lanes from `from` on, in one shard; `None` after the last epoch.
+    pub(crate) fn find(&mut self, from: Place, wanted: LaneRequest<'_>) -> Result<Option<Planned>, Error> {
         let (mut at, mut dropped) = (from, 0);
         let mut from_the_start = (at.shard, at.offset) == (0, 0);
         let plan = loop {
             if self.config.epochs.is_some_and(|epochs| at.epoch >= epochs) {
-                return Ok(Planned::End { dropped });
+                return Ok(None);
             }
             if self.stop.load(Ordering::Relaxed) {
-                return Err(Error::Stopped);
+                return Err(Error::stopped());
             }
             self.readers.rewind();
             if let Some(plan) = self.plan(&at, wanted)? {
@@ -106,7 +104,7 @@ impl LanePlanner {
         dropped += plan.end - at.offset - wanted.lanes.len() * used;
         let after = Place { offset: plan.end, ..at };
         self.read_ahead(&after);
-        Ok(Planned::Lanes { pieces: plan.pieces, after, dropped })
+        Ok(Some(Planned { pieces: plan.pieces, after, dropped }))
     }
 
     /// Shards visited one after another, or 1 when the order mixes shards.
@@ -194,9 +192,9 @@ impl LanePlanner {
             if let Some(index) = documents.iter().position(|(count, _)| *count > max_docs) {
                 reader.unchanged()?;
                 let (found, offset) = documents[index];
-                let fits = documents.iter().map(|(count, _)| *count).max();
-                let (path, lane) = (self.catalog.shards()[shard].path.clone(), lanes[index]);
-                return Err(Error::DocOverflow { path, offset, step, lane, found, max_docs, fits });
+                let least = documents.iter().map(|(count, _)| *count).max().unwrap_or(found);
+                let path = &self.catalog.shards()[shard].path;
+                return Err(too_many_documents(path, offset, (step, lanes[index]), (found, max_docs, least)));
             }
         }
         Ok(Some(Pieces { pieces, end }))
@@ -275,12 +273,34 @@ impl LanePlanner {
 
     fn no_batch(&self, LaneRequest { stage, lanes, .. }: LaneRequest<'_>) -> Error {
         let shards = self.catalog.shards();
-        Error::NoBatch {
-            path: shards[0].path.clone(),
-            shards: shards.len(),
-            lanes: lanes.len(),
-            lane_len: stage.lane_len,
-            bos_id: (self.config.order == Order::Documents).then_some(self.config.bos_id),
-        }
+        let start = match self.config.order {
+            Order::Documents => format!(" that start at a document (token {})", self.config.bos_id),
+            _ => String::new(),
+        };
+        Error::argument(format!(
+            "no batch of {} lanes x {} tokens{start} fits into any of {} shard(s) from {}; use fewer lanes, a shorter \
+             lane_len or larger shards",
+            lanes.len(),
+            stage.lane_len,
+            shards.len(),
+            shards[0].path.display()
+        ))
     }
+}
+
+/// The error for a lane that holds `found` documents and starts at token `offset`; a table of `least` is needed.
+pub(crate) fn too_many_documents(
+    path: &Path,
+    offset: usize,
+    (step, lane): (u64, usize),
+    (found, max_docs, least): (usize, usize, usize),
+) -> Error {
+    Error::new(
+        Kind::DocOverflow,
+        format!(
+            "step {step}, lane {lane} (shard {}, token {offset}) holds {found} documents but max_docs={max_docs}; set \
+             max_docs to at least {least}, or more where other lanes hold more",
+            path.display()
+        ),
+    )
 }

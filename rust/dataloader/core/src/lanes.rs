@@ -1,6 +1,6 @@
 //! The stream of batches: assign tokens to lanes (a lane is one row of a batch: packed documents).
 //!
-//! Every process planners the boundaries of all lanes, so that all stand at the same place after every batch,
+//! Every process plans the boundaries of all lanes, so that all stand at the same place after every batch,
 //! and copies only its own lanes. In a mixture each source fills the lanes that fall to it as if it were alone.
 
 use std::sync::Arc;
@@ -8,22 +8,10 @@ use std::sync::atomic::AtomicBool;
 
 use crate::buffer::{Batch, Pool, Shape};
 use crate::config::{Config, Order};
-use crate::error::Error;
-use crate::lane_ranges::{LanePlanner, LaneRequest, Piece, Planned};
-use crate::reader::Backend;
+use crate::error::{Error, Kind};
+use crate::lane_ranges::{LanePlanner, LaneRequest, Piece, too_many_documents};
 use crate::sources::Sources;
 use crate::state::Cursor;
-
-/// What a stream yields.
-pub enum Item {
-    /// The next batch.
-    Batch(Batch),
-    /// There is none; the tokens passed over since the last one.
-    End {
-        /// Tokens that no lane holds.
-        dropped: u64,
-    },
-}
 
 /// Batches, one after the other.
 pub struct Stream {
@@ -35,7 +23,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// A stream that continues at `cursor` and gives up with [`Error::Stopped`] once `stop` is set.
+    /// A stream that continues at `cursor` and gives up with an error once `stop` is set.
     #[must_use]
     pub fn new(
         sources: Arc<Sources>,
@@ -43,44 +31,36 @@ impl Stream {
         pool: Arc<Pool>,
         cursor: Cursor,
         stop: &Arc<AtomicBool>,
-        backend: Backend,
     ) -> Self {
-        let planner = |catalog: &Arc<_>| {
-            LanePlanner::new(Arc::clone(catalog), Arc::clone(&config), Arc::clone(stop), backend)
-        };
+        let planner =
+            |catalog: &Arc<_>| LanePlanner::new(Arc::clone(catalog), Arc::clone(&config), Arc::clone(stop));
         let planners = sources.catalogs().map(planner).collect();
         Self { sources, config, pool, cursor, planners }
     }
 
-    /// Make the next batch.
+    /// Make the next batch; `None` after the last.
     ///
     /// # Errors
     /// A shard that changed or cannot be read, a token outside the vocabulary, too many documents in a lane, or
     /// an epoch without a single batch.
-    pub fn next_item(&mut self) -> Result<Item, Error> {
+    pub fn next_batch(&mut self) -> Result<Option<Batch>, Error> {
         let config = Arc::clone(&self.config);
         let step = self.cursor.step;
-        let Some(stage) = config.stage_at(step) else {
-            return Ok(Item::End { dropped: 0 });
-        };
+        let Some(stage) = config.stage_at(step) else { return Ok(None) };
         let (bytes_before, switches_before) = self.counts();
         let mut after = Cursor { step: step + 1, places: self.cursor.places.clone() };
-        let (mut found, mut dropped, mut ended) = (Vec::with_capacity(self.planners.len()), 0, false);
+        let (mut found, mut dropped) = (Vec::with_capacity(self.planners.len()), 0);
         for (source, lanes) in self.lanes_of_sources().iter().enumerate() {
             if lanes.is_empty() {
                 continue;
             }
-            match self.planners[source].find(after.places[source], LaneRequest { step, stage, lanes })? {
-                Planned::Lanes { pieces, after: place, dropped: passed } => {
-                    after.places[source] = place;
-                    found.push((source, pieces));
-                    dropped += passed;
-                }
-                Planned::End { dropped: passed } => (ended, dropped) = (true, dropped + passed),
-            }
-        }
-        if ended {
-            return Ok(Item::End { dropped: dropped as u64 });
+            let wanted = LaneRequest { step, stage, lanes };
+            let Some(planned) = self.planners[source].find(after.places[source], wanted)? else {
+                return Ok(None);
+            };
+            after.places[source] = planned.after;
+            dropped += planned.dropped;
+            found.push((source, planned.pieces));
         }
         let shape = Shape {
             rows: config.local_lanes().len(),
@@ -103,7 +83,7 @@ impl Stream {
         batch.bytes_read = bytes - bytes_before;
         batch.switches = switches - switches_before;
         batch.after = self.cursor.clone();
-        Ok(Item::Batch(batch))
+        Ok(Some(batch))
     }
 
     /// The lanes of the next batch that each source fills.
@@ -152,9 +132,9 @@ impl Stream {
             ends = starts.into_iter().filter(|at| (1..lane_len).contains(at)).collect();
             ends.push(lane_len);
             if ends.len() > max_docs {
-                let path = self.planners[source].catalog.shards()[first.shard].path.clone();
-                let (offset, lane, found) = (first.range.start, first.lane, ends.len());
-                return Err(Error::DocOverflow { path, offset, step, lane, found, max_docs, fits: None });
+                let path = &self.planners[source].catalog.shards()[first.shard].path;
+                let (offset, found) = (first.range.start, ends.len());
+                return Err(too_many_documents(path, offset, (step, first.lane), (found, max_docs, found)));
             }
         }
         batch.set_documents(row, &ends);
@@ -169,9 +149,16 @@ impl Stream {
         let mut before = 0;
         for Piece { shard, range, .. } in pieces {
             if at < before + range.len() {
-                let path = self.planners[source].catalog.shards()[*shard].path.clone();
-                let offset = range.start + at - before;
-                return Err(Error::TokenRange { path, offset, token: tokens.at(at), vocab_size });
+                return Err(Error::new(
+                    Kind::TokenRange,
+                    format!(
+                        "shard {} holds token id {} at token position {}, but vocab_size={vocab_size} allows ids below \
+                         {vocab_size} only; use the vocabulary the shard was made with or make the shard again",
+                        self.planners[source].catalog.shards()[*shard].path.display(),
+                        tokens.at(at),
+                        range.start + at - before
+                    ),
+                ));
             }
             before += range.len();
         }

@@ -1,9 +1,9 @@
 //! Token shards to training batches: the stream of jspeed, in plain Rust; and [`ContextIndex`], which remembers them.
 //!
-//! [`Catalog`] validates the shard files, [`Sources`] mixes sets of them, [`Config`] is the checked request,
-//! [`lanes::Stream`] produces batches one after
-//! the other, and [`Loader`] runs a stream ahead of its consumer. What a stream yields depends on the shards
-//! and the configuration only: never on the process count, the prefetch depth or timing.
+//! [`Catalog`] validates the shard files, [`Sources`] mixes sets of them, [`Config`] is the request and is checked
+//! against them, [`lanes::Stream`] produces batches one after the other, and [`Loader`] runs a stream ahead of its
+//! consumer. What a stream yields depends on the shards and the configuration only: never on the process count, the
+//! prefetch depth or timing.
 //!
 //! Beside it, [`canonical`] tells which tokens a tokenizer never writes one after the other.
 #![deny(missing_docs)]
@@ -11,7 +11,6 @@
 #[cfg(not(all(unix, target_endian = "little", target_pointer_width = "64")))]
 compile_error!("the shard reader needs a 64-bit little-endian Unix");
 
-pub mod arguments;
 pub mod buffer;
 pub mod canonical;
 pub mod catalog;
@@ -30,11 +29,10 @@ pub mod sources;
 pub mod state;
 pub mod stats;
 
-pub use arguments::{Arguments, ShuffleArguments, StageArguments};
 pub use buffer::Batch;
 pub use catalog::Catalog;
-pub use config::Config;
-pub use error::Error;
+pub use config::{Backend, Config, Order, Stage};
+pub use error::{Error, Kind};
 pub use index::{ContextIndex, Found, IndexArguments};
 pub use prefetch::{Loader, Next, Wait};
 pub use sources::Sources;

@@ -8,12 +8,10 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
-use crate::arguments::Arguments;
 use crate::buffer::{Batch, Pool};
 use crate::config::Config;
-use crate::error::Error;
-use crate::lanes::{Item, Stream};
-use crate::reader::Backend;
+use crate::error::{Error, Kind};
+use crate::lanes::Stream;
 use crate::sources::Sources;
 use crate::state::{self, Cursor, Value};
 use crate::stats::Stats;
@@ -45,7 +43,6 @@ pub struct Loader {
     sources: Arc<Sources>,
     config: Arc<Config>,
     pool: Arc<Pool>,
-    backend: Backend,
     shared: Arc<Shared>,
     made_in: u32,
 }
@@ -58,8 +55,8 @@ struct Shared {
 #[derive(Default)]
 struct Inner {
     queue: VecDeque<Batch>,
-    /// Why no batch will follow the queue: the tokens dropped last, or an error.
-    end: Option<Result<u64, Error>>,
+    /// Why no batch will follow the queue: it was the last, or an error.
+    end: Option<Result<(), Error>>,
     delivered: Cursor,
     /// Consumers that wait at this moment.
     waiting: usize,
@@ -79,41 +76,18 @@ impl Shared {
     }
 }
 
-impl Inner {
-    fn accept(&mut self, item: Result<Item, Error>) {
-        match item {
-            Ok(Item::Batch(batch)) => self.queue.push_back(batch),
-            Ok(Item::End { dropped }) => self.end = Some(Ok(dropped)),
-            Err(error) => self.end = Some(Err(error)),
-        }
-    }
-}
-
 impl Loader {
     /// A loader at the start of its stream; nothing is read until [`Loader::start`] or [`Loader::next`].
-    #[must_use]
-    pub fn new(sources: Sources, config: Config, backend: Backend) -> Self {
-        let pool = Pool::new(config.prefetch + 2);
-        let inner = Inner { delivered: Cursor::start(sources.count()), ..Inner::default() };
-        let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
-        let sources = Arc::new(sources);
-        Self { sources, config: Arc::new(config), pool, backend, shared, made_in: process::id() }
-    }
-
-    /// A loader for raw arguments.
     ///
     /// # Errors
-    /// As [`Config::new`] and [`Arguments::backend`].
-    pub fn open(sources: impl Into<Sources>, arguments: &Arguments) -> Result<Self, Error> {
-        let sources = sources.into();
-        let config = Config::new(arguments, &sources)?;
-        Ok(Self::new(sources, config, arguments.backend()?))
-    }
-
-    /// The checked configuration.
-    #[must_use]
-    pub fn config(&self) -> &Config {
-        &self.config
+    /// As [`Config::check`].
+    pub fn new(sources: Sources, config: Config) -> Result<Self, Error> {
+        config.check(&sources)?;
+        let pool = Pool::new(config.prefetch + 2);
+        let inner = Inner { delivered: Cursor::start(sources.catalogs().count()), ..Inner::default() };
+        let shared = Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new() });
+        let (sources, config) = (Arc::new(sources), Arc::new(config));
+        Ok(Self { sources, config, pool, shared, made_in: process::id() })
     }
 
     /// Begin to make batches; does nothing when that has begun.
@@ -157,14 +131,10 @@ impl Loader {
             self.shared.changed.notify_all();
             return Ok(Next::Batch(batch));
         }
-        match &mut inner.end {
+        match &inner.end {
             None => Ok(Next::Pending),
             Some(Err(error)) => Err(error.clone()),
-            Some(Ok(dropped)) => {
-                let dropped = std::mem::take(dropped);
-                inner.stats.dropped_tokens += dropped;
-                Ok(Next::End)
-            }
+            Some(Ok(())) => Ok(Next::End),
         }
     }
 
@@ -181,7 +151,7 @@ impl Loader {
     /// Continue after the batches of a saved state.
     ///
     /// # Errors
-    /// [`Error::State`] when it belongs to other data or settings, or the loader is closed.
+    /// [`Kind::State`] when it belongs to other data or settings, or the loader is closed.
     pub fn load_state(&self, fields: &[(String, Value)]) -> Result<(), Error> {
         self.check_process()?;
         let cursor = state::load(fields, &self.config, &self.sources)?;
@@ -233,7 +203,6 @@ impl Loader {
             Arc::clone(&self.pool),
             inner.delivered.clone(),
             &stop,
-            self.backend,
         );
         let (shared, flag, depth) = (Arc::clone(&self.shared), Arc::clone(&stop), self.config.prefetch);
         let handle = Builder::new()
@@ -263,7 +232,17 @@ impl Loader {
     /// Threads and locks do not survive `fork`.
     fn check_process(&self) -> Result<(), Error> {
         let here = process::id();
-        if self.made_in == here { Ok(()) } else { Err(Error::Forked { made_in: self.made_in, here }) }
+        if self.made_in == here {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::Forked,
+            format!(
+                "this loader was made in process {} and cannot be used in its fork {here}, which has none of its \
+                 threads; make the loader in the child or start the child with spawn",
+                self.made_in
+            ),
+        ))
     }
 }
 
@@ -296,7 +275,7 @@ fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize
             !wanted && !stop.load(Ordering::Relaxed)
         };
         drop(shared.changed.wait_while(shared.lock(), idle).unwrap_or_else(PoisonError::into_inner));
-        let item = catch_unwind(AssertUnwindSafe(|| stream.next_item())).unwrap_or_else(|_| {
+        let made = catch_unwind(AssertUnwindSafe(|| stream.next_batch())).unwrap_or_else(|_| {
             Err(Error::argument(
                 "the loader's thread panicked, which is a bug; report it with the text above",
             ))
@@ -305,7 +284,11 @@ fn produce(stream: &mut Stream, shared: &Shared, stop: &AtomicBool, depth: usize
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        inner.accept(item);
+        match made {
+            Ok(Some(batch)) => inner.queue.push_back(batch),
+            Ok(None) => inner.end = Some(Ok(())),
+            Err(error) => inner.end = Some(Err(error)),
+        }
         shared.changed.notify_all();
         if inner.end.is_some() {
             return;

@@ -23,7 +23,7 @@ impl ReadAhead {
         if self.shard.as_ref().is_none_or(|(open, _)| *open != index) {
             (self.shard, self.advised) = (Some((index, open_regular(&next.path).ok())), 0);
         }
-        let wanted = u128::from(next.bytes()) * past as u128 / of as u128;
+        let wanted = u128::from(next.width.offset(next.tokens)) * past as u128 / of as u128;
         let wanted = u64::try_from(wanted).unwrap_or_default();
         if let Some((_, Some(file))) = &self.shard {
             if wanted > self.advised {

@@ -15,22 +15,14 @@ use memmap2::Mmap;
 use rustix::io::Errno;
 
 use crate::buffer::{LINE, Line, view, view_mut};
-use crate::catalog::{Catalog, Shard, open_regular, why};
-use crate::error::Error;
+use crate::catalog::{Catalog, Shard, open_regular};
+use crate::config::Backend;
+use crate::error::{Error, Kind};
 use crate::header::{self, Width};
 use crate::scan::Tokens;
 
 /// Tokens populated at a time while scanning (64 KiB of uint16): small, so that few unneeded pages are read.
 const CHUNK: usize = 1 << 15;
-
-/// How shards are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
-    /// Mapped, with `pread` where the kernel lacks what that needs.
-    Map,
-    /// Always `pread`.
-    Pread,
-}
 
 enum Source {
     Map(Mmap),
@@ -65,18 +57,17 @@ impl Reader {
     /// # Errors
     /// The file cannot be opened, or its size is no longer what the catalogue saw.
     pub fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
-        let failed = |error: std::io::Error| io(&shard.path, 0, &error);
+        let failed = |error: std::io::Error| Error::io(&shard.path, 0, &error);
         let file = open_regular(&shard.path).map_err(failed)?;
         let stamp = Stamp::of(&file.metadata().map_err(failed)?);
-        let was = shard.bytes();
+        let was = shard.width.offset(shard.tokens);
         if stamp.size != was {
-            return Err(Error::Resized { path: shard.path.clone(), offset: 0, was, now: stamp.size });
+            return Err(changed(shard, 0, &resized(was, stamp.size)));
         }
         // SAFETY: the mapping is read-only and private to this reader. Another process may still change the file:
         // ranges are populated before they are touched and `unchanged` is called before a copy is used.
         #[expect(unsafe_code, reason = "mapping a file that others may change has no safe interface")]
-        let map =
-            if backend == Backend::Map && CAN_POPULATE { unsafe { Mmap::map(&file) }.ok() } else { None };
+        let map = if backend == Backend::Map { unsafe { Mmap::map(&file) }.ok() } else { None };
         let source = map.map_or_else(|| Source::Pread(Vec::new()), Source::Map);
         Ok(Self { shard: shard.clone(), file, stamp, source, ready: 0..0, bytes_read: 0 })
     }
@@ -117,7 +108,7 @@ impl Reader {
     /// Find the first `token` in `range`.
     ///
     /// # Errors
-    /// As [`Reader::tokens`], and [`Error::Stopped`] once `stop` is set.
+    /// As [`Reader::tokens`], and an error once `stop` is set.
     pub fn find(
         &mut self,
         token: u32,
@@ -127,7 +118,7 @@ impl Reader {
         let mut from = range.start;
         while from < range.end {
             if stop.load(Ordering::Relaxed) {
-                return Err(Error::Stopped);
+                return Err(Error::stopped());
             }
             // Scan the populated range first: a document costs no system call of its own.
             if !self.ready.contains(&from) {
@@ -145,22 +136,16 @@ impl Reader {
     /// Check that the file still is the one that was opened: same size, not written to.
     ///
     /// # Errors
-    /// [`Error::Resized`] or [`Error::Changed`].
+    /// It is not; [`Kind::Changed`].
     pub fn unchanged(&self) -> Result<(), Error> {
-        let offset = self.shard.byte(self.ready.start);
-        let now = Stamp::of(&self.file.metadata().map_err(|error| io(&self.shard.path, offset, &error))?);
-        if now.size != self.stamp.size {
-            return Err(Error::Resized {
-                path: self.shard.path.clone(),
-                offset,
-                was: self.stamp.size,
-                now: now.size,
-            });
+        let offset = self.shard.width.offset(self.ready.start);
+        let metadata = self.file.metadata().map_err(|error| Error::io(&self.shard.path, offset, &error))?;
+        let now = Stamp::of(&metadata);
+        if now == self.stamp {
+            return Ok(());
         }
-        if now != self.stamp {
-            return Err(Error::Changed { path: self.shard.path.clone(), offset });
-        }
-        Ok(())
+        let what = if now.size == self.stamp.size { WRITTEN } else { &resized(self.stamp.size, now.size) };
+        Err(changed(&self.shard, offset, what))
     }
 
     fn chunk_from(&self, token: usize) -> usize {
@@ -176,7 +161,7 @@ impl Reader {
             if !(self.ready.start..=self.ready.end).contains(&range.start) {
                 self.ready = range.start..range.start;
             }
-            let (from, to) = (self.shard.byte(self.ready.end), self.shard.byte(ahead));
+            let (from, to) = (self.shard.width.offset(self.ready.end), self.shard.width.offset(ahead));
             match populate(map, index(from), index(to - from)) {
                 Ok(()) => {
                     self.ready.end = ahead;
@@ -185,7 +170,7 @@ impl Reader {
                 }
                 Err(error) if error.raw_os_error() == Some(Errno::FAULT.raw_os_error()) => {
                     self.unchanged()?;
-                    return Err(Error::Changed { path: self.shard.path.clone(), offset: from });
+                    return Err(changed(&self.shard, from, WRITTEN));
                 }
                 Err(_) => self.source = Source::Pread(Vec::new()),
             }
@@ -194,7 +179,7 @@ impl Reader {
     }
 
     fn read(&mut self, range: Range<usize>) -> Result<(), Error> {
-        let offset = self.shard.byte(range.start);
+        let offset = self.shard.width.offset(range.start);
         let len = self.shard.width.bytes() * range.len();
         let mut lines = match &mut self.source {
             Source::Pread(window) => std::mem::take(window),
@@ -204,7 +189,7 @@ impl Reader {
         lines.resize(len.div_ceil(LINE), Line::ZERO);
         if let Err(error) = self.file.read_exact_at(view_mut(&mut lines, len), offset) {
             self.unchanged()?;
-            return Err(io(&self.shard.path, offset, &error));
+            return Err(Error::io(&self.shard.path, offset, &error));
         }
         self.bytes_read += len as u64;
         self.source = Source::Pread(lines);
@@ -212,8 +197,6 @@ impl Reader {
         Ok(())
     }
 }
-
-const CAN_POPULATE: bool = cfg!(target_os = "linux");
 
 #[cfg(target_os = "linux")]
 fn populate(map: &Mmap, from: usize, len: usize) -> std::io::Result<()> {
@@ -237,8 +220,20 @@ fn index(byte: u64) -> usize {
     usize::try_from(byte).unwrap_or(usize::MAX)
 }
 
-fn io(path: &std::path::Path, offset: u64, error: &std::io::Error) -> Error {
-    Error::Io { path: path.to_owned(), offset, reason: why(error) }
+const WRITTEN: &str = "was written to, or its disk failed, while it was read";
+
+fn resized(was: u64, now: u64) -> String {
+    format!("had {was} bytes when it was opened and has {now} now, noticed while reading")
+}
+
+fn changed(shard: &Shard, offset: u64, what: &str) -> Error {
+    Error::new(
+        Kind::Changed,
+        format!(
+            "shard {} {what} at byte {offset}; restore it, and replace shards by renaming a finished file over them",
+            shard.path.display()
+        ),
+    )
 }
 
 /// The shards that are open: the last two that were used.

@@ -13,7 +13,7 @@ pub enum Tokens<'a> {
     U32(&'a [u32]),
 }
 
-impl Tokens<'_> {
+impl<'a> Tokens<'a> {
     /// How many.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -27,6 +27,15 @@ impl Tokens<'_> {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Their memory.
+    #[must_use]
+    pub fn as_bytes(&self) -> &'a [u8] {
+        match self {
+            Self::U16(tokens) => bytemuck::cast_slice(tokens),
+            Self::U32(tokens) => bytemuck::cast_slice(tokens),
+        }
     }
 
     /// How they are stored.

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use crate::catalog::{Catalog, Fingerprint};
+use crate::config::MOST;
 use crate::error::Error;
 use crate::header::Width;
 
@@ -13,16 +14,9 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 #[derive(Debug, Clone)]
 pub struct Sources {
     sets: Vec<(Arc<Catalog>, u64)>,
-    /// Where each source but the last ends in [0, 1), in units of 2^-64.
+    /// See [`bounds`].
     bounds: Vec<u64>,
     fingerprint: String,
-}
-
-impl From<Arc<Catalog>> for Sources {
-    fn from(catalog: Arc<Catalog>) -> Self {
-        let fingerprint = catalog.fingerprint().to_owned();
-        Self { sets: vec![(catalog, 1)], bounds: Vec::new(), fingerprint }
-    }
 }
 
 impl Sources {
@@ -30,17 +24,21 @@ impl Sources {
     ///
     /// # Errors
     /// No set, a weight outside 1 to 2^31 - 1, or tokens of two widths.
-    pub fn mixed(given: Vec<(Arc<Catalog>, i64)>) -> Result<Self, Error> {
-        let mut sources: Vec<(Arc<Catalog>, u64)> = Vec::with_capacity(given.len());
+    pub fn new(given: Vec<(Arc<Catalog>, i64)>) -> Result<Self, Error> {
+        let Some(first) = given.first().map(|(catalog, _)| Arc::clone(catalog)) else {
+            return Err(Error::argument(
+                "the mixture has no shards, at least one pair (shards, weight) was expected; add one",
+            ));
+        };
+        let mut sets = Vec::with_capacity(given.len());
         for (catalog, weight) in given {
-            if !(1..=i64::from(i32::MAX)).contains(&weight) {
+            if !(1..=MOST).contains(&weight) {
                 return Err(Error::argument(format!(
-                    "the weight of {catalog} should be from 1 to {} but is {weight}; choose whole numbers in the \
-                     proportions you want, such as 7 and 3",
-                    i32::MAX
+                    "the weight of {catalog} should be from 1 to {MOST} but is {weight}; choose whole numbers in the \
+                     proportions you want, such as 7 and 3"
                 )));
             }
-            if let Some((first, _)) = sources.first().filter(|(first, _)| first.width() != catalog.width()) {
+            if first.width() != catalog.width() {
                 return Err(Error::argument(format!(
                     "a mixture should have tokens of one width but {first} holds {} and {catalog} holds {}; make one \
                      of them again",
@@ -48,35 +46,15 @@ impl Sources {
                     catalog.width()
                 )));
             }
-            sources.push((catalog, weight.unsigned_abs()));
-        }
-        if sources.is_empty() {
-            return Err(Error::argument(
-                "the mixture has no shards, at least one pair (shards, weight) was expected; add one",
-            ));
-        }
-        if sources.len() == 1 {
-            return Ok(Self::from(Arc::clone(&sources[0].0)));
+            sets.push((catalog, weight.unsigned_abs()));
         }
         let mut hash = Fingerprint::default();
-        for (catalog, _) in &sources {
+        for (catalog, _) in &sets {
             hash.field(catalog.fingerprint().as_bytes());
         }
-        let total: u64 = sources.iter().map(|(_, weight)| weight).sum();
-        let mut sum = 0;
-        let bounds = sources[1..].iter().zip(&sources).map(|(_, (_, weight))| {
-            sum += weight;
-            // Below 2^64, because the last weight is not in the sum.
-            u64::try_from((u128::from(sum) << 64) / u128::from(total)).unwrap_or(u64::MAX)
-        });
-        let bounds = bounds.collect();
-        Ok(Self { sets: sources, bounds, fingerprint: hash.hex() })
-    }
-
-    /// How many sets there are.
-    #[must_use]
-    pub fn count(&self) -> usize {
-        self.sets.len()
+        let fingerprint = if sets.len() == 1 { first.fingerprint().to_owned() } else { hash.hex() };
+        let weights: Vec<u64> = sets.iter().map(|(_, weight)| *weight).collect();
+        Ok(Self { sets, bounds: bounds(&weights), fingerprint })
     }
 
     /// The sets, in the order given.
@@ -117,28 +95,29 @@ impl Sources {
     }
 }
 
+/// Where each source but the last ends in [0, 1), in units of 2^-64.
+fn bounds(weights: &[u64]) -> Vec<u64> {
+    let (total, mut sum) = (weights.iter().sum::<u64>(), 0);
+    let ends = weights[..weights.len() - 1].iter().map(|weight| {
+        sum += weight;
+        // Below 2^64, because the last weight is not in the sum.
+        u64::try_from((u128::from(sum) << 64) / u128::from(total)).unwrap_or(u64::MAX)
+    });
+    ends.collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use proptest::prelude::*;
-
-    fn sources(weights: &[u64]) -> Sources {
-        let total: u64 = weights.iter().sum();
-        let mut bounds = Vec::new();
-        let mut sum = 0;
-        for weight in &weights[..weights.len() - 1] {
-            sum += weight;
-            bounds.push(u64::try_from((u128::from(sum) << 64) / u128::from(total)).unwrap());
-        }
-        Sources { sets: Vec::new(), bounds, fingerprint: String::new() }
-    }
 
     proptest! {
         #[test]
         fn every_run_of_lanes_has_close_to_its_share(
             weights in proptest::collection::vec(1..100u64, 1..5), from in 0..1_000_000u64, len in 1..3000u64,
         ) {
-            let (sources, total) = (sources(&weights), weights.iter().sum::<u64>());
+            let sources = Sources { sets: Vec::new(), bounds: bounds(&weights), fingerprint: String::new() };
+            let total: u64 = weights.iter().sum();
             let mut counts = vec![0u64; weights.len()];
             for lane in from..from + len {
                 counts[sources.of_lane(lane)] += 1;

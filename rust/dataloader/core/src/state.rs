@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::catalog::{Catalog, Fingerprint};
 use crate::config::{Config, Order, Stage};
-use crate::error::Error;
+use crate::error::{Error, Kind};
 use crate::sources::Sources;
 
 /// The version of the state and of the order of every stream.
@@ -56,12 +56,6 @@ impl std::fmt::Display for Value {
     }
 }
 
-impl From<&str> for Value {
-    fn from(value: &str) -> Self {
-        Self::Text(value.to_owned())
-    }
-}
-
 /// The fields of a state, in a fixed order; the second source of a mixture has `epoch_1`, and so on.
 #[must_use]
 pub fn save(cursor: &Cursor, config: &Config, sources: &Sources) -> Vec<(String, Value)> {
@@ -80,13 +74,18 @@ pub fn save(cursor: &Cursor, config: &Config, sources: &Sources) -> Vec<(String,
 /// Read a state back.
 ///
 /// # Errors
-/// [`Error::State`] naming the first field that is missing, out of range or different here.
+/// [`Kind::State`], naming the first field that is missing, out of range or different here.
 pub fn load(fields: &[(String, Value)], config: &Config, sources: &Sources) -> Result<Cursor, Error> {
     let get = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value);
-    let differs = |name: &str, expected: String| Error::State {
-        field: name.to_owned(),
-        expected,
-        found: get(name).map_or_else(|| "no such field".to_owned(), ToString::to_string),
+    let differs = |name: &str, expected: String| {
+        let found = get(name).map_or_else(|| "no such field".to_owned(), ToString::to_string);
+        Error::new(
+            Kind::State,
+            format!(
+                "the saved state differs in {name}: this loader has {expected}, the state has {found}; resume with the \
+                 data and settings that the state was saved with"
+            ),
+        )
     };
     let same = |name: &'static str, here: &Value| {
         if get(name) == Some(here) { Ok(()) } else { Err(differs(name, here.to_string())) }
@@ -140,10 +139,10 @@ fn identity(config: &Config, sources: &Sources) -> Vec<(&'static str, Value)> {
     let weights = sources.weights().map(|weight| weight.to_string()).collect::<Vec<_>>().join(" : ");
     let schedule = config.stages.iter().map(describe).collect::<Vec<_>>().join(", ");
     let mut fields = vec![
-        ("fingerprint", Value::from(sources.fingerprint())),
+        ("fingerprint", Value::Text(sources.fingerprint().to_owned())),
         ("weights", Value::Text(weights)),
         ("lanes", Value::Int(int(config.lanes))),
-        ("align", Value::from(align)),
+        ("align", Value::Text(align.to_owned())),
         ("bos_id", Value::Int(config.bos_id.into())),
         ("shuffle", Value::Text(shuffle)),
         ("schedule", Value::Text(schedule)),

@@ -6,8 +6,8 @@
 
 mod common;
 
-use common::{Folder, arguments, loader, next};
-use jspeed_dataloader_core::reader::Backend;
+use common::{Folder, config, loader, next};
+use jspeed_dataloader_core::Backend;
 use jspeed_dataloader_core::scan::Tokens;
 use sha2::{Digest, Sha256};
 
@@ -35,9 +35,9 @@ fn a_thousand_parity_batches_have_the_known_hash() {
         (0..SHARDS).map(|shard| (0..TOKENS).map(|index| token(shard, index)).collect()).collect();
     let paths = folder.write(&shards);
     let mut given =
-        arguments(8, &[(333, 16_384, Some(896)), (333, 32_768, Some(2048)), (334, 49_152, Some(2048))]);
+        config(8, &[(333, 16_384, Some(896)), (333, 32_768, Some(2048)), (334, 49_152, Some(2048))]);
     let docs = [128, 256, 512];
-    given.schedule.iter_mut().flatten().zip(docs).for_each(|(stage, docs)| stage.max_docs = Some(docs));
+    given.stages.iter_mut().zip(docs).for_each(|(stage, docs)| stage.max_docs = Some(docs));
     (given.bos_id, given.epochs, given.prefetch) = (BOS.into(), None, 2);
     let made = loader(&paths, &given, Backend::Map).unwrap();
     let mut hash = Sha256::new();

@@ -3,23 +3,18 @@
 #![allow(
     clippy::cast_possible_truncation,
     clippy::cast_possible_wrap,
-    clippy::cast_sign_loss,
     reason = "the numbers of these tests are tiny"
 )]
 
 mod common;
 
-use common::{Folder, Told, arguments, drain, loader, mixture, next, told, wide_shard};
-use jspeed_dataloader_core::reader::Backend;
-use jspeed_dataloader_core::{Batch, Catalog, Error, ShuffleArguments, Sources};
+use common::{Folder, Stages, Told, config, contiguous, drain, loader, mixed, next, told, wide_shard};
+use jspeed_dataloader_core::{Backend, Batch, Catalog, Config, Kind, Loader, Order};
 use proptest::prelude::*;
-
-type Stages = Vec<(i64, i64, Option<i64>)>;
 
 /// The model: shards as vectors, every rule spelt out token by token.
 fn naive(shards: &[Vec<u16>], lanes: usize, stages: &Stages, aligned: bool, epochs: u64) -> Vec<Told> {
-    let steps: Vec<_> =
-        stages.iter().flat_map(|&(n, len, cut)| vec![(len as usize, cut); n as usize]).collect();
+    let steps: Vec<_> = stages.iter().flat_map(|&(n, len, cut)| vec![(len, cut); n as usize]).collect();
     let (mut all, mut dropped) = (Vec::new(), 0);
     for epoch in 0..epochs {
         let before = all.len();
@@ -27,7 +22,7 @@ fn naive(shards: &[Vec<u16>], lanes: usize, stages: &Stages, aligned: bool, epoc
             let mut at = 0;
             while let Some(&(len, cut)) = steps.get(all.len()) {
                 let found = if aligned {
-                    pack(tokens, at, lanes, len, cut.map_or(usize::MAX, |cut| cut as usize))
+                    pack(tokens, at, lanes, len, cut.unwrap_or(usize::MAX))
                 } else {
                     slice(tokens, at, lanes, len)
                 };
@@ -78,37 +73,28 @@ fn pack(tokens: &[u16], mut at: usize, lanes: usize, len: usize, cut: usize) -> 
     Some((batch, at))
 }
 
-fn blocks(seed: i64, tokens: i64) -> ShuffleArguments {
-    ShuffleArguments { seed, unit: "block".to_owned(), block_tokens: Some(tokens) }
-}
-
-fn whole_shards(seed: i64) -> ShuffleArguments {
-    ShuffleArguments { seed, unit: "shard".to_owned(), block_tokens: None }
-}
-
 fn shards() -> impl Strategy<Value = Vec<Vec<u16>>> {
     let token = prop_oneof![1 => Just(0u16), 4 => 1..9u16];
     proptest::collection::vec(proptest::collection::vec(token, 1..160), 1..4)
 }
 
 fn stages() -> impl Strategy<Value = Stages> {
-    proptest::collection::vec((1..6i64, 1..12i64, proptest::option::of(1..10i64)), 1..4)
+    proptest::collection::vec((1..6u64, 1..12usize, proptest::option::of(1..10usize)), 1..4)
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn streams_equal_the_naive_model(shards in shards(), mut stages in stages(), lanes in 1..5i64, aligned: bool) {
-        if !aligned {
-            for stage in &mut stages { stage.2 = None; }
-        }
+    fn streams_equal_the_naive_model(shards in shards(), stages in stages(), lanes in 1..5usize, aligned: bool) {
         let folder = Folder::new();
         let paths = folder.write(&shards);
-        let mut given = arguments(lanes, &stages);
-        given.align = aligned.then(|| "bos".to_owned());
+        let mut given = config(lanes, &stages);
+        if !aligned {
+            contiguous(&mut given);
+        }
         let Ok(made) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
-        let expected = naive(&shards, lanes as usize, &stages, aligned, 2);
+        let expected = naive(&shards, lanes, &stages, aligned, 2);
         prop_assert_eq!(drain(&made), expected.clone());
         given.prefetch = 3;
         prop_assert_eq!(drain(&loader(&paths, &given, Backend::Pread).unwrap()), expected);
@@ -116,20 +102,19 @@ proptest! {
 
     #[test]
     fn lanes_and_resumes_do_not_depend_on_processes(
-        shards in shards(), stages in stages(), kind in 0..5, at in 0..12usize, seed in 0..9i64,
+        shards in shards(), stages in stages(), kind in 0..5, at in 0..12usize, seed in 0..9u64,
     ) {
         let folder = Folder::new();
         let paths = folder.write(&shards);
-        let mut given = arguments(4, &stages);
+        let mut given = config(4, &stages);
         if kind > 0 && kind < 4 {
-            given.align = None;
-            given.schedule.iter_mut().flatten().for_each(|stage| stage.max_doc_len = None);
+            contiguous(&mut given);
         }
         if kind > 2 {
-            given.shuffle = Some(whole_shards(seed));
+            given.shard_seed = Some(seed);
         } else if kind > 1 {
-            given.schedule.iter_mut().flatten().for_each(|stage| stage.lane_len = Some(2 + stage.lane_len.unwrap() % 2));
-            given.shuffle = Some(blocks(seed, 6));
+            given.stages.iter_mut().for_each(|stage| stage.lane_len = 2 + stage.lane_len % 2);
+            given.order = Order::Shuffled { seed, block_tokens: 6 };
         }
         let Ok(whole) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
         let expected = drain(&whole);
@@ -153,32 +138,33 @@ proptest! {
     }
 
     #[test]
-    fn a_shuffled_epoch_has_every_block_once(count in 60..400u16, lanes in 1..4i64, len in 1..4i64, seed in 0..99i64) {
+    fn a_shuffled_epoch_has_every_block_once(count in 60..400u16, lanes in 1..4usize, len in 1..4usize, seed in 0..99u64) {
         let folder = Folder::new();
         let paths = folder.write(&[(0..count).collect(), (1000..1000 + count / 2).collect()]);
-        let mut given = arguments(lanes, &[(1000, len, None)]);
-        (given.align, given.shuffle, given.bos_id, given.epochs) = (None, Some(blocks(seed, 2 * len)), 65_535, Some(1));
+        let mut given = config(lanes, &[(1000, len, None)]);
+        given.order = Order::Shuffled { seed, block_tokens: 2 * len };
+        (given.bos_id, given.epochs) = (65_535, Some(1));
         let all = drain(&loader(&paths, &given, Backend::Map).unwrap());
         let mut starts = Vec::new();
         for (row, _) in all.iter().flat_map(|(_, _, lanes)| lanes) {
             prop_assert!(row.windows(2).all(|two| two[1] == two[0] + 1));
-            starts.push(i64::from(row[0]));
+            starts.push(usize::from(row[0]));
         }
         for two in starts.chunks_exact(2) {
             prop_assert_eq!(two[0] % 1000 % (2 * len), 0);
             prop_assert_eq!(two[1], two[0] + len);
         }
-        let windows = 2 * [count, count / 2].map(|n| (i64::from(n) - 1) / (2 * len)).iter().sum::<i64>();
-        prop_assert_eq!(starts.len() as i64, windows / lanes * lanes);
+        let windows = 2 * [count, count / 2].map(|n| (usize::from(n) - 1) / (2 * len)).iter().sum::<usize>();
+        prop_assert_eq!(starts.len(), windows / lanes * lanes);
         starts.sort_unstable();
         starts.dedup();
-        prop_assert_eq!(starts.len() as i64, windows / lanes * lanes);
+        prop_assert_eq!(starts.len(), windows / lanes * lanes);
     }
 
     #[test]
-    fn wide_shards_give_the_same_tokens(shards in shards(), stages in stages(), lanes in 1..5i64, prefetch in 0..3i64) {
+    fn wide_shards_give_the_same_tokens(shards in shards(), stages in stages(), lanes in 1..5usize, prefetch in 0..3usize) {
         let folder = Folder::new();
-        let mut given = arguments(lanes, &stages);
+        let mut given = config(lanes, &stages);
         let Ok(narrow) = loader(&folder.write(&shards), &given, Backend::Map) else { return Ok(()) };
         let expected = drain(&narrow);
         given.prefetch = prefetch;
@@ -191,19 +177,18 @@ proptest! {
     #[test]
     fn shuffled_shards_are_the_stream_of_shards_in_that_order(
         shards in proptest::collection::vec(proptest::collection::vec(0..9u16, 30..90), 1..6),
-        stages in stages(), seed in 0..99i64, aligned: bool,
+        stages in stages(), seed in 0..99u64, aligned: bool,
     ) {
         let folder = Folder::new();
         let paths = folder.write(&shards);
-        let mut given = arguments(2, &stages);
-        given.align = aligned.then(|| "bos".to_owned());
+        let mut given = config(2, &stages);
         if !aligned {
-            given.schedule.iter_mut().flatten().for_each(|stage| stage.max_doc_len = None);
+            contiguous(&mut given);
         }
-        (given.shuffle, given.epochs) = (Some(whole_shards(seed)), Some(1));
+        (given.shard_seed, given.epochs) = (Some(seed), Some(1));
         let Ok(shuffled) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
         let catalog = Catalog::open(paths).unwrap();
-        let order: Vec<_> = (0..shards.len()).map(|at| shuffled.config().shard_at(&catalog, 0, at)).collect();
+        let order: Vec<_> = (0..shards.len()).map(|at| given.shard_at(&catalog, 0, at)).collect();
         let turned: Vec<_> = order.iter().map(|&at| shards[at].clone()).collect();
         prop_assert_eq!(drain(&shuffled), naive(&turned, 2, &stages, aligned, 1));
         let mut sorted = order;
@@ -214,7 +199,7 @@ proptest! {
     /// A source of a mixture yields, lane after lane, what it would yield alone with one lane.
     #[test]
     fn a_mixture_is_its_sources_lane_by_lane(
-        weights in proptest::collection::vec(1..9i64, 2..4), lanes in 1..6i64, len in 1..7i64, at in 0..9usize,
+        weights in proptest::collection::vec(1..9i64, 2..4), lanes in 1..6usize, len in 1..7usize, at in 0..9usize,
         aligned: bool,
     ) {
         let folder = Folder::new();
@@ -222,34 +207,32 @@ proptest! {
             let tokens = (0..3000u16).map(|i| if i % 9 == 0 { 0 } else { 5 * i % 7 + 10 * (set as u16 + 1) }).collect();
             (folder.write_as(&format!("set{set}"), &[tokens], common::shard), weight)
         }).collect();
-        let mut given = arguments(lanes, &[(30, len, None)]);
-        given.align = aligned.then(|| "bos".to_owned());
-        let mixed = mixture(&sets, &given).unwrap();
-        let all = drain(&mixed);
+        let order = if aligned { Order::Documents } else { Order::Contiguous };
+        let given = Config { order, ..config(lanes, &[(30, len, None)]) };
+        let sources = mixed(&sets).unwrap();
+        let open = || Loader::new(sources.clone(), given.clone()).unwrap();
+        let all = drain(&open());
         prop_assert_eq!(all.len(), 30);
-        let catalogs = sets.iter().map(|(paths, weight)| (Catalog::open(paths.clone()).unwrap().into(), *weight));
-        let sources = Sources::mixed(catalogs.collect()).unwrap();
         let mut alone: Vec<_> = sets.iter().map(|(paths, _)| {
-            let mut given = arguments(1, &[(30 * lanes, len, None)]);
-            given.align = aligned.then(|| "bos".to_owned());
+            let given = Config { order, ..config(1, &[(30 * lanes as u64, len, None)]) };
             drain(&loader(paths, &given, Backend::Map).unwrap()).into_iter().map(|(_, _, mut lane)| lane.remove(0))
         }).collect();
         for (index, lane) in all.iter().flat_map(|(_, _, lanes)| lanes).enumerate() {
             let expected = alone[sources.of_lane(index as u64)].next();
             prop_assert_eq!(Some(lane), expected.as_ref());
         }
-        let first = mixture(&sets, &given).unwrap();
+        let first = open();
         for _ in 0..at {
             next(&first).unwrap().unwrap();
         }
-        let resumed = mixture(&sets, &given).unwrap();
+        let resumed = open();
         resumed.load_state(&first.state().unwrap()).unwrap();
         prop_assert_eq!(&drain(&resumed)[..], &all[at..]);
     }
 
     /// Without a mask bit, the target is the token that follows its input in the text.
     #[test]
-    fn the_mask_marks_targets_that_did_not_follow(shards in shards(), stages in stages(), lanes in 1..4i64) {
+    fn the_mask_marks_targets_that_did_not_follow(shards in shards(), stages in stages(), lanes in 1..4usize) {
         // Unique ids but for document starts, so that a token tells its place.
         let mut id = 0;
         let shards: Vec<Vec<u16>> = shards.iter().map(|shard| shard.iter().map(|&token| {
@@ -257,7 +240,7 @@ proptest! {
             if token == 0 { 0 } else { id }
         }).collect()).collect();
         let folder = Folder::new();
-        let mut given = arguments(lanes, &stages);
+        let mut given = config(lanes, &stages);
         given.loss_mask = true;
         let Ok(made) = loader(&folder.write(&shards), &given, Backend::Map) else { return Ok(()) };
         let follows = |a: u16, b: u16| shards.iter().any(|shard| shard.windows(2).any(|two| two == [a, b]));
@@ -285,11 +268,12 @@ fn check_mask(batch: &Batch, follows: impl Fn(u16, u16) -> bool) {
 #[test]
 fn without_any_document_there_is_one_clear_error() {
     let folder = Folder::new();
-    let mut given = arguments(2, &[(5, 4, None)]);
+    let mut given = config(2, &[(5, 4, None)]);
     given.epochs = None;
     let made = loader(&folder.write(&[vec![7; 100], vec![7; 50]]), &given, Backend::Map).unwrap();
     for _ in 0..2 {
-        assert!(matches!(next(&made), Err(Error::NoBatch { shards: 2, bos_id: Some(0), .. })));
+        let error = next(&made).err().unwrap().to_string();
+        assert!(error.contains("(token 0) fits into any of 2 shard(s)"), "{error}");
     }
 }
 
@@ -298,11 +282,11 @@ fn too_many_documents_name_the_lane_and_what_would_fit() {
     let folder = Folder::new();
     let mut tokens = vec![0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0];
     tokens.extend([1; 9]);
-    let mut given = arguments(3, &[(5, 4, None)]);
-    given.schedule.as_mut().unwrap()[0].max_docs = Some(2);
+    let mut given = config(3, &[(5, 4, None)]);
+    given.stages[0].max_docs = Some(2);
     let made = loader(&folder.write(&[tokens]), &given, Backend::Map).unwrap();
-    let Err(Error::DocOverflow { step, lane, offset, found, max_docs, fits, .. }) = next(&made) else {
-        panic!()
-    };
-    assert_eq!((step, lane, offset, found, max_docs, fits), (0, 1, 5, 3, 2, Some(4)));
+    let error = next(&made).err().unwrap();
+    let told = "token 5) holds 3 documents but max_docs=2; set max_docs to at least 4, ";
+    assert!(error.kind == Kind::DocOverflow && error.to_string().starts_with("step 0, lane 1 "), "{error}");
+    assert!(error.to_string().contains(told), "{error}");
 }

@@ -27,10 +27,7 @@ fuzz_target!(|bytes: &[u8]| {
                 }
             }
         }
-        Err((offset, fault)) => {
-            assert!(offset <= size.max(header::file_bytes(i32::MAX, Width::Four)));
-            assert!(!fault.to_string().contains('\n'));
-        }
+        Err(fault) => assert!(!fault.contains('\n')),
     }
     // Whatever the size of the file is said to be.
     let _ = header::parse(bytes, u64::from(bytes.first().copied().unwrap_or_default()) * 512);

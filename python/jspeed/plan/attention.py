@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jspeed.plan.hlo import Instruction
 from jspeed.plan.schema import Kind
@@ -23,6 +24,7 @@ CUDNN: dict[str, Kind] = {
 }
 TILE = 128  # tokens of a block of cuDNN's kernels for Hopper
 MATMULS = {"attention_forward": 2, "attention_backward": 5}
+EMPTY_KERNELS = {"forward": 1, "backward": 2}  # of cuDNN: a large one, and backward two small ones, each half of it
 # The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
 TRITON = "__gpu$xla.gpu.triton"
 OWN = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
@@ -36,12 +38,32 @@ SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)"
 SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
+class Call(NamedTuple):
+    """A call of cuDNN's attention: the graph that it is, but for scale and dropout."""
+
+    backward: bool
+    documents: int  # slots: lanes, or rows of a lane, by the documents of each
+    heads: int
+    length: int  # tokens of a slot
+    width: int
+    packed: bool
+    causal: bool
+    window: int  # 0: none
+
+    @property
+    def words(self) -> str:
+        """The call in words."""
+        way = "backward" if self.backward else "forward"
+        what = f"{self.documents:,} {'documents' if self.packed else 'lanes'} of up to {self.length:,} tokens"
+        return f"{way}, {what}, {self.heads} heads of {self.width}, window {self.window or 'none'}"
+
+
 def kind_of(step: Instruction) -> Kind | None:
     """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
-    if step.target == TRITON and (found := OWN.search(step.attributes) or COMPOSED.search(step.attributes)):
-        return "attention_forward" if found[1] == "forward" else "attention_backward"
-    if step.target == TPU and (found := SPLASH.search(step.op_name)):
-        return "attention_forward" if found[3] == "fwd" else "attention_backward"
+    if step.target == TRITON and (match := OWN.search(step.attributes) or COMPOSED.search(step.attributes)):
+        return "attention_forward" if match[1] == "forward" else "attention_backward"
+    if step.target == TPU and (match := SPLASH.search(step.op_name)):
+        return "attention_forward" if match[3] == "fwd" else "attention_backward"
     return CUDNN.get(step.target)
 
 
@@ -68,28 +90,32 @@ def flops_of(kind: str, step: Instruction, max_doc_len: int | None, windows: Map
     return MATMULS[kind] * 2 * batch * heads * queries * seen * width
 
 
-def graph_of(step: Instruction) -> tuple[bool, int, int, int, int, bool, bool, int]:
-    """What cuDNN is asked for by one of its calls: the fields of :class:`jspeed.plan.cudnn.plans.Call`."""
+def call_of(step: Instruction) -> Call:
+    """What cuDNN is asked for by one of its calls."""
     config = _fmha(step)
     batch, heads, queries, _ = map(int, config["intermediate_tensor_shape"]["dimensions"])
     slots = int(config["max_seg_per_batch"])
     backward, causal = CUDNN[step.target] == "attention_backward", "CAUSAL" in config["mask_type"]
     window = int(config["sliding_window_length"])
-    return backward, batch * slots, heads, queries, step.arrays[0].dims[-1], slots > 1, causal, window
+    return Call(backward, batch * slots, heads, queries, step.arrays[0].dims[-1], slots > 1, causal, window)
 
 
 def empty_blocks(step: Instruction) -> int:
-    """Thread blocks of a call of cuDNN's attention that find nothing to do.
+    """Thread blocks of a call of cuDNN's attention that find nothing to do, as many as take an SM to themselves.
 
     There is one for every tile of queries of every slot for a document, as if each were as long as a row of the arrays;
-    those of as many slots as there are rows have a token. The backward pass counts three kernels, as FlashAttention's
-    has (arXiv 2307.08691): sums of dO x O, the gradients, dQ's conversion.
+    those of as many slots as there are rows have a token. The backward pass is three kernels: compute_dot_do_o_ragged
+    (sums of dO x O), the gradients, convert_dq_to_16bits_ragged (dQ's conversion). In cuDNN 9.28's code for sm_90 the
+    large kernels, forward and backward, have 384 threads of 168 registers, so that an SM holds one block. The small
+    ones have 32 registers a thread and 1 kB of shared memory: whatever their blocks' size, at most 1,024 threads, an SM
+    holds two or more. They count as two, as FlashAttention 3 bounds its own (hopper/flash_bwd_preprocess_kernel.h).
     """
     if step.target not in CUDNN:
         return 0
-    backward, documents, heads, length, *_ = graph_of(step)
-    rows = documents // int(_fmha(step)["max_seg_per_batch"])
-    return (3 if backward else 1) * (documents - rows) * heads * -(-length // TILE)
+    call = call_of(step)
+    rows = call.documents // int(_fmha(step)["max_seg_per_batch"])
+    kernels = EMPTY_KERNELS["backward" if call.backward else "forward"]
+    return kernels * (call.documents - rows) * call.heads * -(-call.length // TILE)
 
 
 def workspace_bytes(capability: tuple[int, int], documents: int, heads: int, length: int, width: int) -> int:
@@ -116,21 +142,21 @@ def read_again(step: Instruction) -> int:
 
 def _own(step: Instruction, max_doc_len: int | None, windows: Mapping[int, int]) -> float:
     """All of every pair of blocks that are visited, if all documents have ``max_doc_len`` tokens."""
-    found = OWN.search(step.attributes)
-    assert found
+    match = OWN.search(step.attributes)
+    assert match
     lanes, length, heads, width = step.arrays[0].dims
-    window, own, visited = map(int, found.groups()[2:])
+    window, own, visited = map(int, match.groups()[2:])
     window = windows.get(window, window) or length
-    document = min(length, max_doc_len or length) if found[2] == "packed" else length
-    pairs = _pairs(found[1] == "dk_dv", length, document, window, own, visited)
-    return OWN_MATMULS[found[1]] * 2 * lanes * heads * width * own * visited * pairs
+    document = min(length, max_doc_len or length) if match[2] == "packed" else length
+    pairs = _pairs(match[1] == "dk_dv", length, document, window, own, visited)
+    return OWN_MATMULS[match[1]] * 2 * lanes * heads * width * own * visited * pairs
 
 
-def _composed(step: Instruction, found: re.Match[str]) -> float:
+def _composed(step: Instruction, match: re.Match[str]) -> float:
     """All that every block of tokens visits, before the lane and after it too; the first result is ``[B, T, ...]``."""
     lanes, length = step.arrays[0].dims[:2]
-    heads, width, own, visited = map(int, found.groups()[1:])
-    return COMPOSED_MATMULS[found[1]] * 2 * lanes * heads * width * -(-length // own) * own * visited
+    heads, width, own, visited = map(int, match.groups()[1:])
+    return COMPOSED_MATMULS[match[1]] * 2 * lanes * heads * width * -(-length // own) * own * visited
 
 
 def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
@@ -149,13 +175,13 @@ def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, vis
 
 def _splash(step: Instruction) -> tuple[int, int]:
     """FLOPs of a call of splash attention, and bytes read again: a block of two arrays for each pair of blocks."""
-    found = SPLASH.search(step.op_name)
-    assert found
-    window, block = int(found[1]), int(found[2])
+    match = SPLASH.search(step.op_name)
+    assert match
+    window, block = int(match[1]), int(match[2])
     *rows, length, width = next(array.dims for array in step.arrays if array.dtype == "bf16")
-    pairs = _pairs(found[3] == "dkv", length, length, window or length, block, block)
+    pairs = _pairs(match[3] == "dkv", length, length, window or length, block, block)
     channels = math.prod(rows) * width
-    return SPLASH_MATMULS[found[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
+    return SPLASH_MATMULS[match[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
 
 
 def _fmha(step: Instruction) -> dict:

@@ -1,16 +1,22 @@
-"""One stage of a plan as plain values: memory, FLOPs, kernels, collectives and predicted times of its step."""
+"""A compiled step as plain values: a stage of a plan, or the bytes that it moves in device memory by source line."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-import numpy as np
-
-from jspeed.plan import hlo, predict
-from jspeed.plan.compile import Hardware, Step, memory_by_kind
+from jspeed.plan import attention, hlo, predict
+from jspeed.plan.compile import (
+    Hardware,
+    Step,
+    compile_that_fits,
+    largest_buffers,
+    memory_by_kind,
+    step_of,
+    with_backend,
+)
 from jspeed.plan.cost import Kernel, part_of
-from jspeed.plan.custom_calls import attention
-from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, StagePlan
+from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
+from jspeed.plan.target import Facts, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.stage import Stage
@@ -20,12 +26,12 @@ ADD_UP = "flops flops_by_dtype flops_by_part bytes_moved kernels collectives tim
 
 def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> StagePlan:
     """One stage of the plan; of a step with ``changed`` all that adds up is a sum."""
-    found: Any = _of_program(recipe, hardware, number, step)
+    plan: Any = _of_program(recipe, hardware, number, step)
     if step.changed:
         other, less = (_of_program(recipe, hardware, number, each) for each in step.changed)
-        found |= {name: _sum(found[name], dict(other)[name], dict(less)[name]) for name in ADD_UP}
-        found["predicted_ms"] = [*predict.predicted_range(found["fitted_ms"])]
-    return found
+        plan |= {name: _sum(plan[name], dict(other)[name], dict(less)[name]) for name in ADD_UP}
+        plan["predicted_ms"] = [*predict.predicted_range(plan["fitted_ms"])]
+    return plan
 
 
 def _sum(a: Any, more: Any, less: Any) -> Any:
@@ -56,7 +62,6 @@ def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> 
         if kernel.flops:
             by_part[part_of(kernel, matrices)] += kernel.times * kernel.flops
             by_dtype[kernel.dtype] += kernel.times * kernel.flops
-    different = {(buffer.array, buffer.instruction.source): buffer for buffer in hlo.buffers(step.text, 2**16)}
     largest: list[BufferRow] = [
         {
             "bytes": buffer.array.bytes,
@@ -65,7 +70,7 @@ def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> 
             "source": hlo.short(buffer.instruction.source),
             "op": buffer.instruction.op_name.rsplit("/", 1)[-1] or buffer.instruction.opcode,
         }
-        for buffer in list(different.values())[:10]
+        for buffer in largest_buffers(step)
     ]
     tokens = recipe.tokens_per_step(stage)
     return {
@@ -90,14 +95,7 @@ def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> 
             kind: sum(k.times for k in computing if k.kind == kind) for kind in get_args(Kind) if kind != "collective"
         },
         "collectives": describe_collectives(kernels, collectives, hardware),
-        "time_ms": {
-            "compute": 1e3 * total.compute,
-            "memory": 1e3 * total.memory,
-            "communication": 1e3 * total.communication,
-            "exposed_communication": 1e3 * total.exposed,
-            "launches": 1e3 * total.launches,
-            "empty_blocks": 1e3 * total.empty_blocks,
-        },
+        "time_ms": {name: 1e3 * seconds for name, seconds in total._asdict().items()},
         "roofline_ms": 1e3 * total.total,
         "fitted_ms": 1e3 * total.fitted,
         "predicted_ms": [1e3 * edge for edge in predict.predicted_range(total.fitted)],
@@ -124,17 +122,18 @@ def describe_collectives(
     kernels: Sequence[Kernel], times: Mapping[int, tuple[float, float]], hardware: Hardware
 ) -> list[CollectiveRow]:
     """Every collective, in schedule order; ``times`` as :func:`jspeed.plan.predict.times` returns it."""
-    found: list[CollectiveRow] = []
+    rows: list[CollectiveRow] = []
+    mesh = dict(hardware.mesh.shape)
     for index, (takes, exposed) in times.items():
         kernel = kernels[index]
         collective = kernel.collective
         assert collective
         beside = [k for k in kernels[index + 1 : kernel.waited_at] if not k.collective]
-        found.append(
+        rows.append(
             {
                 "kind": collective.kind,
                 "bytes": collective.bytes,
-                "axis": axis_of(collective, dict(hardware.mesh.shape)),
+                "axis": ",".join(collective.along(mesh)) or next(iter(mesh)),
                 "group": collective.group,
                 "async": collective.overlaps,
                 "count": kernel.times,
@@ -145,11 +144,49 @@ def describe_collectives(
                 "source": hlo.short(collective.instruction.source),
             }
         )
-    return found
+    return rows
 
 
-def axis_of(collective: hlo.Collective, mesh: Mapping[str, int]) -> str:
-    """Name the mesh axis (or axes, with a comma) along which the members of a replica group differ."""
-    coordinates = np.unravel_index(collective.members, tuple(mesh.values()))
-    varying = [axis for axis, places in zip(mesh, coordinates, strict=True) if len(set(places)) > 1]
-    return ",".join(varying) or next(iter(mesh))
+def describe_traffic(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> Traffic:
+    """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
+    hardware = with_backend(hardware, recipe)
+    with pretend(hardware.cluster.target):
+        step = step_of(recipe.stages[-1], compile_that_fits(recipe, recipe.stages[-1], hardware, micro_batch))
+    stage = describe_stage(recipe, hardware, 1, step)
+    return {
+        "recipe": recipe.name,
+        "target": hardware.cluster.name,
+        "kernels": sum(stage["kernels"].values()),
+        "bytes": stage["bytes_moved"],
+        "flops": stage["flops"],
+        "micro_batch_tokens": stage["micro_batch_tokens"],
+        "head_chunk": step.head_chunk,
+        "remat": step.remat,
+        "peak_bytes": step.memory["peak"],
+        "roofline_ms": stage["roofline_ms"],
+        "fitted_ms": stage["fitted_ms"],
+        "lines": by_line(step.kernels, hardware.cluster.facts),
+    }
+
+
+def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[LineRow]:
+    """Return what the kernels of each source line cost, most bytes first; collectives are left out."""
+    rows: dict[tuple[str, str, str], LineRow] = {}
+    for kernel in kernels:
+        if kernel.collective:
+            continue
+        source = hlo.short(kernel.instruction.source) or "the compiler"
+        pass_ = pass_of(kernel.instruction.op_name)
+        row = rows.setdefault(
+            (source, pass_, kernel.kind),
+            {"source": source, "pass": pass_, "kind": kernel.kind, "kernels": 0, "bytes": 0.0, "seconds": 0.0},
+        )
+        row["kernels"] += kernel.times
+        row["bytes"] += kernel.times * kernel.bytes
+        row["seconds"] += kernel.times * max(predict.kernel_seconds(kernel, facts))
+    return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+
+def pass_of(op_name: str) -> Pass:
+    """Which pass JAX's path of an operation belongs to: ``jvp(...)`` is forward, ``transpose(jvp(...))`` backward."""
+    return "backward" if "transpose(" in op_name else "forward" if "jvp(" in op_name else "rest"

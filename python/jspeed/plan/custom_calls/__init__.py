@@ -1,1 +1,0 @@
-"""FLOPs of custom calls, which HLO does not contain."""
