@@ -73,7 +73,8 @@ def quality(
 
     Args:
         texts: Text files, as prepare.py text takes them: all but the last train, and the last validates.
-        recipes: Names, each with changes of its fields after colons if any: r89:FINAL_RATE=0.3.
+        recipes: Names, or files of recipes with one of those for a parent, each with changes of its fields after
+            colons if any: r89:FINAL_RATE=0.3.
         shorter: Every recipe has its own number of steps divided by this, and every step it names.
         seeds: Runs of each recipe, with seeds 1, 2, ...
         tokens: The first so many train. Of a document only the beginning is used, in validation too, as recipes that
@@ -143,9 +144,10 @@ def parts(label: str) -> list[str]:
 def settings(label: str, shorter: float) -> list[str]:
     """Return the ``--set`` of a recipe at this size, ``NAME[:FIELD=VALUE ...]``."""
     name, *own = parts(label)
-    if name not in SETS:
-        raise BadInput(f"recipe '{name}' has no small size here; those that have: {', '.join(SETS)}")
-    fields = find(name, [*SETS[name], *own], trace=False).fields
+    sized = name if name in SETS else find(name, trace=False).recipe.parent
+    if sized not in SETS:
+        raise BadInput(f"recipe '{name}' has no small size here, nor its parent; those that have: {', '.join(SETS)}")
+    fields = find(name, [*SETS[sized], *own], trace=False).fields
     # A cooldown may also be a fraction of the steps.
     counts = [field for field in IN_STEPS if not isinstance(fields.get(field, 0.0), float)]
     scaled = {field: fewer(fields[field], shorter) for field in counts}
@@ -158,7 +160,7 @@ def settings(label: str, shorter: float) -> list[str]:
     total = steps if isinstance(steps, int) else sum(steps)
     evaluations = [f"EVAL_EVERY={max(1, total // 12)}"]
     rest = [word for word in own if word.split("=")[0] not in scaled]
-    return [*SETS[name], *(f"{field}={value!r}" for field, value in scaled.items()), *evaluations, *rest]
+    return [*SETS[sized], *(f"{field}={value!r}" for field, value in scaled.items()), *evaluations, *rest]
 
 
 def tokens_after(label: str, sets: Sequence[str]) -> list[int]:

@@ -121,6 +121,7 @@ ADAM_DECAY = 0.005
 COOLDOWN = {234: 0.0, 1174: 1.0}  # how far rates have fallen, lines between steps
 FINAL_RATE = 0.30
 LAST_STEPS = (298, 250)  # that the slower averages and the faster ones see
+FORGET = 0.212  # of those, after which a weight counts 1 / e in the faster ones
 WORDS_BLEND = 0.65  # share of an average at the end
 BANKS_BLEND = 0.55
 FASTER = 0.2007  # so much less where a faster average is there already
@@ -415,7 +416,7 @@ def rates(last_steps: int, moves: NDArray[np.bool_], share: Any, first: int | No
     """The shares of an average over ``last_steps`` steps that ``moves`` in some of them; the first starts it."""
     steps = np.arange(TOTAL)
     ticks = moves & (steps >= TOTAL - last_steps)
-    found = np.where(ticks, share, 0.0)
+    found = np.where(ticks, np.minimum(share, 1.0), 0.0)
     found[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
     return found
 
@@ -423,11 +424,12 @@ def rates(last_steps: int, moves: NDArray[np.bool_], share: Any, first: int | No
 def averages() -> tuple[Average, ...]:
     """Averages over the last quarter of the run, in the order in which they take the weights' place."""
     steps, (long, short) = np.arange(TOTAL), LAST_STEPS
-    of_two = np.where(steps == TOTAL - 1, 2 / 299, 1 - (1 - 2 / 299) ** 2)
+    of_two = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2)
+    of_four = 4 / (FORGET * short)
     words = rates(long, steps % 2 == 1, of_two, first=max(0, TOTAL - long))
-    banks = rates(short, (TOTAL - 1 - steps) % 4 == 0, 4 / 53)
-    tables = rates(short, np.isin(steps, UPDATES), 4 / 53)
-    blended = rates(long, (steps % 4 == 1) | (steps >= TOTAL - 2), 2 / 75)
+    banks = rates(short, (TOTAL - 1 - steps) % 4 == 0, of_four)
+    tables = rates(short, np.isin(steps, UPDATES), of_four)
+    blended = rates(long, (steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2))
     less = BANKS_BLEND - FASTER
     return (
         Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
