@@ -82,7 +82,7 @@ def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., A
     width = WIDTH // HEADS
     angles, positions = frequencies(width // 4), jnp.arange(tokens)[:, None]
     angle = positions[..., None] * jnp.asarray(angles, jnp.float32)
-    rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(1), HEADS
+    rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(1), None, HEADS
     plain = (1, tokens, HEADS, width), angles, positions
     documents = find_documents(jnp.minimum(jnp.arange(tokens) % DOCUMENT, 1)[None], 0)
     rotate = [

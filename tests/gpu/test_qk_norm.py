@@ -22,7 +22,7 @@ def test_a_pass_and_its_gradient(look_back):
     grads = tuple(jax.random.normal(key, (LANES, T, HEADS, K), jnp.bfloat16) for key in keys[1:])
     angles, positions = frequencies(K // 4), pair_positions(T)
     angle = positions[..., None] * angles.astype(np.float32)[None, None]
-    rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(LANES), HEADS, look_back
+    rest = jnp.cos(angle), jnp.sin(angle), jnp.ones(LANES), None, HEADS, look_back
     plain = (LANES, T, HEADS, K), angles, positions, False, None, look_back
     found, expected = [], []
     for results, call, arguments in (found, norm_and_rotate, rest), (expected, queries_and_keys, plain):

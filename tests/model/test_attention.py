@@ -15,8 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from jspeed.errors import BadInput
 from jspeed.model import attention as module
-from jspeed.model.attention import Documents, attention, find_documents
+from jspeed.model.attention import Documents, attention, find_documents, tags
+from jspeed.model.heads import attention_in_pairs
 from jspeed.model.kernels import attention_backends
+from jspeed.model.layers import rms_norm
 
 from . import dense
 
@@ -271,6 +273,50 @@ def test_marked_queries_are_not_made_nan_again(fake_cudnn, marked):
     documents = find_documents(jnp.full((2, 20), BOS), BOS, 3)
     out = attention(q, k, v, scale=0.3, documents=documents, backend="cudnn", marked=marked)
     assert np.isnan(np.asarray(out, np.float32)).all() != marked
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("documents_of", [0.05, 0.6])
+def test_tags_of_documents_stand_for_a_mask(paired, documents_of):
+    """Output and gradients of normalised heads in fp32, to its rounding; short documents and long ones."""
+    rng = np.random.default_rng(0)
+    tokens = np.where(rng.uniform(size=(2, 90)) < documents_of, BOS, 1)
+    documents = find_documents(jnp.asarray(tokens), BOS, 100)
+    q, k, v, dout = jnp.asarray(normal(2, 90, 2, 64))
+    path = partial(attention_in_pairs if paired else attention, scale=0.13, window=41)
+
+    def gradients(call):
+        out, back = jax.vjp(call, q, k, v)
+        return out, *back(dout)
+
+    def masked(q, k, v):
+        return path(rms_norm(q), rms_norm(k), v, documents=documents)
+
+    def tagged(q, k, v):
+        tags_BTHK = jnp.broadcast_to(tags(documents, 64)[:, :, None].astype(q.dtype), q.shape)
+        q, k = (jnp.concatenate([rms_norm(x), tags_BTHK], axis=-1) for x in (q, k))
+        return path(q, k, v, documents=Documents(jnp.zeros_like(documents.ids)))
+
+    for found, expected in zip(gradients(tagged), gradients(masked), strict=True):
+        assert dense.distance(found, expected) < 3e-5
+
+
+def test_tagged_lanes_go_to_cudnn_without_a_table(fake_cudnn):
+    tokens = np.ones((2, 20), int)
+    tokens[0, [0, 6, 7, 15]] = tokens[1, [3, 19]] = BOS
+    documents = find_documents(jnp.asarray(tokens), BOS, 9, 16)
+    q, k, v, _ = jnp.asarray(normal(2, 20, 2, 16))
+    tags_BTHK = jnp.broadcast_to(tags(documents, 8)[:, :, None], (2, 20, 2, 8))
+    q, k = (jnp.concatenate([rms_norm(x[..., :8]), tags_BTHK], axis=-1).astype(jnp.bfloat16) for x in (q, k))
+    call = partial(attention, q, k, v.astype(jnp.bfloat16), window=6, backend="cudnn", tagged=True)
+    expected = attention(*(x.astype(jnp.float32) for x in (q, k)), v, scale=0.3, documents=documents, window=6)
+    assert dense.distance(call(scale=0.3, documents=documents), expected) < 0.01
+    overflown = find_documents(jnp.asarray(tokens), BOS, 3)
+    np.testing.assert_array_equal(np.isnan(call(scale=0.3, documents=overflown)).any(axis=(1, 2, 3)), [True, False])
+    with pytest.raises(BadInput, match="by 0.992 at scale 0.002; 30 are needed"):
+        call(scale=0.002, documents=documents)
+    with pytest.raises(BadInput, match="3 channels tell 8 documents apart, found 9 slots"):
+        tags(documents, 3)
 
 
 @pytest.mark.parametrize("max_docs", [None, 3, 4, 9])

@@ -112,9 +112,9 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(toy, monk
     """In pairs, with keys that look back, and composed; in JAX's interpreter of kernels, which have bf16 alone."""
     called = []
 
-    def interpreted(y_BTE, cos, sin, factor_B, heads, look_back, padded):
+    def interpreted(y_BTE, cos, sin, factor_B, tags_BTF, heads, look_back, padded):
         called.append(look_back)
-        return norm_and_rotate(y_BTE, cos, sin, factor_B, heads, look_back, padded, interpret=True)
+        return norm_and_rotate(y_BTE, cos, sin, factor_B, tags_BTF, heads, look_back, padded, interpret=True)
 
     monkeypatch.setattr("jspeed.model.kernels.qk_norm.norm_and_rotate", interpreted)
     compose = functools.partial(composed_heads.compose, interpret=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jspeed.model.attention import Documents, tags
 from jspeed.model.kv_cache import active_cache
 from jspeed.model.layers import position_ids, rms_norm
 
@@ -60,7 +61,7 @@ def queries_and_keys(
     angles: NDArray[np.float64],
     positions_TP: jax.Array,
     own_kernels: bool = False,
-    offsets_BO: jax.Array | None = None,
+    documents: Documents | None = None,
     look_back: bool = False,
     padded: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -69,10 +70,10 @@ def queries_and_keys(
     With ``look_back`` keys then go through :func:`offset_keys`.
 
     With ``own_kernels``, and no active KV cache, that is one kernel, and so is its gradient: equal up to rounding
-    (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have more documents than ``offsets_BO``
-    (``Documents.offsets``) have slots: call :func:`jspeed.model.attention.attention` with ``marked``. It appends zeros
-    to each head up to ``padded`` channels, as attention would where values are that wide. Inside ``jax.shard_map`` it
-    needs ``check_vma=False``. It raises BadInput for what its kernels do not support.
+    (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have more ``documents`` than slots: call
+    :func:`jspeed.model.attention.attention` with ``marked``. It appends channels to each head up to ``padded``, as
+    attention would where values are that wide: :func:`jspeed.model.attention.tags` (call it with ``tagged``), then
+    zeros. Inside ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not support.
     """
     if not own_kernels or active_cache():
         q, k = jnp.split(y_BTE, 2, axis=-1)
@@ -81,10 +82,12 @@ def queries_and_keys(
     from jspeed.model.kernels import qk_norm  # slow to import, and most runs do without
 
     angle_TPF = positions_TP.astype(jnp.float32)[..., None] * jnp.asarray(angles, jnp.float32)[None, None]
-    overflown_B = jnp.zeros(shape[0], bool) if offsets_BO is None else offsets_BO[:, -1] < shape[1]
-    factor_B = jnp.where(overflown_B, jnp.nan, 1).astype(jnp.float32)
+    factor_B, tags_BTF = jnp.ones(shape[0]), None
+    if documents is not None and documents.offsets is not None:
+        factor_B = jnp.where(documents.offsets[:, -1] < shape[1], jnp.nan, 1).astype(jnp.float32)
+        tags_BTF = tags(documents, len(angles)) if padded and padded > shape[3] else None
     tables = jnp.cos(angle_TPF), jnp.sin(angle_TPF)
-    return qk_norm.norm_and_rotate(y_BTE, *tables, factor_B, shape[2], look_back, padded)
+    return qk_norm.norm_and_rotate(y_BTE, *tables, factor_B, tags_BTF, shape[2], look_back, padded)
 
 
 def shift_right(x_BT: jax.Array) -> jax.Array:

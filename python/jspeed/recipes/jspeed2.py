@@ -210,7 +210,7 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         in_order = jnp.moveaxis(own_scale * queries_keys, 0, 1).reshape(WIDTH, -1)
         y_BTE = project(a_BTD, in_order, layer, 0, LARGEST_NORMED)
         look_back = layer in LONG_LAYERS
-        q_BTHK, k_BTHK = queries_and_keys(y_BTE, heads, angles, positions_TP, kernels, documents.offsets, look_back)
+        q_BTHK, k_BTHK = queries_and_keys(y_BTE, heads, angles, positions_TP, kernels, documents, look_back)
         v_BTHK = project(a_BTD, own_scale * value, layer, 1, LARGEST_NORMED).reshape(heads) + more
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)

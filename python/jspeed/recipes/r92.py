@@ -251,11 +251,15 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             y_BTE, v_BTE = map(multiply, (weights_DE.T for weights_DE in weights), largest[number, 3:])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
         v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
-        turned = angles, positions_TP, kernels, documents.offsets, long, v_BTHK.shape[-1]
+        turned = angles, positions_TP, kernels, documents, long, v_BTHK.shape[-1]
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=kernels)
+        known = {
+            "marked": kernels,
+            "tagged": kernels and width < v_BTHK.shape[-1],
+        }  # to the kernels of queries_and_keys
+        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, **known)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])

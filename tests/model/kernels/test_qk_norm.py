@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.model.attention import Documents, find_documents, tags
 from jspeed.model.heads import pair_positions
 from jspeed.model.kernels import qk_norm
 from jspeed.model.kernels.qk_norm import norm_and_rotate
@@ -104,7 +105,7 @@ def test_agrees_with_the_plain_path_and_float64(width, paired, length, look_back
 def test_a_factor_that_is_nan_is_the_only_difference_to_the_plain_path(look_back):
     (y, grads), angles, positions = arrays(40, 64), frequencies(16), positions_of(40, True)
     angle = positions[..., None] * angles.astype(np.float32)[None, None]
-    rest = jnp.cos(angle), jnp.sin(angle), jnp.array([1.0, np.nan]), HEADS, look_back
+    rest = jnp.cos(angle), jnp.sin(angle), jnp.array([1.0, np.nan]), None, HEADS, look_back
     found = both(lambda y: norm_and_rotate(y, *rest, interpret=True), y, grads)
     shape = LANES, 40, HEADS, 64
     plain = both(lambda y: queries_and_keys(y, shape, angles, positions, False, None, look_back), y, grads)
@@ -115,9 +116,9 @@ def test_a_factor_that_is_nan_is_the_only_difference_to_the_plain_path(look_back
 
 def test_lanes_with_more_documents_than_slots_are_nan():
     (y, grads), angles, positions = arrays(40, 64), frequencies(16), positions_of(40, False)
-    offsets = jnp.array([[0, 7, 40], [0, 7, 30]])
+    documents = Documents(jnp.zeros((LANES, 40), jnp.int32), jnp.array([[0, 7, 40], [0, 7, 30]]))
     shape = LANES, 40, HEADS, 64
-    for found in both(lambda y: queries_and_keys(y, shape, angles, positions, True, offsets), y, grads):
+    for found in both(lambda y: queries_and_keys(y, shape, angles, positions, True, documents), y, grads):
         found = np.asarray(found, np.float32)
         assert np.isfinite(found[0]).all() and np.isnan(found[1]).all()
 
@@ -151,6 +152,21 @@ def test_heads_that_turn_whole_and_get_zeros(paired, length):
         other = np.pad(other, wide) if other.ndim == 4 else other
         assert dense.distance(one, wanted) <= 1.01 * dense.distance(other, wanted)
     assert not np.asarray(found[0][..., 32:]).any() and not np.asarray(found[1][..., 32:]).any()
+
+
+def test_heads_get_tags_of_their_documents():
+    (y, grads), angles, positions = arrays(40, 32), frequencies(16), positions_of(40, True)
+    tokens = jnp.zeros((LANES, 40), jnp.int32).at[:, ::7].set(1)
+    documents, shape = find_documents(tokens, 1, 6), (LANES, 40, HEADS, 32)
+    wide = tuple(jnp.concatenate([g, g], axis=-1) for g in grads)
+    plain = both(lambda y: queries_and_keys(y, shape, angles, positions, True, None, False, 64), y, wide)
+    found = both(lambda y: queries_and_keys(y, shape, angles, positions, True, documents, False, 64), y, wide)
+    np.testing.assert_array_equal(found[2], plain[2])
+    for one, other in zip(found[:2], plain[:2], strict=True):
+        np.testing.assert_array_equal(one[..., :32], other[..., :32])
+        expected = np.broadcast_to(tags(documents, 16)[:, :, None], (LANES, 40, HEADS, 16))
+        np.testing.assert_array_equal(one[..., 32:48], expected)
+        assert not np.asarray(one[..., 48:]).any()
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,23 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
     assert found.device.attention == "cudnn" and found.checks == ("attention cudnn, packed, heads of 128",)
 
 
+@pytest.mark.parametrize("off", [False, True])
+def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monkeypatch):
+    def without_a_table(q, k, v, *, offsets_BO, **rest):
+        if offsets_BO is not None:
+            return by_xla(q, k, v, offsets_BO=offsets_BO, **rest)
+        out = attention(q, k, v, scale=rest["scale"], window=rest["window"])
+        return a_percent_off(out) if off else out
+
+    monkeypatch.setattr(attention_backends, "cudnn", without_a_table)
+    monkeypatch.setattr(preflight_checks, "WINDOW", 30)
+    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(own_kernels=True)), {}, said)
+    kinds = ["xla, packed"]
+    if not off:
+        kinds = ["cudnn, packed", "cudnn, packed, a longest document", "cudnn, packed, documents tagged"]
+    assert found.checks == tuple(f"attention {kind}, heads of 128" for kind in kinds)
+
+
 def test_no_backend_at_all_is_refused(said, monkeypatch):
     monkeypatch.setattr(preflight_checks, "attention", refuses)
     with pytest.raises(BadInput, match="no attention backend works on these devices: attention cudnn: .*; attention x"):

@@ -22,12 +22,13 @@ TOKENS = 32  # of a program
 WARPS = 4
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def norm_and_rotate(
     y_BTE: jax.Array,
     cos_TPF: jax.Array,
     sin_TPF: jax.Array,
     factor_B: jax.Array,
+    tags_BTF: jax.Array | None,
     heads: int,
     look_back: bool = False,
     padded: int | None = None,
@@ -38,17 +39,17 @@ def norm_and_rotate(
     Each head is divided by its root mean square as ``layers.rms_norm`` does, and rounded; then channel c is rotated
     with channel c + F, F = K / 4 or K / 2, by the angle of column h modulo P of ``cos_TPF`` and ``sin_TPF`` (fp32), and
     all is multiplied by ``factor_B``: 1, or NaN. With ``look_back``, for F = K / 4, the second half of a key is that of
-    the token before, at the first token its own. Heads get zeros up to ``padded`` channels, a multiple of F. Sums are
-    fp32. Only ``y_BTE`` has a gradient, rounded once.
+    the token before, at the first token its own. Each head gets more channels up to ``padded``, a multiple of F: the
+    bf16 ``tags_BTF`` if any, then zeros. Sums are fp32. Only ``y_BTE`` has a gradient, rounded once.
 
     :func:`jspeed.model.positions.queries_and_keys` does the same in plain JAX.
 
     Raises Refused for other dtypes, F or ``padded``, where F is no power of two, or H not a multiple of P.
     """
-    return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, padded, interpret)[0]
+    return _forward(y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padded, interpret)[0]
 
 
-def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, padded, interpret):
+def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, tags_BTF, heads, look_back, padded, interpret):
     (_, columns, count), (rows, length, width) = cos_TPF.shape, y_BTE.shape
     parts, left = divmod(width, 2 * heads * count)
     if look_back and parts == TURNING or padded and padded % count:
@@ -66,7 +67,7 @@ def _forward(y_BTE, cos_TPF, sin_TPF, factor_B, heads, look_back, padded, interp
         raise Refused(f"QK-norm kernel: needs bfloat16, found {y_BTE.dtype}; use OWN_KERNELS=off")
     wide = max(parts, (padded or 0) // count)
     outs = [jax.ShapeDtypeStruct((rows, length, heads * wide, count), y_BTE.dtype)] * 2
-    arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count)
+    arrays = cos_TPF, sin_TPF, factor_B, _in_parts(y_BTE, count), *([] if tags_BTF is None else [tags_BTF])
     q, k = _call(_forward_kernel, arrays, outs, heads, look_back, interpret)
     shape = rows, length, heads, wide * count
     return (q.reshape(shape), k.reshape(shape)), (y_BTE, cos_TPF, sin_TPF, factor_B)
@@ -77,7 +78,7 @@ def _backward(heads, look_back, padded, interpret, kept, gradients):
     y, dq, dk = (_in_parts(x, cos_TPF.shape[2]) for x in (y_BTE, *gradients))
     arrays = cos_TPF, sin_TPF, factor_B, y, dq, dk
     (dy,) = _call(_backward_kernel, arrays, [jax.ShapeDtypeStruct(y.shape, y.dtype)], heads, look_back, interpret)
-    return dy.reshape(y_BTE.shape), None, None, None
+    return dy.reshape(y_BTE.shape), None, None, None, None
 
 
 norm_and_rotate.defvjp(_forward, _backward)
@@ -119,7 +120,8 @@ def _call(
     )(*tables, factor, *others)
 
 
-def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, q_ref, k_ref, *, heads, look_back):
+def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, *refs, heads, look_back):
+    *tags_refs, q_ref, k_ref = refs
     parts, wide = y_ref.shape[1] // (2 * heads), q_ref.shape[1] // heads
 
     def of_head(rows, cos, sin, factor, head):
@@ -129,8 +131,8 @@ def _forward_kernel(cos_ref, sin_ref, factor_ref, y_ref, q_ref, k_ref, *, heads,
             first, second, *rest = ((part * scale).astype(ref.dtype) for part in x)
             first, second = first.astype(jnp.float32), second.astype(jnp.float32)
             rotated = first * cos + second * sin, second * cos - first * sin
-            zeros = [jnp.zeros_like(first)] * (wide - parts)
-            for part, value in enumerate((*rotated, *rest, *zeros)):
+            more = [*(_load(ref.at[rows], _inside(ref, rows)) for ref in tags_refs), *[jnp.zeros_like(first)] * wide]
+            for part, value in enumerate((*rotated, *rest, *more[: wide - parts])):
                 late = look_back and number == 1 and part >= TURNING
                 for at, mask in _key_targets(ref, rows) if late else [(rows, _inside(ref, rows))]:
                     plgpu.store(ref.at[at, head * wide + part], value.astype(ref.dtype), mask=mask)

@@ -134,13 +134,16 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
     others = tuple(name for name in before.checks if not name.startswith("attention "))
     refused: list[str] = []
     for used, backend in enumerate(backends, start=1):
+        kinds: dict[str, dict[str, bool]] = {"packed" if packed else "causal": {}}
         # Evaluation's documents may be as long as its rows, so that cuDNN has to do both.
-        kinds = [False, True] if backend == "cudnn" and has_bounded_documents(recipe) else [False]
+        if backend == "cudnn" and has_bounded_documents(recipe):
+            kinds["packed, a longest document"] = {"bounded": True}
+            if before.device.own_kernels:
+                kinds["packed, documents tagged"] = {"tagged": True}
         names, reason = [], None
-        for bounded in kinds:
-            kind = "packed, a longest document" if bounded else "packed" if packed else "causal"
+        for kind, how in kinds.items():
             names.append(f"attention {backend}, {kind}, heads of {width}")
-            check = partial(preflight_checks.attention_error, backend, width, packed, bounded)
+            check = partial(preflight_checks.attention_error, backend, width, packed, **how)
             reason = reason or failure_of(names[-1], check)
         if reason is None:
             found = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.model import fp8
-from jspeed.model.attention import attention, find_documents
+from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import composed
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.parallel.mesh import put
@@ -59,11 +59,12 @@ def first_mismatch(
     return None
 
 
-def attention_error(backend: str, width: int, packed: bool, bounded: bool = False) -> str | None:
+def attention_error(backend: str, width: int, packed: bool, bounded: bool = False, tagged: bool = False) -> str | None:
     """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return what is wrong.
 
     ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are half as long again, of
-    documents that ``backend`` is told to be at most LENGTH. Raises what the backend raises.
+    documents that ``backend`` is told to be at most LENGTH. ``tagged`` heads have documents in their second half.
+    Raises what the backend raises.
     """
     tokens = np.zeros((2, LENGTH * 3 // 2 if bounded else LENGTH), np.int32)
     tokens[0, [at for at in BORDERS if at < tokens.shape[1]]] = 1
@@ -71,11 +72,19 @@ def attention_error(backend: str, width: int, packed: bool, bounded: bool = Fals
         tokens[1, LENGTH // 2 + 10] = 1
     draw = np.random.default_rng(0)
     q, k, v, g = (draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
-    scale, window = width**-0.5, WINDOW if packed else None
+    scale, window, half = width**-0.5, WINDOW if packed else None, width // 2
+    if tagged:
+        q[..., half:] = k[..., half:] = 0
 
     def call(tokens: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         documents = find_documents(tokens, 1, len(BORDERS) + 2, LENGTH if bounded else None) if packed else None
-        run = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
+
+        def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            if tagged and documents:
+                q, k = (x.at[..., half:].set(tags(documents, half)[:, :, None]) for x in (q, k))
+            known = {"documents": documents, "window": window, "tagged": tagged}
+            return attention(q, k, v, scale=scale, backend=backend, **known)
+
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
 
