@@ -2,8 +2,8 @@
 
 What        The model, the optimizer and the stages of r89. Rates fall to 0.30, not to 0.15, and after the last step
             averages over the last quarter of the run take the weights' place, with their norm.
-Source      r89; record 92's averages, there worth 20 millinats with a floor of 0.30 (n = 2). Evidence at small size, five
-            seeds: benchmarks/quality.md.
+Source      r89; record 92's averages, there worth 20 millinats with a floor of 0.30 (n = 2). Evidence at small size,
+            five seeds: benchmarks/quality.md.
 Hardware    8xH100: not run here.
 Parent      r89
 """

@@ -20,8 +20,8 @@ QUERY_BLOCK = 128
 UNROLLED_BLOCKS = 16
 """Lanes of more query blocks than this run as a loop instead of unrolled."""
 TAG = 16.0
-"""Each number of :func:`tags`. Scores of different documents are at least 2 TAG^2 x scale lower for it, 66 in record 92's
-narrow heads, and scores of normalised heads of 64 channels differ by no more than 128 x scale, 17."""
+"""Each number of :func:`tags`. Scores of different documents are at least 2 TAG^2 x scale lower for it, 66 in record
+92's narrow heads, and scores of normalised heads of 64 channels differ by no more than 128 x scale, 17."""
 LEAST_APART = 30.0
 """By which scores of different documents must be lower: a weight of 1e-13."""
 
@@ -123,9 +123,9 @@ def attention(
     than ``max_docs`` documents, or of one past ``max_doc_len``, gives NaN, never a silently wrong mask; of the
     latter ``cudnn`` does not write what is past it. ``marked``: the queries of such lanes are NaN already
     (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them NaN is left out.
-    ``tagged``: queries and keys are normalised and have :func:`tags`; ``cudnn`` then needs no table of documents, and no
-    block of its kernels is without work. Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for
-    what a backend does not support, and for heads that do not divide.
+    ``tagged``: queries and keys are normalised and have :func:`tags`; ``cudnn`` then needs no table of documents, and
+    no block of its kernels is without work. Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput
+    for what a backend does not support, and for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(

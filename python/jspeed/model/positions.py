@@ -73,7 +73,8 @@ def queries_and_keys(
     (:mod:`jspeed.model.kernels.qk_norm`). The kernel also makes lanes NaN that have more ``documents`` than slots: call
     :func:`jspeed.model.attention.attention` with ``marked``. It appends channels to each head up to ``padded``, as
     attention would where values are that wide: :func:`jspeed.model.attention.tags` (call it with ``tagged``), then
-    zeros. Inside ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not support.
+    zeros. Inside ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput for what its kernels do not
+    support.
     """
     if not own_kernels or active_cache():
         q, k = jnp.split(y_BTE, 2, axis=-1)

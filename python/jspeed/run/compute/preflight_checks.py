@@ -82,8 +82,8 @@ def attention_error(backend: str, width: int, packed: bool, bounded: bool = Fals
         def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             if tagged and documents:
                 q, k = (x.at[..., half:].set(tags(documents, half)[:, :, None]) for x in (q, k))
-            known = {"documents": documents, "window": window, "tagged": tagged}
-            return attention(q, k, v, scale=scale, backend=backend, **known)
+            call = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
+            return call(q, k, v, tagged=tagged)
 
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
