@@ -258,11 +258,10 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        known = {
-            "marked": kernels,
-            "tagged": kernels and width < v_BTHK.shape[-1],
-        }  # to the kernels of queries_and_keys
-        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, **known)
+        tagged = kernels and width < v_BTHK.shape[-1]
+        path = partial(
+            attention_in_pairs if paired else attention, marked=kernels, tagged=tagged, backend=ctx.attention
+        )
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
