@@ -10,7 +10,6 @@ from jax.nn import initializers
 from jspeed.model.kv_cache import active_cache
 
 
-@jax.custom_vjp
 def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     """Return rows ``tokens_BT`` (integers below V) of ``table_VD``: ``[B, T, D]`` in the table's dtype.
 
@@ -18,21 +17,25 @@ def lookup(table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
     frequent token stops growing, and colliding bf16 additions are some 20 times slower on GPUs (openxla/xla issue
     26371).
     """
-    return table_VD[tokens_BT]
+    return look_up_each(table_VD, [tokens_BT])[0]
 
 
-def _lookup_forward(table_VD: jax.Array, tokens_BT: jax.Array):
-    # The table is saved for its shape and dtype only.
-    return table_VD[tokens_BT], (table_VD, tokens_BT)
+@jax.custom_vjp
+def look_up_each(table_VD: jax.Array, ids: list[jax.Array]) -> list[jax.Array]:
+    """Return :func:`lookup` of each array of ``ids``; the gradients of all add up in one fp32 table."""
+    return [table_VD[ids_BT] for ids_BT in ids]
 
 
-def _lookup_backward(saved: tuple[jax.Array, jax.Array], grad_BTD: jax.Array):
-    table_VD, tokens_BT = saved
-    sum_VD = jnp.zeros(table_VD.shape, jnp.float32).at[tokens_BT].add(grad_BTD.astype(jnp.float32))
+def _look_up_each_backward(saved: tuple[jax.Array, list[jax.Array]], grads: list[jax.Array]):
+    table_VD, ids = saved
+    sum_VD = jnp.zeros(table_VD.shape, jnp.float32)
+    for ids_BT, grad_BTD in zip(ids, grads, strict=True):
+        sum_VD = sum_VD.at[ids_BT].add(grad_BTD.astype(jnp.float32))
     return sum_VD.astype(table_VD.dtype), None
 
 
-lookup.defvjp(_lookup_forward, _lookup_backward)
+# The table is saved for its shape and dtype only.
+look_up_each.defvjp(lambda table_VD, ids: (look_up_each(table_VD, ids), (table_VD, ids)), _look_up_each_backward)
 
 
 class Summed(NamedTuple):

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
-from jspeed.model.layers import look_up_all, lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
+from jspeed.model.layers import look_up_all, look_up_each, lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named, padded, slots
@@ -208,8 +208,10 @@ PARAMETERS = {
 }
 
 
-def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> jax.Array:
-    """Return what the head reads: ``[B, T, D]``."""
+def hidden(
+    params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context, e_BTD: jax.Array | None = None
+) -> jax.Array:
+    """Return what the head reads: ``[B, T, D]``. ``e_BTD`` are the tokens' rows of the head where they are known."""
     stage, lanes = ctx.stage.own, tokens_BT.shape
     heads = (*lanes, HEADS, HEAD_WIDTH)
     segment = SEGMENT if ctx.training and SEGMENT < (ctx.stage.max_doc_len or 0) else None
@@ -255,10 +257,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        tagged = kernels and width < v_BTHK.shape[-1]
-        path = partial(
-            attention_in_pairs if paired else attention, marked=kernels, tagged=tagged, backend=ctx.attention
-        )
+        path, tagged = attention_in_pairs if paired else attention, kernels and width < v_BTHK.shape[-1]
+        path = partial(path, marked=kernels, tagged=tagged, backend=ctx.attention)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
@@ -273,7 +273,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         read = [x[..., : GATE_WIDTH // 2] for x in (rms_norm(x_BTD), values[VALUE_OF[layer]])]
         return 2 * sparse_gate(jnp.concatenate(read, axis=-1), params["value_gates"][VALUE_OF[layer]])
 
-    e_BTD = lookup(params["head" if STARTS[stage + 1] - 1 <= LAST_TIED else "embed"], tokens_BT)
+    tied = STARTS[stage + 1] - 1 <= LAST_TIED
+    if e_BTD is None or not tied:
+        e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
     half = NGRAMS // 2
     rows = bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, NGRAMS - half)
@@ -333,8 +335,8 @@ def loss(
     both are over a part of the vocabulary until the last stages."""
     scales, kept_at = (HEAD_SCALES, LOGIT_SCALE) if ctx.use_fp8(FP8) else (None, None)
     score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
-    x_BTD = hidden(params, tokens_BT, ctx)
     if not ctx.training:
+        x_BTD = hidden(params, tokens_BT, ctx)
         return score(params["head"], x_BTD, targets_BT, weights_BT, chunk=EVAL_CHUNK, after=(tokens_BT, ctx.impossible))
     # FP8 scales, Adam's epsilon and what it remembers of smaller batches are meant for the sum over a lane.
     shares = jnp.stack([through(points)(ctx.step) for points in SHARES[: TARGETS[ctx.stage.own]]])
@@ -342,16 +344,20 @@ def loss(
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
-    if (columns := COLUMNS[ctx.stage.own]) >= VOCAB:
+    lanes, columns = range(len(tokens_BT)), COLUMNS[ctx.stage.own]
+    if columns >= VOCAB:
+        x_BTD = hidden(params, tokens_BT, ctx)
         return score(params["head"], x_BTD, targets_NBT, weights_NBT, chunk=ctx.head_chunk)
-    parts = []
-    for lane in range(len(tokens_BT)):
-        start = (ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns
-        ids_C, place_V = candidates(targets_BT[lane], VOCAB, columns, start)
+    starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
+    chosen = [candidates(targets_BT[lane], VOCAB, columns, starts[lane]) for lane in lanes]
+    # At once: the gradient of the table that these stages share is added up once.
+    e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
+    x_BTD, parts = hidden(params, tokens_BT, ctx, e_BTD), []
+    for lane, (ids_C, place_V) in enumerate(chosen):
         targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
         places_N1T = place_V[targets_N1T].clip(0)
         weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
-        arguments = lookup(params["head"], ids_C), x_BTD[lane, None], places_N1T, weights_N1T
+        arguments = of_lanes[lane], x_BTD[lane, None], places_N1T, weights_N1T
         parts.append(score(*arguments, chunk=ctx.head_chunk))
     totals, losses = zip(*parts, strict=True)
     return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
