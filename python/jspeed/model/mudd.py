@@ -1,6 +1,7 @@
 """MUDD (dynamic dense connections, Xiao et al. 2025): per-token coefficients, and sums weighted by them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, zip_longest
 from typing import Any
 
@@ -8,6 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+
+from jspeed.model.layers import rms_norm
+
+Parts = Callable[..., list[jax.Array]]
+"""What of a normalised array is added to a residual stream."""
 
 
 def coefficients(
@@ -81,3 +87,42 @@ def blend(*terms: tuple[jax.Array | float, jax.Array]) -> jax.Array:
 
     total = sum(spread(c, x_BTD) * x_BTD.astype(jnp.float32) for c, x_BTD in terms)
     return jnp.asarray(total, terms[0][1].dtype)
+
+
+def add_normed(parts: Parts, x_BTD: jax.Array, scale: jax.Array, own_kernels: bool = False) -> jax.Array:
+    """Return ``scale`` x + the sum of ``parts(rms_norm(x))`` as :func:`blend` does; ``scale`` is a scalar.
+
+    With ``own_kernels`` the gradients of x meet in one kernel (:mod:`jspeed.model.kernels.norm_gradient`) and are
+    rounded once, not each; on Hopper, for whole blocks of tokens and channels. ``parts`` may use arrays around it.
+    """
+    if own_kernels:
+        from jspeed.model.kernels.norm_gradient import fits  # slow to import, and most runs do without
+
+        own_kernels = fits(x_BTD.size // x_BTD.shape[-1], x_BTD.shape[-1])
+    if not own_kernels:
+        return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD))))
+    converted, around = jax.closure_convert(parts, x_BTD)
+    return _add_normed(converted, x_BTD, scale, around)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _add_normed(parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]) -> jax.Array:
+    return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in parts(rms_norm(x_BTD), *around)))
+
+
+def _add_normed_forward(parts: Parts, x_BTD: jax.Array, scale: jax.Array, around: list[jax.Array]):
+    found, back = jax.vjp(parts, rms_norm(x_BTD), *around)
+    return blend((scale, x_BTD), *((1, y_BTD) for y_BTD in found)), (x_BTD, scale, [y[:0] for y in found], back)
+
+
+def _add_normed_backward(parts: Parts, saved: Any, g_BTD: jax.Array):
+    from jspeed.model.kernels import norm_gradient
+
+    x_BTD, scale, found, back = saved
+    of_normed_BTD, *of_around = back([g_BTD for _ in found])
+    out_ND, normed_ND, x_ND = (a_BTD.reshape(-1, a_BTD.shape[-1]) for a_BTD in (g_BTD, of_normed_BTD, x_BTD))
+    dx_ND, dscale = norm_gradient.norm_gradient(out_ND, normed_ND, x_ND, scale)
+    return dx_ND.reshape(x_BTD.shape), dscale.astype(scale.dtype), of_around
+
+
+_add_normed.defvjp(_add_normed_forward, _add_normed_backward)

@@ -32,7 +32,7 @@ from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_v
 from jspeed.model.layers import look_up_all, look_up_each, lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
-from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named, padded, slots
+from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
@@ -231,6 +231,9 @@ def hidden(
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "own_kernels": kernels}
         return mlp(a_BTD, up, scaled(down, scale), **fp8_of)
 
+    def feeds(layer: int, scale: jax.Array) -> Parts:
+        return lambda a_BTD: [feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer]
+
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
     ) -> jax.Array:
@@ -303,9 +306,7 @@ def hidden(
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
                 terms += [(gates["ngram", layer], ngram_BTD)]
             x_BTD = blend(*terms)
-        a_BTD = rms_norm(x_BTD)
-        fed = [number for number, fed_layer in enumerate(FEEDS) if fed_layer == layer]
-        x_BTD = blend((before[1], x_BTD), *((1, feed(a_BTD, number, after[1])) for number in fed))
+        x_BTD = add_normed(feeds(layer, after[1]), x_BTD, before[1], kernels and layer not in NO_MLP)
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import composed
+from jspeed.model.layers import rms_norm
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.parallel.mesh import put
 from jspeed.run.compute.compiler import options_for
@@ -144,7 +145,7 @@ def own_kernels_error() -> str | None:
 
 def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, tuple[Run, Run, list[Any]]]:
     """By name: a kernel, the same in plain JAX, and what both take; for ``rows`` tokens and a model of ``width``."""
-    from jspeed.model.kernels import fp8_cast, fused_mlp  # slow to import, and most runs do without
+    from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient  # slow to import, and most runs do without
 
     draw = np.random.default_rng(0)
 
@@ -175,6 +176,11 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         return tuple(x[..., :half] for x in rotary(y, **given))
 
     composed_heads = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
+
+    def gradient_of_norm(out: Any, normed: Any, x: Any, scale: Any) -> Any:
+        out, normed, x = (a.astype(jnp.float32) for a in (out, normed, x))
+        return jax.vjp(lambda x, scale: (scale * x, rms_norm(x)), x, scale)[1]((out, normed))
+
     cast = partial(fp8_cast.cast, dtype=fp8.E5M2), partial(fp8_cast.cast_reference, dtype=fp8.E5M2)
 
     x, g, weights = random(rows, width), random(rows, width), random(mlp_width, width)
@@ -193,6 +199,7 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
         "squared ReLU gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
         "FP8 cast": (*cast, [x, np.float32(0.01)]),
+        "gradient of a norm": (norm_gradient.norm_gradient, gradient_of_norm, [g, x, x[::-1], np.float32(1.25)]),
         "queries and keys": (*with_gradients(rotary), [tuple(of_heads[:2]), random(*shape[:2], 2 * width)]),
         "narrow queries and keys": (
             *with_gradients(narrow),

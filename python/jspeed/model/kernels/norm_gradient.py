@@ -1,0 +1,65 @@
+"""The gradient of RMSNorm added to that of the residual stream beside it, in one pass: Pallas (Triton backend).
+
+XLA reads the normalised array's gradient and its input once for a row's sum and, with the residual stream's gradient, a
+second time. Here each program keeps whole rows in registers. No GPU has run this kernel.
+"""
+
+from functools import reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+TOKENS = 4  # of a program
+PART = 256  # channels that are loaded at once: Triton takes powers of two
+WARPS = 4
+
+
+def fits(tokens: int, width: int) -> bool:
+    """Whether the kernel takes ``[tokens, width]``; callers take plain JAX if not."""
+    return tokens % TOKENS == 0 and width % PART == 0
+
+
+def norm_gradient(
+    out_ND: jax.Array, normed_ND: jax.Array, x_ND: jax.Array, scale: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return the gradients of ``x_ND`` and of ``scale``, an fp32 scalar, in ``scale`` x + f(rms_norm(x)).
+
+    ``out_ND`` is the gradient of the sum, ``normed_ND`` that of f's argument; all are ``[N, D]`` of one dtype, in which
+    the first result is; N and D as :func:`fits` says. Sums are fp32.
+    """
+    tokens, width = x_ND.shape
+    block = pl.BlockSpec((TOKENS, width), lambda i: (i, 0))
+    one, rows = pl.BlockSpec((1,), lambda i: (0,)), pl.BlockSpec((TOKENS,), lambda i: (i,))
+    dx_ND, along_N = pl.pallas_call(
+        _kernel,
+        grid=(tokens // TOKENS,),
+        in_specs=[one, block, block, block],
+        out_specs=[block, rows],
+        out_shape=[jax.ShapeDtypeStruct(x_ND.shape, x_ND.dtype), jax.ShapeDtypeStruct((tokens,), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        interpret=interpret,
+        name="norm_gradient",
+    )(scale.astype(jnp.float32)[None], out_ND, normed_ND, x_ND)
+    return dx_ND, jnp.sum(along_N)
+
+
+def _kernel(scale_ref: Any, out_ref: Any, normed_ref: Any, x_ref: Any, dx_ref: Any, along_ref: Any) -> None:
+    width = x_ref.shape[1]
+    parts = [pl.ds(start, PART) for start in range(0, width, PART)]
+    out, normed, x = (
+        [plgpu.load(ref.at[:, part]).astype(jnp.float32) for part in parts] for ref in (out_ref, normed_ref, x_ref)
+    )
+    inverse = lax.rsqrt(_dot(x, x) / width + jnp.finfo(jnp.float32).eps)
+    mean = (_dot(normed, x) / width * inverse * inverse)[:, None]
+    scale, inverse = scale_ref[0], inverse[:, None]
+    for part, g, of_norm, own in zip(parts, out, normed, x, strict=True):
+        plgpu.store(dx_ref.at[:, part], (scale * g + inverse * (of_norm - own * mean)).astype(dx_ref.dtype))
+    plgpu.store(along_ref, _dot(out, x))
+
+
+def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+    return jnp.sum(reduce(jnp.add, (one * other for one, other in zip(a, b, strict=True))), axis=1)

@@ -1,0 +1,54 @@
+"""The gradients that meet before a norm, in interpret mode, against JAX's own and in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jspeed.model.kernels import norm_gradient as module
+from jspeed.model.layers import rms_norm
+from jspeed.model.mudd import add_normed
+
+from .. import dense
+
+TOKENS, WIDTH = 12, 768
+
+
+def test_against_float64():
+    """bf16 gradients, rounded once; rows of zeros, and large ones."""
+    rng = np.random.default_rng(0)
+    arrays = rng.normal(size=(3, TOKENS, WIDTH))
+    arrays[:, 3] *= 100
+    arrays[2, 5] = 0
+    out, normed, x = jnp.asarray(arrays, jnp.bfloat16)
+    dx, dscale = module.norm_gradient(out, normed, x, jnp.float32(1.25), interpret=True)
+    out, normed, x = (np.asarray(a, np.float64) for a in (out, normed, x))
+    inverse = 1 / np.sqrt(np.mean(x**2, 1, keepdims=True) + np.finfo(np.float32).eps)
+    expected = 1.25 * out + inverse * (normed - x * inverse**2 * np.mean(normed * x, 1, keepdims=True))
+    assert dx.dtype == jnp.bfloat16 and dense.distance(dx, expected) < 0.002
+    np.testing.assert_allclose(dscale, np.sum(out * x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 1])
+def test_a_sum_beside_a_norm_has_the_gradients_of_the_plain_path(tokens, monkeypatch):
+    """Two parts that use arrays around them; where tokens are no whole blocks, by plain JAX."""
+    monkeypatch.setattr(module, "norm_gradient", partial(module.norm_gradient, interpret=True))
+    rng = np.random.default_rng(0)
+    x, w, g = (jnp.asarray(rng.normal(size=(1, size, WIDTH)), jnp.float32) for size in (tokens, 1, tokens))
+
+    def call(x, w, scale, own):
+        found = add_normed(lambda a: [a * w, jnp.sin(a * scale)], x, scale, own)
+        return jnp.sum(found * g), found
+
+    def plain(x, w, scale):
+        a = rms_norm(x)
+        return jnp.sum((scale * x + a * w + jnp.sin(a * scale)) * g)
+
+    expected = jax.grad(plain, (0, 1, 2))(x, w, 1.5)
+    for own in (False, True):
+        found, _ = jax.grad(partial(call, own=own), (0, 1, 2), has_aux=True)(x, w, jnp.float32(1.5))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(call(x, w, 1.5, True)[1], call(x, w, 1.5, False)[1])
