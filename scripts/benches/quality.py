@@ -17,6 +17,7 @@ from benches.versus import finite, first_at, our_run
 from jspeed.commands.flags import check_folders
 from jspeed.corpus import chunks
 from jspeed.corpus.sources import text_files
+from jspeed.corpus.tokenizers import tiktoken_encoding
 from jspeed.data.folder import EncodedDocuments, write_folder
 from jspeed.data.manifest import Description, Split
 from jspeed.errors import BadInput
@@ -199,7 +200,7 @@ def write_tokens(out: Path, texts: Sequence[Path], most: int) -> list[int]:
     """
     import tiktoken
 
-    gpt2 = tiktoken.get_encoding("gpt2")
+    gpt2 = tiktoken_encoding("gpt2")
     ranks = {piece: rank for piece, rank in gpt2._mergeable_ranks.items() if rank < VOCAB - 1}
     encoding = tiktoken.Encoding("gpt2-short", pat_str=gpt2._pat_str, mergeable_ranks=ranks, special_tokens={})
     *train, last = [path for _, path in text_files(texts)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
-from jspeed.corpus.tokenizers import bytes_tokenizer
+from jspeed.corpus.tokenizers import bytes_tokenizer, tiktoken_encoding
 from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput
 from jspeed.fields import Wants
@@ -42,9 +42,7 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
         rounds: Measurements of each, in turn; medians are printed.
     """
     at_least(1, processes=processes, rounds=rounds)
-    import tiktoken
-
-    encoding = tiktoken.get_encoding("gpt2")
+    encoding = tiktoken_encoding("gpt2")
     encode = partial(parallel_tokenise.encode, "gpt2", "before", encoding.eot_token)
     paths = [path for _, path in text_files(inputs)]
 

@@ -143,8 +143,8 @@ def bytes_tokenizer() -> Tokenizer:
     return Tokenizer("bytes", 257, 256, lambda text: np.frombuffer(text, np.uint8).astype("<u2"), decode)
 
 
-def tiktoken_tokenizer(name: str) -> Tokenizer:
-    """Return an encoding of tiktoken; its ``<|endoftext|>`` (gpt2: 50256), which no text gives, separates documents."""
+def tiktoken_encoding(name: str) -> Any:
+    """Return ``tiktoken.get_encoding(name)``. Raises BadInput for an unknown one, and where it cannot be fetched."""
     import tiktoken
 
     known = tiktoken.list_encoding_names()
@@ -154,13 +154,18 @@ def tiktoken_tokenizer(name: str) -> Tokenizer:
             f"{', '.join(known)}, and any tokenizer.json"
         )
     try:
-        encoding = tiktoken.get_encoding(name)
+        return tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:
         whose = "GPT-2's" if name == "gpt2" else f"{name}'s"
         raise BadInput(
             f"tiktoken cannot fetch {whose} vocabulary ({type(error).__name__}); connect to the network,"
             " set TIKTOKEN_CACHE_DIR to a folder that holds it, or use --tokenizer bytes"
         ) from None
+
+
+def tiktoken_tokenizer(name: str) -> Tokenizer:
+    """Return an encoding of tiktoken; its ``<|endoftext|>`` (gpt2: 50256), which no text gives, separates documents."""
+    encoding = tiktoken_encoding(name)
     special = {text: encoding.encode_single_token(text) for text in encoding.special_tokens_set}
     hidden = frozenset(special.values())
     dtype = id_dtype(encoding.n_vocab)
