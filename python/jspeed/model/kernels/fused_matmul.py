@@ -31,7 +31,7 @@ def matmul(
     a_NK: jax.Array,
     b: jax.Array,
     b_in_rows: bool,
-    scalars: Sequence[jax.Array],
+    scalars: jax.Array,
     outputs: Sequence[tuple[str, Any]],
     epilogue: Callable[..., tuple[jax.Array, ...]],
     *,
@@ -41,8 +41,8 @@ def matmul(
     """Multiply ``a`` with ``b`` (``[F, K]`` if ``b_in_rows``, else ``[K, F]``) and write the results of ``epilogue``.
 
     ``outputs`` are layouts and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8-bit only), ``GN`` one number for
-    each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32 ``[ROWS, STRIP]`` of the product, references to
-    ``scalars`` and a block of ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS, STRIP]`` for
+    each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32 ``[ROWS, STRIP]`` of the product, each of
+    ``scalars`` ``[n]`` and a block of ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS, STRIP]`` for
     ``NF`` and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they may be of
     two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
     """
@@ -66,6 +66,7 @@ def matmul(
     tiled = _tiled(a_NK.dtype, line)
     strips = range(COLUMNS // STRIP)
     beside = [] if epilogue_input_NF is None else [epilogue_input_NF]
+    apart = [scalars[n : n + 1] for n in range(scalars.size)]  # else XLA makes one array of them, by a kernel
 
     def loads(multiply: Any, context: Any) -> Any:
         b_shape, b_index = ((WIDE, line), lambda s: (0, s)) if b_in_rows else ((line, WIDE), lambda s: (s, 0))
@@ -84,7 +85,7 @@ def matmul(
         )
 
     def kernel(a_gmem: Any, b_gmem: Any, *rest: Any) -> None:
-        first, last = len(scalars), len(scalars) + len(beside)
+        first, last = len(apart), len(apart) + len(beside)
         refs, read, results = rest[:first], rest[first:last], rest[last:]
 
         def scope(allocations: Any, slots: Any, besides: Any, barriers: Any) -> None:
@@ -133,7 +134,7 @@ def matmul(
                             # Slots are free again once the copies out of them, of the strip before, have been read.
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                             part = product[:, strip * STRIP : (strip + 1) * STRIP]
-                            write(strip, epilogue(part, refs, *loaded()))
+                            write(strip, epilogue(part, [ref[0] for ref in refs], *loaded()))
                             if strip + 1 in strips:  # commit_smem was since the one before was read
                                 load(strip + 1)
 
@@ -173,7 +174,7 @@ def matmul(
         num_threads=WARPGROUPS + 1,
         thread_name="wg",
         interpret=interpret,
-    )(a_NK, b, *scalars, *beside)
+    )(a_NK, b, *apart, *beside)
 
 
 def _slot(block: tuple[int, int], dtype: Any) -> Any:

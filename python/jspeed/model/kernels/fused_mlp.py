@@ -32,15 +32,15 @@ def squared_relu_matmul(
     """
 
     def epilogue(product, scalars):
-        (scales,) = scalars
-        pre = (product * scales[0]).astype(jnp.bfloat16).astype(jnp.float32)
+        product_scale, copy_scale = scalars
+        pre = (product * product_scale).astype(jnp.bfloat16).astype(jnp.float32)
         positive = jnp.maximum(pre, 0.0)
         h = (positive * positive).astype(jnp.bfloat16)
         h32 = h.astype(jnp.float32)
-        return h, jnp.minimum(h32 * (1 / scales[1]), E4M3_MAX), jnp.max(h32, axis=1)
+        return h, jnp.minimum(h32 * (1 / copy_scale), E4M3_MAX), jnp.max(h32, axis=1)
 
     outputs = [("NF", jnp.bfloat16), ("NF", E4M3), ("GN", jnp.float32)]
-    h_NF, copy_NF, largest_GN = matmul(x_ND, w_FD, True, [scales_2], outputs, epilogue, interpret=interpret)
+    h_NF, copy_NF, largest_GN = matmul(x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret)
     return h_NF, copy_NF, largest_GN
 
 
@@ -64,7 +64,7 @@ def squared_relu_gradient(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array, *, 
         return (_gradient(product, h),)
 
     outputs = [("NF", jnp.bfloat16)]
-    return matmul(g_ND, w_DF, False, [], outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret)[0]
+    return matmul(g_ND, w_DF, False, jnp.zeros(0), outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret)[0]
 
 
 def squared_relu_gradient_reference(g_ND: jax.Array, w_DF: jax.Array, h_NF: jax.Array) -> jax.Array:
@@ -88,14 +88,14 @@ def squared_relu_matmul_fp8(
     """
 
     def epilogue(product, scalars):
-        (scales,) = scalars
-        positive = jnp.maximum(product * scales[0], 0.0)
+        product_scale, scale = scalars
+        positive = jnp.maximum(product * product_scale, 0.0)
         h = positive * positive
-        scaled = jnp.minimum(h * (1 / scales[1]), E4M3_MAX)
+        scaled = jnp.minimum(h * (1 / scale), E4M3_MAX)
         return scaled, scaled, jnp.max(h, axis=1)
 
     outputs = [("NF", E4M3), ("FN", E4M3), ("GN", jnp.float32)]
-    q_NF, q_FN, largest_GN = matmul(x_ND, w_FD, True, [scales_2], outputs, epilogue, interpret=interpret)
+    q_NF, q_FN, largest_GN = matmul(x_ND, w_FD, True, scales_2, outputs, epilogue, interpret=interpret)
     return q_NF, q_FN, largest_GN
 
 
@@ -126,15 +126,14 @@ def squared_relu_gradient_fp8(
     """
 
     def epilogue(product, scalars, h):
-        (scales,) = scalars
-        scaled = _scaled_gradient(product, h, scales)
+        scaled = _scaled_gradient(product, h, scalars)
         # The largest of rounded numbers is the largest rounded.
         largest = jnp.max(jnp.abs(scaled), axis=1)
         return scaled, scaled, largest.astype(E5M2).astype(jnp.float32)
 
     outputs = [("NF", E5M2), ("FN", E5M2), ("GN", jnp.float32)]
     q_NF, q_FN, largest_GN = matmul(
-        g_ND, w_FD, True, [scales_3], outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret
+        g_ND, w_FD, True, scales_3, outputs, epilogue, epilogue_input_NF=h_NF, interpret=interpret
     )
     return q_NF, q_FN, largest_GN
 
