@@ -33,7 +33,7 @@ def test_a_fused_matmul_is_one_kernel(mesh, kernel, monkeypatch, capfd):
     text = jax.jit(kernel).trace(*arrays).lower(lowering_platforms=("cuda",)).compile().as_text()
     said = "".join(capfd.readouterr())
     assert Counter(call.target for call in custom_calls(text)) == {"mosaic_gpu_v2": 1}
-    assert " fusion(" not in text
+    assert all(found.flops or found.bytes < 100 for found in cost.kernels(text))  # scalars, which are one array here
     assert re.findall(r"(\d+) bytes spill (?:stores|loads)", said) == ["0", "0"]
     assert "wgmma.mma_async" in said and "serialized" not in said
     assert not re.search(r"(max|min)\.f32", said)  # by which NaN becomes a number: only max.NaN.f32 and min.NaN.f32

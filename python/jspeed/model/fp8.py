@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import Precision
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 E4M3_MAX, E5M2_MAX = 448.0, 57_344.0
@@ -77,6 +78,23 @@ def scale_of(a: jax.Array, dtype: DTypeLike, scale: jax.Array | None = None) -> 
     return as_scale(jnp.max(jnp.abs(a)).astype(jnp.float32) / E4M3_MAX if scale is None else scale, dtype)
 
 
+def scales_of(
+    bank_NIO: jax.Array, times_N: jax.Array | None = None, read_NO: NDArray[np.bool_] | None = None
+) -> jax.Array:
+    """Return :func:`scale_of` of each matrix of a bank, ``[N]`` in its dtype.
+
+    ``times_N``: of the matrices that :func:`.layers.scaled` makes of them, which are not needed for it: rounding keeps
+    what is largest. ``read_NO`` leaves columns out. One after the other each would be two kernels of one number.
+    """
+    size_NIO = jnp.abs(bank_NIO)
+    if read_NO is not None:
+        size_NIO = jnp.where(read_NO[:, None], size_NIO, 0)
+    amax_N = jnp.max(size_NIO, axis=(1, 2))
+    if times_N is not None:
+        amax_N = (amax_N.astype(jnp.float32) * jnp.abs(times_N)).astype(amax_N.dtype)
+    return as_scale(amax_N.astype(jnp.float32) / E4M3_MAX, bank_NIO.dtype)
+
+
 def as_scale(scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return ``scale`` in ``dtype``, the compute dtype, and above 0. Rounded, because the factor that undoes it is."""
     return jnp.maximum(scale, max(1e-12, float(jnp.finfo(dtype).tiny))).astype(dtype)
@@ -113,6 +131,7 @@ def measured_matmul(
     largest: jax.Array,
     share: float,
     x_scale: float | jax.Array | None = None,
+    w_scale: jax.Array | None = None,
     *,
     own_kernels: bool = False,
 ) -> jax.Array:
@@ -121,14 +140,14 @@ def measured_matmul(
 
     The gradient has a delayed scale: it is divided by GRADIENT_MARGIN x ``largest`` / 57,344. ``largest`` is a scalar
     parameter; its own gradient is ``share`` x the amax of this step's rounded gradient, as :func:`watch` has it. While
-    it is 0, before the first step, the scale is 1.
+    it is 0, before the first step, the scale is 1. ``w_scale``: that of ``w_VD``, where :func:`scales_of` gave it.
 
     With ``own_kernels`` the incoming gradient is rounded by :mod:`jspeed.model.kernels.fp8_cast`, on Hopper in bf16
     where rows and V are multiples of 128: the same numbers, without a pass for the amax. ``x`` is left to XLA, which
     rounds it where it is computed, row-major and transposed: a kernel would need it in bf16 in memory first.
     """
     x_scale = x_scale if x_scale is None else jnp.asarray(x_scale, jnp.float32)
-    scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype)
+    scales = scale_of(x, x.dtype, x_scale), scale_of(w_VD, x.dtype) if w_scale is None else w_scale
     x_ND = x.reshape(-1, x.shape[-1])
     if own_kernels:
         from jspeed.model.kernels import fp8_cast  # slow to import, and most runs do without

@@ -22,6 +22,7 @@ def mlp(
     largest: jax.Array | None = None,
     share: float = 1.0,
     x_largest: float | None = None,
+    w_scales: jax.Array | None = None,
     own_kernels: bool = False,
 ) -> jax.Array:
     """Return ``relu(x up)^2 down.T``: ``[B, T, D]`` in the dtype of ``x``; ``down_DF`` is stored as ``up_DF`` is.
@@ -33,7 +34,8 @@ def mlp(
     measuring it.
 
     With ``largest`` ``[3]``, fp32, gradients are FP8 matmuls too (:func:`jspeed.model.fp8.measured_matmul`): its second
-    and third entries are the amax of the gradients that enter the first matmul and the second.
+    and third entries are the amax of the gradients that enter the first matmul and the second. ``w_scales`` are then
+    those of both matrices, where :func:`jspeed.model.fp8.scales_of` gave them.
 
     With ``own_kernels`` and ``largest`` squared ReLU and its gradient are computed in the epilogue of the preceding
     matmul, by :mod:`jspeed.model.kernels.fused_mlp`: equal up to rounding, on Hopper in bf16 only. For a scalar
@@ -53,12 +55,14 @@ def mlp(
 
             x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
             if fused_mlp.fits(x_ND.shape[0], *up_DF.shape):
-                scales = [fp8.scale_of(x_ND, dtype, x_scale), *(fp8.scale_of(a, dtype) for a in (up_DF, down_DF))]
+                of_weights = [fp8.scale_of(a, dtype) for a in (up_DF, down_DF)] if w_scales is None else w_scales
+                scales = [fp8.scale_of(x_ND, dtype, x_scale), *of_weights]
                 return _in_fp8_kernels(x_ND, up_DF, down_DF, largest, share, *scales).reshape(x_BTD.shape)
         of_h, of_up, of_down = largest
-        pre_BTF = fp8.measured_matmul(x_BTD, up_DF.T, of_up, share, x_scale)
+        up_scale, down_scale = (None, None) if w_scales is None else w_scales
+        pre_BTF = fp8.measured_matmul(x_BTD, up_DF.T, of_up, share, x_scale, up_scale)
         h_BTF = fp8.watch(relu_squared(pre_BTF), of_h, share)
-        return fp8.measured_matmul(h_BTF, down_DF, of_down, share, MARGIN * of_h / fp8.E4M3_MAX)
+        return fp8.measured_matmul(h_BTF, down_DF, of_down, share, MARGIN * of_h / fp8.E4M3_MAX, down_scale)
     h_scale = MARGIN * largest / fp8.E4M3_MAX
     if own_kernels:
         x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])

@@ -211,6 +211,41 @@ PARAMETERS = {
 }
 
 
+def columns_read(name: str, halved: list[int]) -> NDArray[np.bool_]:
+    """Return which columns of a bank's matrices are read, ``[n, out]``: half of each head of those ``halved``."""
+    count, _, width = PARAMETERS[name].shape
+    half = np.arange(width) % HEAD_WIDTH < HEAD_WIDTH // 2
+    return ~np.isin(np.arange(count), halved)[:, None] | half
+
+
+READ = {
+    "queries_keys": columns_read(
+        "queries_keys",
+        [HEADS * n + head for n, layer in enumerate(ATTENDING) if layer not in LONG_LAYERS for head in range(HEADS)],
+    ),
+    "values_outs": columns_read("values_outs", [2 * n for n, layer in enumerate(ATTENDING) if layer in HALF_LAYERS]),
+}
+
+
+def attention_banks(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return the banks of queries and keys and of values and outputs, times the scales of their layers. All at once: a
+    scale on its own, and its gradient, are kernels."""
+    layers = np.array(ATTENDING)
+    own, after = params["attention_scales"][layers], params["post_scales"][layers, 0]
+    after = jnp.where(layers == LAST, 1.0, after)  # the last layer has none
+
+    def along(bank: jax.Array, scales_N: jax.Array) -> jax.Array:
+        return jnp.pad(scales_N, (0, len(bank) - len(scales_N)), constant_values=1)[:, None, None]
+
+    queries_keys, values_outs = params["queries_keys"], params["values_outs"]
+    own = own.astype(values_outs.dtype)
+    queries_keys *= along(queries_keys, jnp.repeat(own[:, 0], HEADS))
+    values_outs *= along(values_outs, own.reshape(-1))
+    return queries_keys, scaled(
+        values_outs, along(values_outs, jnp.stack([jnp.ones_like(after), after], 1).reshape(-1))
+    )
+
+
 def hidden(
     params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context, e_BTD: jax.Array | None = None
 ) -> jax.Array:
@@ -227,36 +262,45 @@ def hidden(
     largest = params["largest"] if ctx.use_fp8(FP8) else None
     kernels = ctx.use_own_kernels(OWN_KERNELS)
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
+    heads_in, heads_out = attention_banks(params)
+    if largest is not None:
+        after = jnp.where(np.array(FEEDS) == LAST, 1.0, params["post_scales"][np.array(FEEDS), 1])
+        after = jnp.stack([jnp.ones_like(after), after], axis=1).reshape(-1)
+        feed_scales = fp8.scales_of(params["mlp"][: len(after)], after).reshape(-1, 2)
+        in_scales = fp8.scales_of(heads_in, read_NO=READ["queries_keys"])[: HEADS * len(ATTENDING)]
+        in_scales = jnp.max(in_scales.reshape(-1, HEADS), axis=1)
+        out_scales = fp8.scales_of(heads_out, read_NO=READ["values_outs"])
 
     def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
         up, down = matrices[number]
-        watched = None if largest is None else largest[number, :3]
-        fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "own_kernels": kernels}
-        return mlp(a_BTD, up, scaled(down, scale), **fp8_of)
+        watched, w_scales = (None, None) if largest is None else (largest[number, :3], feed_scales[number])
+        fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
+        return mlp(a_BTD, up, scaled(down, scale), own_kernels=kernels, **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
         return lambda a_BTD: [feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer]
 
-    def attend(
-        a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
-    ) -> jax.Array:
+    def attend(a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0) -> jax.Array:
         number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
         angles, scale = wide if long else narrow
         width = HEAD_WIDTH if long else HEAD_WIDTH // 2
         of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
-        queries_keys = params["queries_keys"][HEADS * number : HEADS * (number + 1)]
+        queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
         queries_keys = jnp.moveaxis(queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1)
-        value, out = params["values_outs"][2 * number : 2 * number + 2]
+        value, out = heads_out[2 * number : 2 * number + 2]
         value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
         out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
-        own_scale, out_scale = params["attention_scales"][layer].astype(a_BTD.dtype)
         # Two matmuls: kernels take queries and keys apart from values, and give such gradients.
-        weights = [own_scale * x.reshape(WIDTH, -1) for x in (queries_keys, value)]
+        two = [x.reshape(WIDTH, -1) for x in (queries_keys, value)]
         if largest is None:
-            y_BTE, v_BTE = (a_BTD @ weights_DE for weights_DE in weights)
+            y_BTE, v_BTE = (a_BTD @ weights_DE for weights_DE in two)
         else:
             multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=kernels)
-            y_BTE, v_BTE = map(multiply, (weights_DE.T for weights_DE in weights), largest[number, 3:])
+            of_weights = in_scales[number], out_scales[2 * number]
+            y_BTE, v_BTE = (
+                multiply(weights_DE.T, watched, w_scale=scale)
+                for weights_DE, watched, scale in zip(two, largest[number, 3:], of_weights, strict=True)
+            )
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
         v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
         turned = angles, positions_TP, kernels, documents, long, v_BTHK.shape[-1]
@@ -270,7 +314,7 @@ def hidden(
             y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
         if long:
             y_BTHK *= gates["heads", layer][..., None]
-        return y_BTHK.reshape(*lanes, -1) @ scaled(out_scale * out, scale_out)
+        return y_BTHK.reshape(*lanes, -1) @ out
 
     def value_gate(x_BTD: jax.Array, layer: int) -> jax.Array | None:
         # Normalised on its own: the gradient of a few channels is then no term of the sum that matmuls add up.
@@ -296,7 +340,7 @@ def hidden(
     for layer in range(LAST):
         if layer == GATES_FROM:
             gates |= named(coefficients(x_BTD, params, "gates", 1, params["gates_scale"]), GATES[1])
-        before, after = params["layer_scales"][layer], params["post_scales"][layer]
+        before, after = params["layer_scales"][layer], params["post_scales"][layer, 1]
         from_BTD = x_BTD if layer <= SHARED_FROM else outputs[SHARED_FROM]
         if layer == SKIP_INTO:
             skip_BT = jax.nn.sigmoid(params["skip_scale"]) * gates["skip", layer]
@@ -304,13 +348,13 @@ def hidden(
         else:
             terms: list[tuple[Any, jax.Array]] = [(before[0], x_BTD)]
             if layer in ATTENDING:
-                terms += [(1, attend(rms_norm(from_BTD), layer, value_gate(from_BTD, layer), scale_out=after[0]))]
+                terms += [(1, attend(rms_norm(from_BTD), layer, value_gate(from_BTD, layer)))]
             if layer in START_LAYERS:
                 terms += [(gates["start", layer], start_BTD)]
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
                 terms += [(gates["ngram", layer], ngram_BTD)]
             x_BTD = blend(*terms)
-        x_BTD = add_normed(feeds(layer, after[1]), x_BTD, before[1], kernels and layer not in NO_MLP)
+        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernels and layer not in NO_MLP)
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD

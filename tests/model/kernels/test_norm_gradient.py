@@ -13,7 +13,7 @@ from jspeed.model.mudd import add_normed
 
 from .. import dense
 
-TOKENS, WIDTH = 12, 768
+TOKENS, WIDTH = 32, 768
 
 
 def test_against_float64():

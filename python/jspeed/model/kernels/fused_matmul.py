@@ -42,9 +42,9 @@ def matmul(
 
     ``outputs`` are layouts and dtypes: ``NF`` is a matrix, ``FN`` its transpose (8-bit only), ``GN`` one number for
     each STRIP columns. ``epilogue(product, scalars, block)`` gets fp32 ``[ROWS, STRIP]`` of the product, each of
-    ``scalars`` ``[n]`` and a block of ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS, STRIP]`` for
-    ``NF`` and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they may be of
-    two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
+    ``scalars`` ``[n]`` and a block of ``epilogue_input_NF``, if given. It returns a block of each output: ``[ROWS,
+    STRIP]`` for ``NF`` and ``FN``, in fp32 for ``FN``, and ``[ROWS]`` for ``GN``. FP8 operands need ``b_in_rows``; they
+    may be of two FP8 dtypes. Raises Refused unless N is a multiple of 128, F of 256, and K of 128 bytes.
     """
     (n, k), f = a_NK.shape, b.shape[0 if b_in_rows else 1]
     for what, size, unit in (("rows", n, ROWS), ("columns", f, WIDE), ("contracted", k, LINE // a_NK.dtype.itemsize)):

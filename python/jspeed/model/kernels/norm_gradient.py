@@ -13,14 +13,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-TOKENS = 4  # of a program
+TOKENS = 4  # at once
+ROUNDS = 4  # of a program: its sum is one number, and a sum of at most 4,096 is one kernel of XLA's
 PART = 256  # channels that are loaded at once: Triton takes powers of two
 WARPS = 4
 
 
 def fits(tokens: int, width: int) -> bool:
     """Whether the kernel takes ``[tokens, width]``; callers take plain JAX if not."""
-    return tokens % TOKENS == 0 and width % PART == 0
+    return tokens % (TOKENS * ROUNDS) == 0 and width % PART == 0
 
 
 def norm_gradient(
@@ -32,33 +33,40 @@ def norm_gradient(
     the first result is; N and D as :func:`fits` says. Sums are fp32.
     """
     tokens, width = x_ND.shape
-    block = pl.BlockSpec((TOKENS, width), lambda i: (i, 0))
-    one, rows = pl.BlockSpec((1,), lambda i: (0,)), pl.BlockSpec((TOKENS,), lambda i: (i,))
-    dx_ND, along_N = pl.pallas_call(
+    block = pl.BlockSpec((TOKENS * ROUNDS, width), lambda i: (i, 0))
+    one, mine = pl.BlockSpec((1,), lambda i: (0,)), pl.BlockSpec((1,), lambda i: (i,))
+    programs = tokens // (TOKENS * ROUNDS)
+    dx_ND, along = pl.pallas_call(
         _kernel,
-        grid=(tokens // TOKENS,),
+        grid=(programs,),
         in_specs=[one, block, block, block],
-        out_specs=[block, rows],
-        out_shape=[jax.ShapeDtypeStruct(x_ND.shape, x_ND.dtype), jax.ShapeDtypeStruct((tokens,), jnp.float32)],
+        out_specs=[block, mine],
+        out_shape=[jax.ShapeDtypeStruct(x_ND.shape, x_ND.dtype), jax.ShapeDtypeStruct((programs,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="norm_gradient",
     )(scale.astype(jnp.float32)[None], out_ND, normed_ND, x_ND)
-    return dx_ND, jnp.sum(along_N)
+    return dx_ND, jnp.sum(along)
 
 
 def _kernel(scale_ref: Any, out_ref: Any, normed_ref: Any, x_ref: Any, dx_ref: Any, along_ref: Any) -> None:
-    width = x_ref.shape[1]
+    width, scale = x_ref.shape[1], scale_ref[0]
     parts = [pl.ds(start, PART) for start in range(0, width, PART)]
-    out, normed, x = (
-        [plgpu.load(ref.at[:, part]).astype(jnp.float32) for part in parts] for ref in (out_ref, normed_ref, x_ref)
-    )
-    inverse = lax.rsqrt(_dot(x, x) / width + jnp.finfo(jnp.float32).eps)
-    mean = (_dot(normed, x) / width * inverse * inverse)[:, None]
-    scale, inverse = scale_ref[0], inverse[:, None]
-    for part, g, of_norm, own in zip(parts, out, normed, x, strict=True):
-        plgpu.store(dx_ref.at[:, part], (scale * g + inverse * (of_norm - own * mean)).astype(dx_ref.dtype))
-    plgpu.store(along_ref, _dot(out, x))
+
+    def some(number: Any, along: jax.Array) -> jax.Array:
+        rows = pl.ds(number * TOKENS, TOKENS)
+        out, normed, x = (
+            [plgpu.load(ref.at[rows, part]).astype(jnp.float32) for part in parts]
+            for ref in (out_ref, normed_ref, x_ref)
+        )
+        inverse = lax.rsqrt(_dot(x, x) / width + jnp.finfo(jnp.float32).eps)
+        mean = (_dot(normed, x) / width * inverse * inverse)[:, None]
+        for part, g, of_norm, own in zip(parts, out, normed, x, strict=True):
+            dx = scale * g + inverse[:, None] * (of_norm - own * mean)
+            plgpu.store(dx_ref.at[rows, part], dx.astype(dx_ref.dtype))
+        return along + _dot(out, x)
+
+    along_ref[0] = jnp.sum(lax.fori_loop(0, ROUNDS, some, jnp.zeros(TOKENS, jnp.float32)))
 
 
 def _dot(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
