@@ -12,7 +12,7 @@ from benches.text import at_least, timed
 from jspeed.errors import BadInput
 from jspeed.model.attention import find_documents
 from jspeed.model.fp8 import E4M3, E5M2
-from jspeed.model.heads import composed
+from jspeed.model.heads import composed, without_own_value
 from jspeed.model.kernels.fp8_cast import cast, cast_reference
 from jspeed.model.kernels.fused_mlp import (
     squared_relu_gradient,
@@ -74,7 +74,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
 
 
 def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
-    """QK-norm with rotary and composed heads, each with its gradients: kernel, reference, arrays."""
+    """QK-norm with rotary, composed heads and XSA, each with its gradients: kernel, reference, arrays."""
 
     def drawn(number: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(number), (1, tokens, *shape), jnp.bfloat16)
@@ -93,10 +93,12 @@ def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., A
         with_gradients(partial(composed, scale=0.1, documents=documents, window=112, own_kernels=own))
         for own in (True, False)
     ]
+    xsa = [with_gradients(partial(without_own_value, own_kernels=own)) for own in (True, False)]
     heads = *(drawn(n, HEADS, width) for n in range(3)), *(drawn(n, HEADS) for n in (3, 4))
     return {
         "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
         "composed heads": (mix[0], mix[1], heads),
+        "XSA": (xsa[0], xsa[1], heads[1:]),
     }
 
 

@@ -58,6 +58,8 @@ def test_own_value_is_taken_out():
     along = (y * v).sum(-1) / np.maximum((v * v).sum(-1), 1e-8)
     expected = y - (np.tanh(alpha) * along)[..., None] * v
     np.testing.assert_allclose(without_own_value(f32(y), f32(v), f32(alpha)), expected, atol=1e-6)
+    gated = without_own_value(f32(y), f32(v), f32(alpha), f32(gate := draw(2, 5, 3, seed=3)))
+    np.testing.assert_allclose(gated, expected * gate[..., None], atol=1e-6)
     gradient = jax.grad(lambda v: jnp.sum(without_own_value(f32(y), v, f32(alpha))))(f32(v))
     assert np.all(np.isfinite(gradient))
 

@@ -10,7 +10,7 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed import sizes
-from jspeed.model.kernels import composed_heads
+from jspeed.model.kernels import composed_heads, own_value
 from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.recipes import jspeed2, r89
 from jspeed.run.find_recipe import find
@@ -109,7 +109,7 @@ def test_fp8_where_it_is_asked_for(toy, training):
 
 @pytest.mark.slow
 def test_own_kernels_around_attention_give_the_same_loss_and_gradients(toy, monkeypatch):
-    """In pairs, with keys that look back, and composed; in JAX's interpreter of kernels, which have bf16 alone."""
+    """In pairs, with keys that look back, XSA and composed; in JAX's interpreter of kernels, which have bf16 alone."""
     called = []
 
     def interpreted(y_BTE, cos, sin, factor_B, tags_BTF, heads, look_back, padded):
@@ -117,8 +117,8 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(toy, monk
         return norm_and_rotate(y_BTE, cos, sin, factor_B, tags_BTF, heads, look_back, padded, interpret=True)
 
     monkeypatch.setattr("jspeed.model.kernels.qk_norm.norm_and_rotate", interpreted)
-    compose = functools.partial(composed_heads.compose, interpret=True)
-    monkeypatch.setattr(composed_heads, "compose", compose)
+    for module, name in (composed_heads, "compose"), (own_value, "subtract_own_value"):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     found = []
     for way in ("off", "on"):
         recipe = toy("jspeed2", *EVERYTHING, "COMPUTE=bfloat16", f"OWN_KERNELS={way}")

@@ -44,13 +44,28 @@ def pair_documents(documents: Documents) -> Documents:
     )
 
 
-def without_own_value(y_BTHK: jax.Array, v_BTHK: jax.Array, alpha_BTH: jax.Array) -> jax.Array:
+def without_own_value(
+    y_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    alpha_BTH: jax.Array,
+    gate_BTH: jax.Array | None = None,
+    own_kernels: bool = False,
+) -> jax.Array:
     """Subtract tanh(``alpha``) times the projection of each head's output onto its token's own value (XSA, record 82).
 
-    ``[B, T, H, K]`` in the dtype of the arguments, which are of one dtype.
+    ``[B, T, H, K]``, times ``gate_BTH`` if it is given, in the dtype of the arguments, which are of one dtype.
+
+    With ``own_kernels`` that is one kernel, and so is its gradient: equal up to rounding
+    (:mod:`jspeed.model.kernels.own_value`). Inside ``jax.shard_map`` it needs ``check_vma=False``. It raises BadInput
+    for what its kernels do not support.
     """
+    if own_kernels:
+        from jspeed.model.kernels import own_value  # slow to import, and most runs do without
+
+        return own_value.subtract_own_value(y_BTHK, v_BTHK, alpha_BTH, gate_BTH)
     along = jnp.sum(y_BTHK * v_BTHK, -1, keepdims=True) / jnp.maximum(jnp.sum(v_BTHK**2, -1, keepdims=True), 1e-8)
-    return y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
+    out_BTHK = y_BTHK - jnp.tanh(alpha_BTH)[..., None] * along * v_BTHK
+    return out_BTHK if gate_BTH is None else out_BTHK * gate_BTH[..., None]
 
 
 def composed(

@@ -4,7 +4,7 @@ What        The model, the optimizer and the schedules of r89. The training soft
             the tokens most frequent so far and a sample of the others, drawn anew for each step and each sixteenth of
             a lane. So training losses are estimates. Evaluation scores all. In FP8 are also the gradients of the MLP,
             and the projections around attention with theirs; what is measured for it is that of the step before. On
-            Hopper these, squared ReLU, QK-norm and composed heads are in kernels of jspeed's own.
+            Hopper these, squared ReLU, QK-norm, XSA and composed heads are in kernels of jspeed's own.
 Source      r89; Jean et al. 2015 for a sampled softmax. Predicted times: benchmarks/speed.md. At small size more FP8
             costs nothing that shows; with the sampled softmax it ends 0.01 nats above r89 (five pairs).
 Hardware    8xH100: compiled for it, not run here.
@@ -63,7 +63,7 @@ COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, and of P
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
 FP8_GRADIENTS = "on"  # of the MLP: on, off
 FP8_PROJECTIONS = "on"  # to queries, keys and values, and of what attention gives; their gradients too: on, off
-OWN_KERNELS = "auto"  # around FP8 and in composed heads: auto (on Hopper, where the preflight passes them), on, off
+OWN_KERNELS = "auto"  # around FP8 and attention: auto (on Hopper, where the preflight passes them), on, off
 
 # Stages
 LANES = 8
@@ -216,14 +216,15 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)
         path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=kernels)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer])
-        if layer in XSA_LAYERS:
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
         if layer == LAST:
             mixing = gates["take", layer], gates["give", layer]
             y_BTHK += composed(
                 q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW, own_kernels=kernels
             )
-        if layer in LONG_LAYERS:
+        if layer in XSA_LAYERS:
+            factors = gates["own value", layer], gates.get(("heads", layer))
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=kernels)
+        elif layer in LONG_LAYERS:
             y_BTHK *= gates["heads", layer][..., None]
         y_BTD, scale_y = y_BTHK.reshape(a_BTD.shape), None
         if largest is not None and FP8_PROJECTIONS == "on":

@@ -78,7 +78,7 @@ NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
-OWN_KERNELS = "auto"  # around FP8 and in wide heads: auto (on Hopper, where the preflight passes them), on, off
+OWN_KERNELS = "auto"  # around FP8 and attention: auto (on Hopper, where the preflight passes them), on, off
 
 # Stages
 LANES = 8
@@ -308,8 +308,9 @@ def hidden(
         path = partial(path, marked=kernels, tagged=tagged, backend=ctx.attention)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, gates["own value", layer])
-        if long:
+            factors = gates["own value", layer], gates.get(("heads", layer))
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=kernels)
+        elif long:
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(*lanes, -1) @ out
 

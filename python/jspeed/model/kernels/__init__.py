@@ -1,1 +1,1 @@
-"""Fused kernels behind the model primitives: attention (GPU, TPU), QK-norm, composed heads, FP8 casts, MLP matmuls."""
+"""Fused kernels behind the model primitives: attention (GPU, TPU), QK-norm, XSA, composed heads, FP8 casts, MLPs."""

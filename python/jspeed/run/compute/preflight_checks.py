@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents, tags
-from jspeed.model.heads import composed
+from jspeed.model.heads import composed, without_own_value
 from jspeed.model.layers import rms_norm
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.parallel.mesh import put
@@ -193,6 +193,8 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         np.array([0.05, 0.01, 1e-3], np.float32),
     ]
     of_heads = [random(*shape) for _ in range(4)]  # a gradient, queries, keys, values
+    of_outputs = [of_heads[0], of_heads[1] + of_heads[3], of_heads[3]]  # outputs have a part of their own values
+    of_tokens = [random(*shape[:3]) for _ in range(2)]
     return {
         "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
         "squared ReLU gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
@@ -205,7 +207,12 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
             *with_gradients(narrow),
             [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
         ),
-        "composed heads": (*with_gradients(composed_heads), [*of_heads, random(*shape[:3]), random(*shape[:3])]),
+        "composed heads": (*with_gradients(composed_heads), [*of_heads, *of_tokens]),
+        "XSA": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),
+        "narrow XSA": (
+            *with_gradients(without_own_value),
+            [*(x[..., : shape[3] // 2] for x in of_outputs), of_tokens[0]],
+        ),
     }
 
 
