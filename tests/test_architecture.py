@@ -30,8 +30,8 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
         )
     },
     {"cluster": set(), "sizes": {"recipe"}},
-    {"data": {"_dataloader"}, "parallel": {"cluster", "recipe"}, "record": set()},
-    {"corpus": {"data"}, "leaderboard": {"record"}, "optim": {"parallel", "recipe"}},
+    {"data": {"_dataloader"}, "parallel": {"cluster", "model", "recipe"}, "record": set()},
+    {"corpus": {"data"}, "leaderboard": {"record"}, "optim": {"model", "parallel", "recipe"}},
     {
         "recipes": {"model", "optim", "recipe"},
         "run": {"cluster", "corpus", "data", "model", "optim", "parallel", "recipe", "record", "sizes"},

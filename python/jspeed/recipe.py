@@ -86,10 +86,11 @@ class Context:
     one and ``first_row`` the global index of this micro-batch's first row (int32 scalars); random keys derive from both
     (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step modulo
     ``Recipe.period``. ``pieces``: into how many pieces each lane is split (1: not split). ``head_chunk``: how many
-    tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids)`` looks up rows of a table with a
-    ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe that loops over its
-    layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an evaluation of a
-    ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow id p are set.
+    tokens of a row a loss computes logits for at once, None: all. ``fetch(table, ids, own_kernels=False)`` looks up
+    rows of a table with a ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe
+    that loops over its layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an
+    evaluation of a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow id p
+    are set.
     """
 
     stage: Stage
@@ -103,7 +104,7 @@ class Context:
     first_row: jax.Array | int = 0
     pieces: int = 1
     head_chunk: int | None = None
-    fetch: Callable[[jax.Array, jax.Array], jax.Array] = lambda table_VD, ids_BT: table_VD[ids_BT]
+    fetch: Callable[..., jax.Array] = lambda table_VD, ids_BT, own_kernels=False: table_VD[ids_BT]
     owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
     impossible: jax.Array | None = None

@@ -2,8 +2,10 @@
 
 import pytest
 
+from jspeed.plan.attention import TRITON
 from jspeed.recipes import r92
 
+from .custom_calls import custom_calls
 from .runs import step_of_a_run
 
 pytestmark = pytest.mark.slow  # minutes of compiling: make test-aot ARGS='-m slow'
@@ -13,8 +15,11 @@ def test_the_table_is_updated_in_place(mesh):
     """The step of a long stage that updates everything."""
     step = step_of_a_run(mesh(8), "r92", 3, 3)
     table = f"bf16[{r92.NGRAMS // 8},{r92.WIDTH}]"
-    lines = [line for line in step.program.as_text().splitlines() if table in line]
+    text = step.program.as_text()
+    lines = [line for line in text.splitlines() if table in line]
     assert lines and not [line for line in lines if " copy(" in line or "copy-start(" in line]
+    own = [call.attributes for call in custom_calls(text, TRITON)]
+    assert [sum(f'name = "{name}"' in each for each in own) for name in ("row_sums", "row_adam")] == [1, 1]
     arguments = 2 * r92.NGRAMS // 8 * r92.WIDTH
     memory = step.program.memory_analysis()
     assert memory.alias_size_in_bytes > arguments > memory.temp_size_in_bytes

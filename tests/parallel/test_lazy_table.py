@@ -1,13 +1,16 @@
 """Lazily updated tables against a dense table in NumPy: which rows change, by how much, and in place."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jspeed.model.kernels import row_sums
 from jspeed.optim.rows import RowState, row_adam
-from jspeed.parallel.lazy_table import HIGH, Lazy, Pending, Sink, distinct, empty, joined, pending, read, sink_size
+from jspeed.parallel.lazy_table import HIGH, Lazy, Pending, Sink, distinct, empty, pending, read, sink_size
 from jspeed.parallel.mesh import make_mesh
 
 ROWS, WIDTH, IDS = 128, 3, 24
@@ -49,7 +52,7 @@ def test_updates_are_those_of_a_dense_table(devices):
                 return jnp.sum(read(Lazy(table_VD, sink), ids, axis) * grad)
 
             found.append(pending(jax.grad(total)(empty(table_VD, IDS, devices)), part, waiting))
-        table_VD, state = adam.update(*distinct(joined(found), part), table_VD, RowState(step, square_V))
+        table_VD, state = adam.update(found, table_VD, RowState(step, square_V))
         return table_VD, state.square_V
 
     rows, lanes = PartitionSpec("data"), PartitionSpec(None, "data")
@@ -69,6 +72,38 @@ def test_updates_are_those_of_a_dense_table(devices):
     expected = dense(table, events)
     np.testing.assert_allclose(found, expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(found)[ROWS // 2 :], table[ROWS // 2 :])
+
+
+def test_gradients_by_the_kernel_are_those_of_the_plain_path(monkeypatch):
+    monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
+    draw, part = np.random.default_rng(0), jnp.zeros((ROWS, 16), jnp.bfloat16)
+    ids, grad = jnp.asarray(draw.integers(0, ROWS, (1, IDS))), jnp.asarray(draw.normal(size=(1, IDS, 16)), part.dtype)
+    own, plain = (
+        jax.vjp(lambda sink, on=on: read(Lazy(part, sink), ids, None, on), empty(part, IDS, 1))[1](grad)[0]
+        for on in (True, False)
+    )
+    np.testing.assert_array_equal(own.rows_R2, plain.rows_R2)
+    np.testing.assert_allclose(*(np.asarray(sink.grads_RD, np.float32) for sink in (own, plain)), rtol=2**-7)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.5])
+def test_an_update_by_the_kernel_is_that_of_the_plain_path(weight_decay, monkeypatch):
+    """Rows that are named often, unused places, which most of a list may be, two lists, and several updates."""
+    monkeypatch.setattr(row_sums, "row_adam", partial(row_sums.row_adam, interpret=True))
+    draw, width = np.random.default_rng(0), 16
+    adam = row_adam(lambda n: 0.1, lambda n: jnp.asarray(BETAS)[n], eps=1e-10, weight_decay=lambda n: weight_decay)
+    table = jnp.asarray(draw.normal(size=(ROWS, width)), jnp.bfloat16)
+    own, plain = ((table, adam.init(table)) for _ in range(2))
+    for _ in range(3):
+        rows = draw.integers(0, ROWS, 200)
+        rows[draw.permutation(200)[:150]] = ROWS
+        rows[:20] = 7
+        grads = jnp.asarray(draw.normal(size=(200, width)), jnp.bfloat16)
+        found = [Pending(jnp.asarray(rows[part], jnp.int32), grads[part]) for part in (slice(120), slice(120, None))]
+        own, plain = adam.update(found, *own, True), adam.update(found, *plain, False)
+        np.testing.assert_allclose(*(np.asarray(each[0], np.float32) for each in (own, plain)), rtol=2**-7, atol=1e-3)
+        np.testing.assert_allclose(own[1].square_V, plain[1].square_V, rtol=1e-5)
+        own = plain  # so that roundings do not add up
 
 
 def test_a_list_that_is_too_long_is_summed_or_nan():
@@ -104,7 +139,7 @@ def test_no_copy_of_the_table_is_made():
             return jnp.sum((read(Lazy(table_VD, sink), ids_BT, "data") * grad_BTD).astype(jnp.float32))
 
         found = pending(jax.grad(total)(empty(table_VD, ids, 8)), part, sink_size(ids, part, 8))
-        return adam.update(*distinct(found, part), table_VD, state)
+        return adam.update([found], table_VD, state)
 
     cut, whole = PartitionSpec("data"), PartitionSpec()
     specs = cut, RowState(whole, cut), cut, cut

@@ -1,4 +1,6 @@
-"""Sharded table lookup and its gradient against plain indexing in NumPy."""
+"""Sharded table lookup and its gradient against plain indexing in NumPy, and by own kernels against plain JAX."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jspeed.model.kernels import row_sums
 from jspeed.parallel.mesh import make_mesh
-from jspeed.parallel.sharded_table import fetch
+from jspeed.parallel.sharded_table import fetch, look_up
 
 ROWS, WIDTH = 64, 3
 
@@ -19,13 +22,17 @@ def case(devices, tokens=24):
     return table, ids, rng.normal(size=(devices, tokens, WIDTH)).astype(np.float32)
 
 
-def program(devices):
+def program(devices, own_kernels=False):
     if devices == 1:
-        return lambda table, ids: fetch(table, ids, None)
+        return lambda table, ids: fetch(table, ids, None, own_kernels)
     cut = PartitionSpec("data")
     mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
     return jax.shard_map(
-        lambda table, ids: fetch(table, ids, "data"), mesh=mesh, in_specs=(cut, cut), out_specs=cut, check_vma=False
+        lambda table, ids: fetch(table, ids, "data", own_kernels),
+        mesh=mesh,
+        in_specs=(cut, cut),
+        out_specs=cut,
+        check_vma=False,
     )
 
 
@@ -55,3 +62,49 @@ def test_gradients_of_a_bf16_part_are_summed_in_fp32():
     grad = jax.jit(jax.grad(lambda t: jnp.sum(run(t, ids).astype(jnp.float32))))(jnp.zeros((ROWS, WIDTH), jnp.bfloat16))
     assert grad.dtype == jnp.bfloat16
     np.testing.assert_allclose(grad[1].astype(jnp.float32), 8000, rtol=2**-8)
+
+
+@pytest.mark.parametrize("tokens", [24, 512])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_gradients_by_the_kernel_are_those_of_the_plain_path(devices, tokens, monkeypatch):
+    """Of rows that many tokens want, that one wants, and of slots that are unused."""
+    monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 4096, size=(devices, tokens)).astype(np.int32)
+    ids[:, 5 : tokens // 2] = 7
+    table = jnp.asarray(rng.normal(size=(4096, 32)), jnp.bfloat16)
+    grad = jnp.asarray(rng.normal(size=(devices, tokens, 32)), jnp.bfloat16)
+    (rows, found), (same_rows, expected) = (
+        (out, pull(grad)[0])
+        for out, pull in (jax.vjp(jax.jit(program(devices, own)), table, jnp.asarray(ids)) for own in (True, False))
+    )
+    np.testing.assert_array_equal(rows, same_rows)
+    assert found.dtype == expected.dtype == jnp.bfloat16
+    found, expected = (np.asarray(each, np.float32) for each in (found, expected))
+    # Each device's sum is rounded, and then the sum of all: to neighbours at most, where fp32 sums in another order.
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-2)
+    assert (found != expected).mean() < 1e-3
+
+
+def test_more_rows_than_there_is_room_for_have_no_gradient_by_the_kernel_either(monkeypatch):
+    """All of that device's is not a number; the others' arrives."""
+    monkeypatch.setattr(row_sums, "sum_rows", partial(row_sums.sum_rows, interpret=True))
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 4096, size=(8, 512)).astype(np.int32)
+    ids[3, :129] = np.arange(129)
+    grad = np.ones((8, 512, 32), jnp.bfloat16)
+    grad[3] = np.nan
+    found, expected = (
+        np.asarray(jax.vjp(jax.jit(program(8, own)), jnp.zeros((4096, 32), jnp.bfloat16), ids)[1](grad)[0], np.float32)
+        for own in (True, False)
+    )
+    assert np.isnan(expected).any() and np.isfinite(expected).any()
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_slots_name_their_ids():
+    ids = jnp.array([[3, 9, 3, 0, 9, 9]])
+    slots = look_up(jnp.zeros((16, 1)), ids, None)[1]
+    pieces = np.split(np.asarray(slots.order_N), slots.starts_S1[1:-1])
+    assert [sorted(piece.tolist()) for piece in pieces] == [[3], [0, 2], [1, 4, 5], [], [], []]
+    np.testing.assert_array_equal(slots.slot_N, [1, 2, 1, 0, 2, 2])

@@ -214,3 +214,9 @@ def test_canonical_evaluation(monkeypatch):
     own = np.take_along_axis(z, tokens[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(losses[1], np.log(np.exp(z).sum(-1)) - own, atol=1e-5)
     assert np.all(losses[1] < losses[0])
+
+
+@pytest.mark.parametrize("asked", ["auto", "off"])
+def test_the_field_for_own_kernels_is_that_of_the_update_of_n_grams_too(asked):
+    recipe = find("r92", [f"OWN_KERNELS={asked}"]).recipe
+    assert [each.own_kernels for each in recipe.row_optimizers().values()] == [asked]

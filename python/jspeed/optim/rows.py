@@ -1,11 +1,15 @@
 """Adam for tables of which few rows have a gradient: one second moment a row, and no momentum."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jspeed.parallel.lazy_table import Pending, distinct, grouped, joined
+
+NAMED: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}  # of rows as ``distinct`` gives them
 
 
 class RowState(NamedTuple):
@@ -16,43 +20,72 @@ class RowState(NamedTuple):
 
 
 class RowTransformation(NamedTuple):
-    """``init(table [V, D])`` and ``update(rows [R], gradients [R, D], table, state) -> (table, state)``.
+    """``init(table [V, D])`` and ``update(found, table, state, own_kernels) -> (table, state)``.
 
-    Rows are ascending and all different, those from V on mean nothing; gradients are fp32. Only named rows change.
+    ``found`` are lists of rows, some several times, and their gradients; rows from V on mean nothing. Only named rows
+    change. ``own_kernels`` is what a recipe's field OWN_KERNELS says, for an update that has kernels.
     """
 
     init: Callable[[jax.Array], RowState]
-    update: Callable[[jax.Array, jax.Array, jax.Array, RowState], tuple[jax.Array, RowState]]
+    update: Callable[[Sequence[Pending], jax.Array, RowState, bool], tuple[jax.Array, RowState]]
+    own_kernels: str = "off"
 
 
 def row_adam(
-    learning_rate: optax.Schedule, beta2: optax.Schedule, *, eps: float, weight_decay: optax.Schedule
+    learning_rate: optax.Schedule,
+    beta2: optax.Schedule,
+    *,
+    eps: float,
+    weight_decay: optax.Schedule,
+    own_kernels: str = "off",
 ) -> RowTransformation:
     """Adam with beta1 = 0 and the mean of squares over a row in place of its squares (modded-nanogpt, record 92).
 
     Schedules map the number of past updates. The mean square of every row decays at every update. Decay is cautious,
-    ``weight_decay`` x rate squared, as :func:`jspeed.optim.cautious.cautious_adam` has it.
+    ``weight_decay`` x rate squared, as :func:`jspeed.optim.cautious.cautious_adam` has it. Gradients of a row are
+    summed in fp32. With own kernels sums and changes are one kernel (:mod:`jspeed.model.kernels.row_sums`).
     """
 
     def init(table_VD: jax.Array) -> RowState:
         return RowState(jnp.zeros([], jnp.int32), jnp.zeros(table_VD.shape[0], jnp.float32))
 
     def update(
-        rows_R: jax.Array, grads_RD: jax.Array, table_VD: jax.Array, state: RowState
+        found: Sequence[Pending], table_VD: jax.Array, state: RowState, own_kernels: bool = False
     ) -> tuple[jax.Array, RowState]:
         beta, rate = (jnp.asarray(schedule(state.step), jnp.float32) for schedule in (beta2, learning_rate))
-        correction = jnp.sqrt(1 - beta ** (state.step + 1))
-        named: dict[str, Any] = {"unique_indices": True, "indices_are_sorted": True}
-        fresh_R = (1 - beta) * jnp.mean(jnp.square(grads_RD), axis=1)
-        square_V = beta * state.square_V
-        square_R = square_V.at[rows_R].get(mode="fill", fill_value=0, **named) + fresh_R
-        square_V = square_V.at[rows_R].set(square_R, mode="drop", **named)
-        old_RD = table_VD.at[rows_R].get(mode="fill", fill_value=0, **named).astype(jnp.float32)
-        change_RD = (rate * correction / (jnp.sqrt(square_R) + eps))[:, None] * grads_RD
-        fraction = weight_decay(state.step) * jnp.square(rate)
-        # No select: XLA would share its zeros with those that sums of gradients start from, and write and read them.
-        change_RD += fraction * old_RD * (change_RD * old_RD > 0)
-        new_RD = (old_RD - change_RD).astype(table_VD.dtype)
-        return table_VD.at[rows_R].set(new_RD, mode="drop", **named), RowState(state.step + 1, square_V)
+        factors = 1 - beta, rate * jnp.sqrt(1 - beta ** (state.step + 1)), eps, weight_decay(state.step) * rate**2
+        change = _changed_by_kernel if own_kernels else _changed
+        table_VD, square_V = change(found, table_VD, beta * state.square_V, factors)
+        return table_VD, RowState(state.step + 1, square_V)
 
-    return RowTransformation(init, update)
+    return RowTransformation(init, update, own_kernels)
+
+
+def _changed(
+    found: Sequence[Pending], table_VD: jax.Array, square_V: jax.Array, factors: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the table and the mean squares after the named rows' change."""
+    fresh, rate, eps, fraction = factors
+    rows_R, grads_RD = distinct(joined(found), table_VD.shape[0])
+    square_R = square_V.at[rows_R].get(mode="fill", fill_value=0, **NAMED)
+    square_R += fresh * jnp.mean(jnp.square(grads_RD), axis=1)
+    old_RD = table_VD.at[rows_R].get(mode="fill", fill_value=0, **NAMED).astype(jnp.float32)
+    change_RD = (rate / (jnp.sqrt(square_R) + eps))[:, None] * grads_RD
+    # No select: XLA would share its zeros with those that sums of gradients start from, and write and read them.
+    change_RD += fraction * old_RD * (change_RD * old_RD > 0)
+    new_RD = (old_RD - change_RD).astype(table_VD.dtype)
+    table_VD = table_VD.at[rows_R].set(new_RD, mode="drop", **NAMED)
+    return table_VD, square_V.at[rows_R].set(square_R, mode="drop", **NAMED)
+
+
+def _changed_by_kernel(
+    found: Sequence[Pending], table_VD: jax.Array, square_V: jax.Array, factors: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`_changed`, equal up to rounding; only what is named is read, once."""
+    from jspeed.model.kernels import row_sums  # slow to import, and most runs do without
+
+    groups = grouped(joined(found).rows_R, table_VD.shape[0])
+    square_R = square_V.at[groups.rows_R].get(mode="fill", fill_value=0, **NAMED)
+    of_rows = [each.grads_RD for each in found], groups.order_R, groups.starts_R1, groups.rows_R, square_R
+    table_VD, square_R = row_sums.row_adam(*of_rows, jnp.stack(factors).astype(jnp.float32), table_VD)
+    return table_VD, square_V.at[groups.rows_R].set(square_R, mode="drop", **NAMED)

@@ -4,13 +4,14 @@ The gradient of such a table is a :class:`Sink`: a list of rows and their gradie
 owner by the all-to-all of :mod:`jspeed.parallel.sharded_table`, without the dense sum after it.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jspeed.parallel.sharded_table import capacity, fetch, look_up, return_gradients
+from jspeed.parallel.sharded_table import Slots, capacity, fetch, look_up, return_gradients
 
 HIGH = 4096  # row numbers travel as two fp32 numbers, exact up to 2**31
 
@@ -43,30 +44,30 @@ def empty(part_VD: jax.Array, ids: int, owners: int) -> Sink:
     return Sink(jnp.zeros((size, 2), jnp.float32), jnp.zeros((size, part_VD.shape[1]), part_VD.dtype))
 
 
-def read(table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None) -> jax.Array:
+def read(table: jax.Array | Lazy, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False) -> jax.Array:
     """Return rows ``ids_BT`` of a table as :func:`~jspeed.parallel.sharded_table.fetch` does.
 
     A :class:`Lazy` table can be read once in a program, since gradients of its sink do not add up.
     """
     if not isinstance(table, Lazy):
-        return fetch(table, ids_BT, axis)
-    return _read(table.sink, jax.lax.stop_gradient(table.part_VD), ids_BT, axis)
+        return fetch(table, ids_BT, axis, own_kernels)
+    return _read(table.sink, jax.lax.stop_gradient(table.part_VD), ids_BT, axis, own_kernels)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _read(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _read(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool) -> jax.Array:
     return look_up(part_VD, ids_BT, axis)[0]
 
 
-def _forward(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
-    x_BTD, slot_N, received = look_up(part_VD, ids_BT, axis)
-    return x_BTD, (slot_N, received, part_VD[:0])
+def _forward(sink: Sink, part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool):
+    x_BTD, slots = look_up(part_VD, ids_BT, axis)
+    return x_BTD, (slots, part_VD[:0])
 
 
-def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Array):
-    slot_N, received, part_0D = saved
-    sums = return_gradients(slot_N, received, grad_BTD, part_0D.dtype, axis)
-    rows_R = received.reshape(-1)
+def _backward(axis: str | None, own_kernels: bool, saved: tuple[Slots, jax.Array], grad_BTD: jax.Array):
+    slots, part_0D = saved
+    sums = return_gradients(slots, grad_BTD, part_0D.dtype, axis, own_kernels)
+    rows_R = slots.received_ids.reshape(-1)
     rows_R2 = jnp.stack([rows_R // HIGH, rows_R % HIGH], axis=-1).astype(jnp.float32)
     return Sink(rows_R2, sums.reshape(rows_R.size, -1)), None, None
 
@@ -95,7 +96,7 @@ def pending(sink: Sink, part: int, size: int) -> Pending:
     return Pending(jnp.minimum(rows_R[:size], part), (fits * sums_RD[:size]).astype(grads_RD.dtype))
 
 
-def joined(parts: list[Pending]) -> Pending:
+def joined(parts: Sequence[Pending]) -> Pending:
     """Return one list of several."""
     return Pending(*(jnp.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
@@ -103,14 +104,34 @@ def joined(parts: list[Pending]) -> Pending:
 def distinct(found: Pending, part: int) -> Pending:
     """Sum the gradients of equal rows, in fp32: ascending rows, then numbers past the ``part``, all different, whose
     gradients mean nothing."""
-    rows_R, grads_RD = found
+    groups = grouped(found.rows_R, part)
+    to_R = jnp.zeros_like(groups.order_R).at[groups.order_R].set(groups.number_R, unique_indices=True)
+    sums_RD = jnp.zeros(found.grads_RD.shape, jnp.float32).at[to_R].add(found.grads_RD.astype(jnp.float32))
+    return Pending(groups.rows_R, sums_RD)
+
+
+class Groups(NamedTuple):
+    """Equal rows of a list of R, all int32: ``rows_R`` are those of :func:`distinct`.
+
+    Row ``rows_R[r]`` is at the places ``order_R[starts_R1[r] : starts_R1[r + 1]]`` of the list, at none if it is past
+    the part; what is at ``order_R[n]`` is row ``rows_R[number_R[n]]``.
+    """
+
+    rows_R: jax.Array
+    order_R: jax.Array
+    starts_R1: jax.Array
+    number_R: jax.Array
+
+
+def grouped(rows_R: jax.Array, part: int) -> Groups:
+    """Find equal rows."""
     count = jnp.arange(len(rows_R), dtype=jnp.int32)
     order_R = jnp.argsort(rows_R)
     sorted_R = rows_R[order_R]
     number_R = jnp.cumsum(jnp.diff(sorted_R, prepend=-1) > 0, dtype=jnp.int32) - 1
-    to_R = jnp.zeros_like(number_R).at[order_R].set(number_R, unique_indices=True)
-    sums_RD = jnp.zeros(grads_RD.shape, jnp.float32).at[to_R].add(grads_RD.astype(jnp.float32))
     first_R = jnp.searchsorted(number_R, count, method="scan_unrolled")
     last = len(rows_R) - 1
     first_rows_R = jnp.where(first_R <= last, sorted_R[jnp.minimum(first_R, last)], part)
-    return Pending(jnp.where(first_rows_R < part, first_rows_R, part + count), sums_RD)
+    named = jnp.sum(rows_R < part, dtype=jnp.int32)
+    starts_R1 = jnp.append(jnp.minimum(first_R, named), named)
+    return Groups(jnp.where(first_rows_R < part, first_rows_R, part + count), order_R, starts_R1, number_R)

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,22 @@ CAPACITY_SIGMAS = 8
 """Capacity per owner beyond an equal share of all tokens, in standard deviations of uniformly hashed ids."""
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
+class Slots(NamedTuple):
+    """Where a device's ids lie among the S = owners x capacity answers, of which some are unused; all are int32.
+
+    Id n has the row of slot ``slot_N[n]``, and slot s is of the ids ``order_N[starts_S1[s] : starts_S1[s + 1]]``.
+    ``received_ids`` ``[owners, capacity]`` are the rows that this device, as an owner, was asked for: the length of its
+    part in unused slots.
+    """
+
+    slot_N: jax.Array
+    order_N: jax.Array
+    starts_S1: jax.Array
+    received_ids: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool = False) -> jax.Array:
     """Return rows ``ids_BT`` of a table, ``[B, T, D]``; inside ``shard_map`` over mesh axis ``axis`` (None: no mesh).
 
     Device n of the axis holds ``part_VD``, the n-th of equal shards. Duplicate ids are communicated once, forward and
@@ -20,6 +34,9 @@ def fetch(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> jax.Array:
     all-gather of the table. Distinct ids must be spread over the owners like hashes: a device that requests more rows
     of one owner than its capacity gets NaN, not other rows. The gradient of a shard is summed over all devices, in the
     dtype of the shard.
+
+    With ``own_kernels`` a kernel sums gradients of equal ids (:mod:`jspeed.model.kernels.row_sums`): equal up to one
+    rounding. It is for bf16, and raises BadInput for what it does not support.
     """
     return look_up(part_VD, ids_BT, axis)[0]
 
@@ -30,11 +47,8 @@ def capacity(ids: int, part: int, owners: int) -> int:
     return min(ids, part, math.ceil(share + CAPACITY_SIGMAS * math.sqrt(share)))
 
 
-def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return (rows ``[B, T, D]``, where among all answers each id has its own, rows that this owner was asked for).
-
-    The last is int32 ``[owners, capacity]``, the length of the part in unused slots.
-    """
+def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[jax.Array, Slots]:
+    """Return rows ``[B, T, D]``, and where they came from."""
     owners, part, tokens = _size(axis), part_VD.shape[0], ids_BT.size
     room = capacity(tokens, part, owners)
     ids_N = ids_BT.reshape(-1)
@@ -58,28 +72,36 @@ def look_up(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None) -> tuple[ja
     slot_N = owner_N * room + number_N - starts[owner_N]
     slot_N = jnp.zeros_like(slot_N).at[order_N].set(slot_N, unique_indices=True)
     x_BTD = jnp.where(jnp.any(counts > room), jnp.nan, found[slot_N]).astype(part_VD.dtype)
-    return x_BTD.reshape(*ids_BT.shape, -1), slot_N, received_ids
+    numbers = starts[:, None] + jnp.minimum(slots, counts[:, None])  # an unused slot starts where the next owner's do
+    starts_S = first_N.at[numbers.reshape(-1)].get(mode="fill", fill_value=tokens)
+    return x_BTD.reshape(*ids_BT.shape, -1), Slots(slot_N, order_N, jnp.append(starts_S, tokens), received_ids)
 
 
 def return_gradients(
-    slot_N: jax.Array, received_ids: jax.Array, grad_BTD: jax.Array, dtype: Any, axis: str | None
+    slots: Slots, grad_BTD: jax.Array, dtype: Any, axis: str | None, own_kernels: bool = False
 ) -> jax.Array:
     """Sum gradients of equal ids in fp32 and send them to the owners: ``[owners, capacity, D]`` in ``dtype``."""
-    grad_ND = grad_BTD.reshape(slot_N.size, -1).astype(jnp.float32)
-    sums = jnp.zeros((received_ids.size, grad_ND.shape[1]), jnp.float32).at[slot_N].add(grad_ND)
-    return _all_to_all(sums.astype(dtype).reshape(*received_ids.shape, -1), axis)
+    grad_ND = grad_BTD.reshape(slots.slot_N.size, -1)
+    if own_kernels:
+        from jspeed.model.kernels import row_sums  # slow to import, and most runs do without
+
+        sums = row_sums.sum_rows(grad_ND, slots.order_N, slots.starts_S1)
+    else:
+        zeros = jnp.zeros((slots.received_ids.size, grad_ND.shape[1]), jnp.float32)
+        sums = zeros.at[slots.slot_N].add(grad_ND.astype(jnp.float32))
+    return _all_to_all(sums.astype(dtype).reshape(*slots.received_ids.shape, -1), axis)
 
 
-def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None):
-    x_BTD, slot_N, received_ids = look_up(part_VD, ids_BT, axis)
+def _forward(part_VD: jax.Array, ids_BT: jax.Array, axis: str | None, own_kernels: bool):
+    x_BTD, slots = look_up(part_VD, ids_BT, axis)
     # The shard is saved for its shape and dtype only.
-    return x_BTD, (part_VD, slot_N, received_ids)
+    return x_BTD, (part_VD, slots)
 
 
-def _backward(axis: str | None, saved: tuple[jax.Array, ...], grad_BTD: jax.Array):
-    part_VD, slot_N, received_ids = saved
-    sums = return_gradients(slot_N, received_ids, grad_BTD, part_VD.dtype, axis)
-    whole = jnp.zeros(part_VD.shape, jnp.float32).at[received_ids].add(sums.astype(jnp.float32), mode="drop")
+def _backward(axis: str | None, own_kernels: bool, saved: tuple[jax.Array, Slots], grad_BTD: jax.Array):
+    part_VD, slots = saved
+    sums = return_gradients(slots, grad_BTD, part_VD.dtype, axis, own_kernels)
+    whole = jnp.zeros(part_VD.shape, jnp.float32).at[slots.received_ids].add(sums.astype(jnp.float32), mode="drop")
     return whole.astype(part_VD.dtype), None
 
 

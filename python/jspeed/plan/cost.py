@@ -21,6 +21,7 @@ FREE = frozenset(
     "replica-id optimization-barrier add-dependency domain opt-barrier".split()
 )
 PARTIAL_READS = frozenset(("dynamic-slice", "gather", "slice"))
+ROW_ADAM = 'name = "row_adam"'  # of model/kernels/row_sums.py, which changes some rows of a table in place
 ELEMENTWISE = frozenset(
     "abs add and compare convert cosine divide exponential log logistic maximum minimum multiply negate or power rsqrt "
     "select sine sqrt subtract tanh".split()
@@ -198,6 +199,10 @@ def _bytes_moved(
     written, read = step.bytes_off_chip, [operand.bytes_off_chip for operand in operands]
     if step.opcode == "copy-start":  # its result is the copy, and what is copied
         return written
+    if step.target == attention.TRITON and ROW_ADAM in step.attributes:
+        _, _, numbers, squares, _, table, *_ = (operand.arrays[0] for operand in operands)
+        rows = numbers.dims[0] * (table.bytes // table.dims[0])
+        return sum(read) - table.bytes + squares.bytes + 2 * rows
     if step.opcode in PARTIAL_READS:
         return written + (step.bytes if read and read[0] else 0)
     if step.opcode in ("dynamic-update-slice", "scatter"):

@@ -75,7 +75,7 @@ WIDE_SCALE = 0.085  # in LONG_LAYERS
 POINTER_WIDTH = 128
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
-OWN_KERNELS = "auto"  # around FP8 and attention: auto (on Hopper, where the preflight passes them), on, off
+OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
 
 # Stages
 LANES = 8
@@ -330,8 +330,8 @@ def hidden(
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
     half = NGRAMS // 2
     likes_BT = jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT]
-    rows = bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)
-    found = jnp.split(ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1)).astype(e_BTD.dtype), 2, axis=1)
+    rows_BT = jnp.concatenate([bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1)
+    found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=kernels).astype(e_BTD.dtype), 2, axis=1)
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
@@ -456,8 +456,8 @@ def optimizer() -> optax.GradientTransformation:
 def row_optimizers() -> dict[str, RowTransformation]:
     """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value tables."""
     _, _, beta2, decay = TABLES
-    decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    return {"ngrams": row_adam(of_tables, of_pairs(lambda pairs: beta2**pairs), eps=ADAM_EPS, weight_decay=decays)}
+    betas, decays = of_pairs(lambda pairs: beta2**pairs), of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
+    return {"ngrams": row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)}
 
 
 def of_tables(update: jax.Array) -> jax.Array:

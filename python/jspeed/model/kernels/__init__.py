@@ -1,1 +1,1 @@
-"""Fused kernels behind the model primitives: attention (GPU, TPU), QK-norm, XSA, composed heads, FP8 casts, MLPs."""
+"""Kernels behind the model primitives: attention (GPU, TPU), QK-norm, XSA, composed heads, FP8 casts, MLPs, sums."""

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jspeed.model.layers import Summed
 from jspeed.parallel.layout import owned, partitions
-from jspeed.parallel.lazy_table import Pending, joined, pending, sink_size
+from jspeed.parallel.lazy_table import Pending, pending, sink_size
 from jspeed.recipe import Context, ParamSpec, Recipe, Stage, leaves, map_specs
 
 Carry = dict[str, dict[str, Any]]
@@ -37,8 +37,8 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
         shape = spec.shape
         if spec.lookups:
             size = waiting_rows(recipe, spec, cut, devices)
-            lists = devices, spec.every - 1, size
-            return Pending(jnp.zeros(lists, jnp.int32), jnp.zeros((*lists, shape[1]), spec.compute or spec.dtype))
+            grads = jnp.zeros((devices, size, shape[1]), spec.compute or spec.dtype)
+            return [Pending(jnp.zeros((devices, size), jnp.int32), grads) for _ in range(spec.every - 1)]
         if owned(spec, cut):
             shape = shape[0] // devices, *shape[1:]
         return jnp.zeros((devices, *shape), jnp.float32 if spec.summed else spec.compute or spec.dtype)
@@ -48,13 +48,14 @@ def zeros(recipe: Recipe, layout: str, mesh: Mesh | None) -> Carry:
 
 def specs(recipe: Recipe, layout: str, mesh: Mesh) -> Carry:
     """Return the :class:`PartitionSpec` of each array of :func:`zeros` on ``mesh``."""
-    lists: Any = Pending  # of arrays, here of their PartitionSpecs
+    waiting: Any = Pending  # of arrays, here of their PartitionSpecs
 
     def copy(spec: ParamSpec, cut: PartitionSpec) -> Any:
         return cut if owned(spec, cut) else PartitionSpec()
 
     def gradients(spec: ParamSpec, cut: PartitionSpec) -> Any:
-        return lists(PartitionSpec("data"), PartitionSpec("data")) if spec.lookups else PartitionSpec("data")
+        each = PartitionSpec("data")
+        return [waiting(each, each)] * (spec.every - 1) if spec.lookups else each
 
     return _carry(recipe, layout, mesh, copy, gradients)
 
@@ -89,7 +90,7 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
     """Inside ``shard_map``: return (gradients, for slow parameters summed since their last update; the next carry).
 
     The carry of a parameter that a step updates means nothing; the next step does not read it. The gradient of a
-    lazily updated table becomes the list of all rows since its last update.
+    lazily updated table becomes the lists of all steps since its last update.
     """
     if not carried:
         return grads, carried
@@ -101,12 +102,12 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
         age, old = _age(recipe, ctx, path), sums[path]
         due = age == spec.updated_after(ctx.stage) - 1
         if spec.lookups:
-            size = min(len(found[path].rows_R2), old.rows_R.shape[-1])  # the same in all steps of a stage
+            size = min(len(found[path].rows_R2), old[0].rows_R.shape[-1])  # the same in all steps of a stage
             new = pending(found[path], copies[path].shape[0], size)
-            waiting = [Pending(*(a[0, n, :size] for a in old)) for n in range(age)]
-            found[path] = joined([*waiting, new])
+            found[path] = [*(Pending(*(a[0, :size] for a in each)) for each in old[:age]), new]
             if not due:
-                sums[path] = Pending(*(a.at[0, age, :size].set(b) for a, b in zip(old, new, strict=True)))
+                last = Pending(*(a.at[0, :size].set(b) for a, b in zip(old[age], new, strict=True)))
+                sums[path] = [*old[:age], last, *old[age + 1 :]]
             continue
         copy = copies[path]
         if spec.summed:  # the sums before are in the gradient, and in its place whether or not the next step reads it

@@ -17,6 +17,9 @@ from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import composed, without_own_value
 from jspeed.model.layers import rms_norm
 from jspeed.model.positions import frequencies, queries_and_keys
+from jspeed.optim.rows import RowState, row_adam
+from jspeed.parallel import sharded_table
+from jspeed.parallel.lazy_table import Pending
 from jspeed.parallel.mesh import put
 from jspeed.run.compute.compiler import options_for
 
@@ -175,6 +178,19 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         given = {"shape": (*shape[:3], half), "look_back": False, "padded": shape[3], "own_kernels": own_kernels}
         return tuple(x[..., :half] for x in rotary(y, **given))
 
+    def fetch(table: Any, own_kernels: bool) -> Any:
+        return sharded_table.fetch(table, jnp.asarray(ids), None, own_kernels)
+
+    def update(own_kernels: bool, names: Any, gradients: Any, table: Any, squares: Any) -> Any:
+        adam = row_adam(lambda _: 1.0, lambda _: 0.5, eps=1e-10, weight_decay=lambda _: 0.1)
+        table = table if own_kernels else table.astype(jnp.float32)
+        lists = [Pending(names[part], gradients[part]) for part in (slice(half), slice(half, None))]
+        table, state = adam.update(lists, table, RowState(jnp.int32(0), squares), own_kernels)
+        return table, state.square_V
+
+    ids = draw.integers(0, rows, size=(2, rows // 2), dtype=np.int32)
+    ids[0, : rows // 4] = 7  # a row that many tokens name
+    half, squares = rows // 2, np.square(random(rows // 2, dtype=np.float32))  # of an owner that has half of the rows
     composed_heads = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
 
     def gradient_of_norm(out: Any, normed: Any, x: Any, scale: Any) -> Any:
@@ -212,6 +228,12 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
         "narrow XSA": (
             *with_gradients(without_own_value),
             [*(x[..., : shape[3] // 2] for x in of_outputs), of_tokens[0]],
+        ),
+        "rows of a table": (*with_gradients(fetch), [random(*ids.shape, width), random(rows, width)]),
+        "update of rows": (
+            partial(update, True),
+            partial(update, False),
+            [ids.reshape(-1), random(rows, width), random(half, width), squares],
         ),
     }
 

@@ -92,7 +92,7 @@ def train_step(
         def summed(spec: ParamSpec, grad: jax.Array, cut: PartitionSpec, done: bool) -> jax.Array:
             return grad if owned(spec, cut) else reduce_gradient(mesh, grad, cut, done)
 
-        tables, rows = lazy_updates(recipe, mesh, cuts, due, whole, grads, rows)
+        tables, rows = lazy_updates(recipe, now, mesh, cuts, due, whole, grads, rows)
         arrays = [without_lazy(recipe, tree) for tree in (grads, cuts, later)]
         specs = without_lazy(recipe, recipe.parameters)
         return (map_specs(summed, specs, *arrays), tables), kept, rows, row_losses
@@ -132,7 +132,7 @@ def lazy_specs(recipe: Recipe, cuts: Any) -> dict[str, Any]:
 
 
 def lazy_updates(
-    recipe: Recipe, mesh: Mesh, cuts: Any, due: int, whole: Any, grads: Any, rows: dict[str, Any]
+    recipe: Recipe, ctx: Context, mesh: Mesh, cuts: Any, due: int, whole: Any, grads: Any, rows: dict[str, Any]
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     """Inside ``shard_map``: return lazily updated tables and the state of their optimizers, changed where due.
 
@@ -146,8 +146,8 @@ def lazy_updates(
         found = accumulators.by_path(recipe, grads)[path]
         if mesh.size > 1 and not owned(specs[path], placed[path]):
             found = jax.tree.map(lambda a: jax.lax.all_gather(a, "data", tiled=True), found)
-        named = lazy_table.distinct(found, tables[path].shape[0])
-        tables[path], rows[path] = optimizer.update(*named, tables[path], rows[path])
+        kernels = ctx.use_own_kernels(optimizer.own_kernels)
+        tables[path], rows[path] = optimizer.update(found, tables[path], rows[path], kernels)
     return tables, rows
 
 
