@@ -1,4 +1,4 @@
-"""r89_averages: record 89 with record 92's averages of weights, and rates that fall less.
+"""r89-averages: record 89 with record 92's averages of weights, and rates that fall less.
 
 What        The model, the optimizer and the stages of r89. Rates fall to 0.30, not to 0.15, and after the last step
             averages over the last quarter of the run take the weights' place, with their norm.
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.nn import initializers
-from numpy.typing import NDArray
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
@@ -29,7 +28,7 @@ from jspeed.model.mudd import blend, coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, offset_keys, rotate, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
-from jspeed.optim.averages import Average
+from jspeed.optim.averages import Average, rates_of
 from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
 from jspeed.optim.slow import measured, slow_adams, tied
@@ -291,20 +290,13 @@ def optimizer() -> optax.GradientTransformation:
     return optax.partition(by_group, groups(PARAMETERS))
 
 
-def rates(last_steps: int, moves: NDArray[np.bool_], share: Any) -> NDArray[np.float64]:
-    """The shares of an average over ``last_steps`` steps that ``moves`` in some of them; the first starts it."""
-    ticks = moves & (np.arange(TOTAL) >= TOTAL - last_steps)
-    found = np.where(ticks, np.minimum(share, 1.0), 0.0)
-    found[np.flatnonzero(ticks)[0]] = 1.0
-    return found
-
-
 def averages() -> tuple[Average, ...]:
     """Averages over the last quarter of the run, in the order in which they take the weights' place."""
     left, (long, short) = TOTAL - 1 - np.arange(TOTAL), LAST_STEPS
-    words = rates(long, left % 2 == 0, np.where(left == 0, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2))
-    banks = rates(short, left % 4 == 0, 4 / (FORGET * short))
-    blended = rates(long, (left % 4 == 0) | (left < 2), 8 / (long + 2))
+    of_two = np.where(left == 0, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2)
+    words = rates_of(left % 2 == 0, of_two, long)
+    banks = rates_of(left % 4 == 0, 4 / (FORGET * short), short)
+    blended = rates_of((left % 4 == 0) | (left < 2), 8 / (long + 2), long)
     less = BANKS_BLEND - FASTER
     return (
         Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
@@ -322,7 +314,7 @@ ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOW
 STAGES = tuple(Stage(*row, own=number) for number, row in enumerate(ROWS))
 
 RECIPE = Recipe(
-    name="r89_averages",
+    name="r89-averages",
     parent="r89",
     track="fineweb/8xH100",
     data=Data("fineweb", vocab_size=50_257, bos_id=BOS, align="bos"),

@@ -94,6 +94,14 @@ def scaled(weights: jax.Array, scale: jax.Array | None) -> jax.Array:
     return weights if scale is None else (weights.astype(jnp.float32) * scale).astype(weights.dtype)
 
 
+def scaled_bank(bank_NIO: jax.Array, scales_n: jax.Array) -> jax.Array:
+    """Return :func:`scaled` of the first n matrices of a bank, each with its own scale, and the others as they are.
+
+    At once: the scale of one matrix, and its gradient, are kernels of one number."""
+    scales_N = jnp.pad(scales_n.astype(jnp.float32), (0, len(bank_NIO) - len(scales_n)), constant_values=1)
+    return scaled(bank_NIO, scales_N[:, None, None])
+
+
 def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array) -> jax.Array:
     """Subtract the mean over the last axis, divide by the standard deviation, then ``gain`` and ``bias`` ``[D]``.
 

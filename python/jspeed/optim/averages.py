@@ -24,6 +24,15 @@ class Average(NamedTuple):
         return np.take(self.rates, np.asarray(steps, int), mode="clip") > 0
 
 
+def rates_of(moves: NDArray[np.bool_], share: Any, last_steps: int, first: int | None = None) -> NDArray[np.float64]:
+    """Return the rates of an average that ``moves`` in some of the ``last_steps`` of all steps, by ``share``, which may
+    differ, and at most 1. Step ``first`` starts it, or else the first in which it moves."""
+    ticks = moves & (np.arange(len(moves)) >= len(moves) - last_steps)
+    found = np.where(ticks, np.minimum(share, 1.0), 0.0)
+    found[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
+    return found
+
+
 def zeros(averages: Sequence[Average], params: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:
     """Return where the means are kept, fp32."""
     return [{name: jnp.zeros_like(params[name], jnp.float32) for name in average.blends} for average in averages]

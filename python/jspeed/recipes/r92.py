@@ -24,12 +24,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.nn import initializers
-from numpy.typing import NDArray
 
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
-from jspeed.model.layers import look_up_all, look_up_each, lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
+from jspeed.model.layers import (
+    look_up_all,
+    look_up_each,
+    lookup,
+    rms_norm,
+    scaled,
+    scaled_bank,
+    sparse_gate,
+    uniform,
+    zero_every,
+)
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_coefficients, named, padded, slots
@@ -38,7 +47,7 @@ from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
 from jspeed.model.sampled import candidates
 from jspeed.optim.anvil import Rails, anvil
-from jspeed.optim.averages import Average
+from jspeed.optim.averages import Average, rates_of
 from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.rows import RowTransformation, row_adam
 from jspeed.optim.schedules import jumps, staged, through
@@ -157,6 +166,12 @@ STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
 UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
 
 
+# Columns that are read of each matrix for queries and keys, and of each for values: half of every head, or all.
+HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
+READ_KEYS = np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None] | HALF[: 2 * HEAD_WIDTH]
+READ_VALUES = np.array([layer not in HALF_LAYERS for layer in ATTENDING])[:, None] | HALF[:WIDTH]
+
+
 def bank(init: initializers.Initializer, group: str, count: int, *shape: int, halves: int = 0) -> ParamSpec:
     """Matrices of one shape for ANVIL, ``[n, in, out]``, zeros after them so that LANES devices can share them. Of
     ``halves`` layers half is read, WIDTH^2 numbers."""
@@ -208,41 +223,6 @@ PARAMETERS = {
 }
 
 
-def columns_read(name: str, halved: list[int]) -> NDArray[np.bool_]:
-    """Return which columns of a bank's matrices are read, ``[n, out]``: half of each head of those ``halved``."""
-    count, _, width = PARAMETERS[name].shape
-    half = np.arange(width) % HEAD_WIDTH < HEAD_WIDTH // 2
-    return ~np.isin(np.arange(count), halved)[:, None] | half
-
-
-READ = {
-    "queries_keys": columns_read(
-        "queries_keys",
-        [HEADS * n + head for n, layer in enumerate(ATTENDING) if layer not in LONG_LAYERS for head in range(HEADS)],
-    ),
-    "values_outs": columns_read("values_outs", [2 * n for n, layer in enumerate(ATTENDING) if layer in HALF_LAYERS]),
-}
-
-
-def attention_banks(params: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return the banks of queries and keys and of values and outputs, times the scales of their layers. All at once: a
-    scale on its own, and its gradient, are kernels."""
-    layers = np.array(ATTENDING)
-    own, after = params["attention_scales"][layers], params["post_scales"][layers, 0]
-    after = jnp.where(layers == LAST, 1.0, after)  # the last layer has none
-
-    def along(bank: jax.Array, scales_N: jax.Array) -> jax.Array:
-        return jnp.pad(scales_N, (0, len(bank) - len(scales_N)), constant_values=1)[:, None, None]
-
-    queries_keys, values_outs = params["queries_keys"], params["values_outs"]
-    own = own.astype(values_outs.dtype)
-    queries_keys *= along(queries_keys, jnp.repeat(own[:, 0], HEADS))
-    values_outs *= along(values_outs, own.reshape(-1))
-    return queries_keys, scaled(
-        values_outs, along(values_outs, jnp.stack([jnp.ones_like(after), after], 1).reshape(-1))
-    )
-
-
 def hidden(
     params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context, e_BTD: jax.Array | None = None
 ) -> jax.Array:
@@ -259,14 +239,17 @@ def hidden(
     largest = params["largest"] if ctx.use_fp8(FP8) else None
     kernels = ctx.use_own_kernels(OWN_KERNELS)
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
-    heads_in, heads_out = attention_banks(params)
+    # Scales of all layers at once; the last one has none after it.
+    layers, own = np.array(ATTENDING), params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype)
+    after = jnp.where((np.arange(LAYERS) == LAST)[:, None], 1.0, params["post_scales"])
+    heads_in = scaled_bank(params["queries_keys"], jnp.repeat(own[:, 0], HEADS))
+    heads_out = scaled_bank(params["values_outs"], own.reshape(-1))
+    heads_out = scaled_bank(heads_out, jnp.stack([jnp.ones(len(layers)), after[layers, 0]], axis=1).reshape(-1))
     if largest is not None:
-        after = jnp.where(np.array(FEEDS) == LAST, 1.0, params["post_scales"][np.array(FEEDS), 1])
-        after = jnp.stack([jnp.ones_like(after), after], axis=1).reshape(-1)
-        feed_scales = fp8.scales_of(params["mlp"][: len(after)], after).reshape(-1, 2)
-        in_scales = fp8.scales_of(heads_in, read_NO=READ["queries_keys"])[: HEADS * len(ATTENDING)]
-        in_scales = jnp.max(in_scales.reshape(-1, HEADS), axis=1)
-        out_scales = fp8.scales_of(heads_out, read_NO=READ["values_outs"])
+        after_feed = jnp.stack([jnp.ones(len(FEEDS)), after[np.array(FEEDS), 1]], axis=1).reshape(-1)
+        feed_scales = fp8.scales_of(params["mlp"][: len(after_feed)], after_feed).reshape(-1, 2)
+        in_scales = jnp.max(fp8.scales_of(heads_in[: len(READ_KEYS)], read_NO=READ_KEYS).reshape(-1, HEADS), axis=1)
+        value_scales = fp8.scales_of(heads_out[: 2 * len(layers) : 2], read_NO=READ_VALUES)
 
     def feed(a_BTD: jax.Array, number: int, scale: Any = None) -> jax.Array:
         up, down = matrices[number]
@@ -288,16 +271,13 @@ def hidden(
         value = value.reshape(WIDTH, HEADS, HEAD_WIDTH)[..., of_values]
         out = out.reshape(HEADS, HEAD_WIDTH, WIDTH)[:, of_values].reshape(-1, WIDTH)
         # Two matmuls: kernels take queries and keys apart from values, and give such gradients.
-        two = [x.reshape(WIDTH, -1) for x in (queries_keys, value)]
+        queries_keys, value = (x.reshape(WIDTH, -1) for x in (queries_keys, value))
         if largest is None:
-            y_BTE, v_BTE = (a_BTD @ weights_DE for weights_DE in two)
+            y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
             multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=kernels)
-            of_weights = in_scales[number], out_scales[2 * number]
-            y_BTE, v_BTE = (
-                multiply(weights_DE.T, watched, w_scale=scale)
-                for weights_DE, watched, scale in zip(two, largest[number, 3:], of_weights, strict=True)
-            )
+            y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
+            v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
         v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
         turned = angles, positions_TP, kernels, documents, long, v_BTHK.shape[-1]
@@ -444,24 +424,15 @@ def of_pairs(value: Any) -> optax.Schedule:
     return lambda update: jnp.asarray(value(pairs), jnp.float32)[update]
 
 
-def rates(last_steps: int, moves: NDArray[np.bool_], share: Any, first: int | None = None) -> NDArray[np.float64]:
-    """The shares of an average over ``last_steps`` steps that ``moves`` in some of them; the first starts it."""
-    steps = np.arange(TOTAL)
-    ticks = moves & (steps >= TOTAL - last_steps)
-    found = np.where(ticks, np.minimum(share, 1.0), 0.0)
-    found[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
-    return found
-
-
 def averages() -> tuple[Average, ...]:
     """Averages over the last quarter of the run, in the order in which they take the weights' place."""
     steps, (long, short) = np.arange(TOTAL), LAST_STEPS
     of_two = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2)
     of_four = 4 / (FORGET * short)
-    words = rates(long, steps % 2 == 1, of_two, first=max(0, TOTAL - long))
-    banks = rates(short, (TOTAL - 1 - steps) % 4 == 0, of_four)
-    tables = rates(short, np.isin(steps, UPDATES), of_four)
-    blended = rates(long, (steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2))
+    words = rates_of(steps % 2 == 1, of_two, long, first=max(0, TOTAL - long))
+    banks = rates_of((TOTAL - 1 - steps) % 4 == 0, of_four, short)
+    tables = rates_of(np.isin(steps, UPDATES), of_four, short)
+    blended = rates_of((steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2), long)
     less = BANKS_BLEND - FASTER
     return (
         Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
