@@ -25,6 +25,8 @@ from jspeed.model.kernels.fused_mlp import (
     squared_relu_matmul_reference,
 )
 from jspeed.model.kernels.qk_norm import norm_and_rotate
+from jspeed.model.kernels.row_sums import sum_rows
+from jspeed.model.mudd import add_normed
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.run.compute.compiler import options_for
 
@@ -57,6 +59,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         "gradient in FP8": (squared_relu_gradient_fp8, squared_relu_gradient_fp8_reference, backward),
         "FP8 copies": (partial(cast, dtype=E5M2), partial(cast_reference, dtype=E5M2), (g, jnp.float32(1e-3))),
         **of_heads(tokens),
+        **of_tables(tokens),
     }
     print(
         f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX {jax.__version__}; ms, medians"
@@ -99,6 +102,24 @@ def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., A
         "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
         "composed heads": (mix[0], mix[1], heads),
         "XSA": (xsa[0], xsa[1], heads[1:]),
+    }
+
+
+def of_tables(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
+    """A norm beside a residual stream, with its gradients, and sums of the gradients of equal n-grams."""
+    x, rows = (jax.random.normal(jax.random.key(n), (1, n * tokens, WIDTH), jnp.bfloat16) for n in (1, 2))
+    norms = [with_gradients(partial(add_normed, lambda a: [a], own_kernels=own)) for own in (True, False)]
+    # Two n-grams a token; half of them are alike.
+    sums_N = jax.random.randint(jax.random.key(3), (2 * tokens,), 0, tokens, jnp.int32)
+    starts = jnp.searchsorted(jnp.sort(sums_N), jnp.arange(tokens + 1)).astype(jnp.int32)
+
+    def scattered(rows_ND: jax.Array, order_N: jax.Array, starts_S1: jax.Array) -> jax.Array:
+        sums_SD = jnp.zeros((tokens, WIDTH), jnp.float32).at[sums_N].add(rows_ND.astype(jnp.float32))
+        return sums_SD.astype(rows_ND.dtype)
+
+    return {
+        "norm and residual": (norms[0], norms[1], (x, jnp.float32(1.1))),
+        "sums of rows": (sum_rows, scattered, (rows[0], jnp.argsort(sums_N).astype(jnp.int32), starts)),
     }
 
 
