@@ -20,9 +20,12 @@ from jspeed.model.fp8 import (
     matmul,
     measured_matmul,
     quantise,
+    scale_of,
+    scales_of,
     watch,
 )
 from jspeed.model.kernels import fp8_cast, fused_mlp
+from jspeed.model.layers import scaled
 from jspeed.model.mlp import mlp
 from jspeed.optim.slow import measured
 
@@ -277,3 +280,18 @@ def test_mlp_in_fp8_by_own_kernels_is_the_other_one_to_rounding(interpreted, x_l
     assert one[4][0] == pytest.approx(two[4][0], rel=2**-6)  # the other is rounded to bf16, twice
     assert one[4][2] == two[4][2]
     assert one[4][1] == pytest.approx(two[4][1], rel=0.26) and (one[4] > 0.5).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_scales_of_a_bank_are_those_of_its_matrices(dtype):
+    """Also of matrices times their scales, whose order rounding keeps; and without columns that are left out."""
+    rng = np.random.default_rng(0)
+    bank, times = jnp.asarray(rng.normal(size=(5, 8, 16)), dtype), jnp.asarray(rng.normal(size=5), jnp.float32)
+    read = rng.uniform(size=(5, 16)) < 0.5
+    for factors in (None, times):
+        found, part = scales_of(bank, factors), scales_of(bank, factors, read)
+        for n, matrix in enumerate(bank):
+            matrix = matrix if factors is None else scaled(matrix, factors[n])
+            assert float(found[n]) == pytest.approx(float(scale_of(matrix, dtype)), rel=2e-7)
+            assert float(part[n]) == pytest.approx(float(scale_of(matrix[:, read[n]], dtype)), rel=2e-7)
+    assert found.dtype == dtype

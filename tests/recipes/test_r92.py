@@ -1,12 +1,17 @@
 """Record 92 against the numbers of its source: sizes, stages, schedules, hashes, averages; and candidates."""
 
+import dataclasses
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jspeed import recipe as r
 from jspeed import sizes
-from jspeed.model.attention import attention, find_documents
+from jspeed.model.attention import Documents, attention, find_documents
+from jspeed.model.kernels import attention_backends, norm_gradient, own_value, qk_norm
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
 from jspeed.model.ngrams import bigram_rows, sign_rows, trigram_rows
 from jspeed.model.positions import frequencies, yarn
@@ -15,6 +20,7 @@ from jspeed.optim.schedules import jumps, through
 from jspeed.recipes import r92
 from jspeed.run.find_recipe import find
 
+from ..model import dense
 from ..toys import TOYS
 from .test_r62_r89 import TABLE, by_group
 
@@ -183,8 +189,6 @@ def test_narrow_queries_and_keys(backend, monkeypatch):
 
 
 def test_cadences_that_do_not_fit_are_refused():
-    import dataclasses
-
     stages = [dataclasses.replace(r92.STAGES[1], steps=15), *r92.STAGES[2:]]
     recipe = dataclasses.replace(r92.RECIPE, stages=(r92.STAGES[0], *stages))
     with pytest.raises(r.BadInput, match="let that stage start with a multiple of both"):
@@ -220,3 +224,57 @@ def test_canonical_evaluation(monkeypatch):
 def test_the_field_for_own_kernels_is_that_of_the_update_of_n_grams_too(asked):
     recipe = find("r92", [f"OWN_KERNELS={asked}"]).recipe
     assert [each.own_kernels for each in recipe.row_optimizers().values()] == [asked]
+
+
+@pytest.mark.slow
+def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypatch):
+    """In JAX's interpreter of kernels; where heads have tags of documents, cuDNN's stand-in masks none."""
+    called = []
+
+    def interpreted(module, name):
+        kernel = getattr(module, name)
+
+        def call(*args):
+            called.append(name)
+            return kernel(*args, interpret=True)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module, name in (
+        (qk_norm, "norm_and_rotate"),
+        (own_value, "subtract_own_value"),
+        (norm_gradient, "norm_gradient"),
+    ):
+        interpreted(module, name)
+
+    def stand_in(q, k, v, *, scale, offsets_BO, window, longest=None):
+        called.append("masked" if offsets_BO is not None else "tagged")
+        documents = (
+            None if offsets_BO is None else Documents(attention_backends.token_bounds(offsets_BO, q.shape[1])[0])
+        )
+        return attention(q, k, v, scale=scale, documents=documents, window=window)
+
+    monkeypatch.setattr(attention_backends, "cudnn", stand_in)
+    sizes_ = ["WIDTH=256", "HEADS=2", "MLP_WIDTH=256", "GATE_WIDTH=12", "COMPUTE=bfloat16", "FP8=off"]
+    found = []
+    for way in ("off", "on"):
+        recipe = find("r92", [*TOYS["r92"], *sizes_, "LANE_LENS=(16,32)", f"OWN_KERNELS={way}"]).recipe
+        draw = np.random.default_rng(0)
+        params = r.init_parameters(recipe.parameters, jax.random.key(0))
+        banks = "queries_keys", "values_outs", "mlp"
+        params |= {name: jnp.asarray(0.1 * draw.normal(size=params[name].shape), jnp.float32) for name in banks}
+        params = {path: params[path].astype(spec.compute or jnp.float32) for path, spec in recipe.parameters.items()}
+        tokens = jax.random.randint(jax.random.key(1), (1, 33), 6, 257).at[:, ::11].set(recipe.data.bos_id)
+        arrays = tokens[:, :-1], tokens[:, 1:], jnp.full((1, 32), 1 / 32)
+        ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(5), attention="cudnn", fp8="native")
+        ctx = dataclasses.replace(ctx, own_kernels=True)
+        loss = functools.partial(recipe.loss, ctx=ctx)
+        found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *arrays))
+        if way == "off":
+            assert set(called) == {"masked"}
+            called.clear()
+    assert set(called) == {"norm_and_rotate", "subtract_own_value", "norm_gradient", "masked", "tagged"}
+    ((value, _), grads), ((expected, _), wanted) = found[1], found[0]
+    assert float(value) == pytest.approx(float(expected), rel=2e-3)
+    for name in (*banks, "head", "values", "layer_scales", "post_scales", "attention_scales"):
+        assert dense.distance(grads[name], wanted[name]) < 0.03, name
