@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from benches.text import at_least, timed
 from jspeed.errors import BadInput
+from jspeed.model import pointer
 from jspeed.model.attention import find_documents
 from jspeed.model.fp8 import E4M3, E5M2
 from jspeed.model.heads import composed, without_own_value
@@ -77,7 +78,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
 
 
 def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
-    """QK-norm with rotary, composed heads and XSA, each with its gradients: kernel, reference, arrays."""
+    """QK-norm with rotary, composed heads, XSA and a pointer, each with its gradients: kernel, reference, arrays."""
 
     def drawn(number: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(number), (1, tokens, *shape), jnp.bfloat16)
@@ -97,11 +98,19 @@ def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., A
         for own in (True, False)
     ]
     xsa = [with_gradients(partial(without_own_value, own_kernels=own)) for own in (True, False)]
+    words = jax.random.randint(jax.random.key(6), (1, tokens + 1), 0, 1000)
+
+    def copied(own: bool, q: jax.Array, k: jax.Array, none: jax.Array) -> tuple[jax.Array, jax.Array]:
+        found = pointer.copies(0, q, k, none, words[:, :-1], words[:, 1:], documents, 2048, own_kernels=own)
+        return found.target_BT, found.none_BT
+
+    copy = [with_gradients(partial(copied, own)) for own in (True, False)]
     heads = *(drawn(n, HEADS, width) for n in range(3)), *(drawn(n, HEADS) for n in (3, 4))
     return {
         "QK-norm, rotary": (rotate[0], rotate[1], (drawn(5, 2 * WIDTH),)),
         "composed heads": (mix[0], mix[1], heads),
         "XSA": (xsa[0], xsa[1], heads[1:]),
+        "pointer": (copy[0], copy[1], (drawn(7, width) / 10, drawn(8, width), drawn(9, width)[0, 0])),
     }
 
 

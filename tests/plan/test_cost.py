@@ -122,6 +122,25 @@ def test_composed_heads_count_all_blocks_in_reach(name, matmuls):
     assert cost.with_windows([call], {48: 96, 16: 32}, None) == (call,)
 
 
+@pytest.mark.parametrize(("name", "matmuls"), [("forward", 1), ("dq", 2), ("dk", 2)])
+@pytest.mark.parametrize("window", [24, 1, 4096])
+def test_the_pointer_counts_the_blocks_it_visits(name, matmuls, window):
+    """One head, and keys before the query; windows of attention are others."""
+    result = "f32[2,100]{1,0}" if name == "forward" else "bf16[2,100,1,64]{3,2,1,0}"
+    text = OWN.replace("attention_forward_packed_window24", f"pointer_{name}_64_window{window}").replace(
+        ",3,64]", ",1,64]"
+    )
+    text = text.replace("(bf16[2,100,1,64]{3,2,1,0}, f32[2,3,100]{2,1,0}) custom", f"({result}, {result}) custom")
+    call, _ = cost.kernels(text, max_doc_len=40)
+    assert (call.kind, call.dtype) == (f"attention_{'forward' if name == 'forward' else 'backward'}", "bf16")
+    t, s = np.arange(112)[:, None], np.arange(112)[None]  # seven blocks of 16, the last one not full
+    seen = (s <= t) & (t < 100) & (t - s <= window) & (t // 40 == s // 40)  # a block is visited for its own token too
+    blocks = (seen.T if name == "dk" else seen).reshape(7, 16, 14, 8).any((1, 3))
+    visited = sum(np.ptp(np.flatnonzero(row)) + 1 for row in blocks) * 16 * 8
+    assert call.flops == matmuls * 2 * 2 * 64 * visited
+    assert cost.with_windows([call], {window: 2, window + 1: 2}, 40) == (call,)
+
+
 # As XLA writes calls of splash attention for a TPU, but for code and some operands. Its metadata has line ends.
 SPLASH = """HloModule jit_step, is_scheduled=true
 

@@ -27,13 +27,22 @@ def copies(
     targets_BT: jax.Array,
     documents: Documents,
     window: int,
+    own_kernels: bool = False,
 ) -> Copies:
     """Return how much of each token's attention is on its target, and on none: fp32 ``[B, T]`` both.
 
     A query sees the ``window`` tokens before its own that are of its document, and ``none_K``. Scores and softmax are
     fp32; blocks of ``window`` queries are done one after the other and again for the gradient, so that memory is that
     of one.
+
+    With ``own_kernels`` scores never go to memory (:mod:`jspeed.model.kernels.pointer_attention`): equal up to
+    rounding, on Hopper in bf16 only. An active KV cache does without them.
     """
+    if own_kernels and not active_cache():
+        from jspeed.model.kernels.pointer_attention import shares  # slow to import, and most runs do without
+
+        none_BT = jnp.einsum("btk,k->bt", q_BTK, none_K, preferred_element_type=jnp.float32)
+        return Copies(*shares(q_BTK, k_BTK, none_BT, tokens_BT, targets_BT, documents.ids, window), copy_id)
 
     def read(p_BIJ: jax.Array, token_BJ: jax.Array, target_BI: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(token_BJ[:, None] == target_BI[..., None], p_BIJ, 0.0), axis=-1)

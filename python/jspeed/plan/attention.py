@@ -4,7 +4,7 @@ Attention counts the keys that mask, window and longest document leave: 2 matmul
 the scores. jspeed's own attention kernels count whole blocks of keys, as they multiply them, and 7 matmuls backward:
 scores are recomputed in each of two kernels. So does splash attention on TPUs, whose blocks do not end with documents,
 and what it reads again for each block counts again. Composed heads count all blocks that a window reaches, masked or
-not, in 2 matmuls forward and 7 backward.
+not, in 2 matmuls forward and 7 backward; the pointer counts as own attention, in 1 and 4.
 """
 
 import json
@@ -32,6 +32,9 @@ OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
 # Those of model/kernels/composed_heads.py, for a block of tokens and all that it visits.
 COMPOSED = re.compile(r"composed_heads_(forward|dmixed|dq|dk_dv)_(\d+)x(\d+)_blocks(\d+)x(\d+)")
 COMPOSED_MATMULS = {"forward": 2, "dmixed": 1, "dq": 3, "dk_dv": 3}
+# Those of model/kernels/pointer_attention.py: one head, whose values are no matrix.
+POINTER = re.compile(r"pointer_(forward|dq|dk)_(\d+)_window(\d+)_blocks(\d+)x(\d+)")
+POINTER_MATMULS = {"forward": 1, "dq": 2, "dk": 2}
 # JAX's kernels for TPUs: the scope that model/kernels/splash_attention.py names, then the kernel's own name.
 TPU = "tpu_custom_call"
 SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)")
@@ -60,8 +63,10 @@ class Call(NamedTuple):
 
 def kind_of(step: Instruction) -> Kind | None:
     """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
-    if step.target == TRITON and (match := OWN.search(step.attributes) or COMPOSED.search(step.attributes)):
-        return "attention_forward" if match[1] == "forward" else "attention_backward"
+    if step.target == TRITON:
+        for pattern in (OWN, COMPOSED, POINTER):
+            if match := pattern.search(step.attributes):
+                return "attention_forward" if match[1] == "forward" else "attention_backward"
     if step.target == TPU and (match := SPLASH.search(step.op_name)):
         return "attention_forward" if match[3] == "fwd" else "attention_backward"
     return CUDNN.get(step.target)
@@ -70,13 +75,17 @@ def kind_of(step: Instruction) -> Kind | None:
 def flops_of(kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None) -> float:
     """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention.
 
-    ``windows`` maps windows that were compiled to others; those of composed heads have no schedule and stay.
+    ``windows`` maps windows that were compiled to others; those of composed heads and of the pointer are not among
+    them and stay.
     """
     if step.target == TPU:
         return _splash(step)[0]
     if step.target == TRITON:
-        composed = COMPOSED.search(step.attributes)
-        return _composed(step, composed) if composed else _own(step, max_doc_len, windows or {})
+        if match := COMPOSED.search(step.attributes):
+            return _composed(step, match)
+        if match := POINTER.search(step.attributes):
+            return _pointer(step, match, max_doc_len)
+        return _own(step, max_doc_len, windows or {})
     config = _fmha(step)
     batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
     width = step.arrays[0].dims[-1]
@@ -157,6 +166,14 @@ def _composed(step: Instruction, match: re.Match[str]) -> float:
     lanes, length = step.arrays[0].dims[:2]
     heads, width, own, visited = map(int, match.groups()[1:])
     return COMPOSED_MATMULS[match[1]] * 2 * lanes * heads * width * -(-length // own) * own * visited
+
+
+def _pointer(step: Instruction, match: re.Match[str], max_doc_len: int | None) -> float:
+    """As :func:`_own`; every result is ``[B, T, ...]``, and the window does not count the query."""
+    lanes, length = step.arrays[0].dims[:2]
+    width, window, own, visited = map(int, match.groups()[1:])
+    pairs = _pairs(match[1] == "dk", length, min(length, max_doc_len or length), window + 1, own, visited)
+    return POINTER_MATMULS[match[1]] * 2 * lanes * width * own * visited * pairs
 
 
 def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:

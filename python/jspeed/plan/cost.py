@@ -152,7 +152,7 @@ def _kernel(
     moved = float(_bytes_moved(step, operands, computations))
     if kind := attention.kind_of(step):
         flops = attention.flops_of(kind, step, max_doc_len)
-        dtype = "bf16" if step.target == attention.TPU else _dtype(step.arrays[0].dtype)
+        dtype = "bf16" if step.target in (attention.TPU, attention.TRITON) else _dtype(step.arrays[0].dtype)
         moved += attention.read_again(step) - attention.workspace(step)
         return Kernel(kind, flops, moved, dtype, (), times, step, empty_blocks=attention.empty_blocks(step))
     flops, dims, dtype = _matmul(step, operands, computations)

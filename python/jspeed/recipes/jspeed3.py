@@ -164,7 +164,6 @@ small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), init
 STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
 UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
 
-
 # Columns that are read of each matrix for queries and keys, and of each for values: half of every head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
 READ_KEYS = np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None] | HALF[: 2 * HEAD_WIDTH]
@@ -378,7 +377,8 @@ def loss(
     score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
 
     def copied(x_BTD: jax.Array) -> Copies:
-        return pointer.copies(COPY, targets_BT=targets_BT, **pointing(params, x_BTD, tokens_BT, ctx))
+        rest = pointing(params, x_BTD, tokens_BT, ctx) | {"own_kernels": ctx.use_own_kernels(OWN_KERNELS)}
+        return pointer.copies(COPY, targets_BT=targets_BT, **rest)
 
     if not ctx.training:
         x_BTD = hidden(params, tokens_BT, ctx)

@@ -72,7 +72,7 @@ def attend(
 
 
 def _forward(q, k, v, first_BT, last_BT, scale, mask, interpret):
-    run = partial(_call, scale=scale, mask=mask, interpret=interpret)
+    run = partial(_run, scale=scale, mask=mask, interpret=interpret)
     statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
     out, lse_BHT = run("forward", _forward_kernel, FORWARD, (q, k, v, first_BT), (like(q), statistics))
     return out, (q, k, v, first_BT, last_BT, out, lse_BHT)
@@ -80,7 +80,7 @@ def _forward(q, k, v, first_BT, last_BT, scale, mask, interpret):
 
 def _backward(scale, mask, interpret, kept, dout):
     q, k, v, first_BT, last_BT, out, lse_BHT = kept
-    run = partial(_call, scale=scale, mask=mask, interpret=interpret)
+    run = partial(_run, scale=scale, mask=mask, interpret=interpret)
     # Row sums of out * dout (FlashAttention's delta).
     delta_BHT = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     arrays = q, k, v, dout, lse_BHT, delta_BHT
@@ -92,20 +92,24 @@ def _backward(scale, mask, interpret, kept, dout):
 attend.defvjp(_forward, _backward)
 
 
-def _call(
+def _run(name, kernel, blocks_of, arrays, results, *, scale, mask, interpret):
+    blocks = blocks_of[arrays[0].shape[-1]]
+    return call(f"attention_{name}_{mask}", partial(kernel, scale=scale), blocks, arrays, results, interpret)
+
+
+def call(
     name: str,
     kernel: Callable[..., None],
-    blocks_of: dict[int, Blocks],
+    blocks: Blocks,
     arrays: Sequence[jax.Array],
     results: Sequence[jax.ShapeDtypeStruct],
-    *,
-    scale: float,
-    mask: str,
     interpret: bool,
 ) -> Sequence[jax.Array]:
-    """Run ``kernel`` once for every block of tokens, head and lane; it gets that head's part of every array."""
+    """Run ``kernel`` once for every block of tokens, head and lane; it gets that head's part of every array.
+
+    Arrays are ``[B, T, H, K]``, which the first one is, ``[B, H, T]`` or ``[B, T]``.
+    """
     lanes, length, heads, width = arrays[0].shape
-    blocks = blocks_of[width]
 
     def spec(x: Any) -> pl.BlockSpec:
         if len(x.shape) == 4:  # [B, T, H, K]
@@ -115,25 +119,25 @@ def _call(
         return pl.BlockSpec((None, length), lambda i, h, b: (b, 0))  # [B, T]
 
     return pl.pallas_call(
-        partial(kernel, blocks=blocks, scale=scale),
+        partial(kernel, blocks=blocks),
         grid=(pl.cdiv(length, blocks.own), heads, lanes),
         in_specs=[spec(x) for x in arrays],
         out_specs=[spec(x) for x in results],
         out_shape=list(results),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-        name=f"attention_{name}_{mask}_blocks{blocks.own}x{blocks.visited}",  # plan/attention.py reads it
+        name=f"{name}_blocks{blocks.own}x{blocks.visited}",  # plan/attention.py reads it
     )(*arrays)
 
 
 def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, lse_ref, *, blocks, scale):
-    rows = _own(blocks)
-    q, first = _load(q_ref, rows), _load(first_ref, rows)
+    rows = own_block(blocks)
+    q, first = load(q_ref, rows), load(first_ref, rows)
 
     def visit(block, carry):
         out, top, total = carry
         keys = pl.ds(block * blocks.visited, blocks.visited)
-        k, v = _load(k_ref, keys), _load(v_ref, keys)
+        k, v = load(k_ref, keys), load(v_ref, keys)
         scores = jnp.where(_seen_keys(rows, keys, first), dot(q, k, rows_of_both=True) * (scale * LOG2_E), MASKED)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - higher[:, None])
@@ -142,49 +146,48 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, out_ref, lse_ref, *, blocks,
         return out, higher, total * shrunk + jnp.sum(weights, axis=1)
 
     zeros = jnp.zeros(q.shape, jnp.float32), jnp.full(rows.size, -jnp.inf), jnp.zeros(rows.size, jnp.float32)
-    out, top, total = lax.fori_loop(*_key_blocks(first_ref, rows, blocks), visit, zeros)
-    _store(out_ref, rows, out / total[:, None])
-    _store(lse_ref, rows, top + jnp.log2(total))
+    out, top, total = lax.fori_loop(*key_blocks(first_ref, rows, blocks), visit, zeros)
+    store(out_ref, rows, out / total[:, None])
+    store(lse_ref, rows, top + jnp.log2(total))
 
 
 def _dq_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, first_ref, dq_ref, *, blocks, scale):
-    rows = _own(blocks)
-    q, dout, lse, delta, first = (_load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref, first_ref))
+    rows = own_block(blocks)
+    q, dout, lse, delta, first = (load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref, first_ref))
 
     def visit(block, dq):
         keys = pl.ds(block * blocks.visited, blocks.visited)
-        k, v = _load(k_ref, keys), _load(v_ref, keys)
+        k, v = load(k_ref, keys), load(v_ref, keys)
         scores = dot(q, k, rows_of_both=True) * (scale * LOG2_E)
         weights = jnp.where(_seen_keys(rows, keys, first), jnp.exp2(scores - lse[:, None]), 0.0)
         dscores = weights * (dot(dout, v, rows_of_both=True) - delta[:, None])
         return dq + dot(dscores.astype(k.dtype), k)
 
-    dq = lax.fori_loop(*_key_blocks(first_ref, rows, blocks), visit, jnp.zeros(q.shape, jnp.float32))
-    _store(dq_ref, rows, dq * scale)
+    dq = lax.fori_loop(*key_blocks(first_ref, rows, blocks), visit, jnp.zeros(q.shape, jnp.float32))
+    store(dq_ref, rows, dq * scale)
 
 
 def _dk_dv_kernel(q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, last_ref, dk_ref, dv_ref, *, blocks, scale):
-    keys = _own(blocks)
-    k, v, last = (_load(ref, keys) for ref in (k_ref, v_ref, last_ref))
+    keys = own_block(blocks)
+    k, v, last = (load(ref, keys) for ref in (k_ref, v_ref, last_ref))
 
     def visit(block, carry):  # all scores transposed: a row is a key
         dk, dv = carry
         rows = pl.ds(block * blocks.visited, blocks.visited)
-        q, dout, lse, delta = (_load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref))
+        q, dout, lse, delta = (load(ref, rows) for ref in (q_ref, dout_ref, lse_ref, delta_ref))
         s, t = tokens(keys)[:, None], tokens(rows)[None, :]
         scores = dot(k, q, rows_of_both=True) * (scale * LOG2_E)
         weights = jnp.where((s <= t) & (t <= last[:, None]), jnp.exp2(scores - lse[None, :]), 0.0)
         dscores = weights * (dot(v, dout, rows_of_both=True) - delta[None, :])
         return dk + dot(dscores.astype(q.dtype), q), dv + dot(weights.astype(dout.dtype), dout)
 
-    end = _scalar(last_ref, _end(keys, last_ref) - 1) // blocks.visited + 1
     zeros = jnp.zeros(k.shape, jnp.float32)
-    dk, dv = lax.fori_loop(keys.start // blocks.visited, end, visit, (zeros, zeros))
-    _store(dk_ref, keys, dk * scale)
-    _store(dv_ref, keys, dv)
+    dk, dv = lax.fori_loop(*query_blocks(last_ref, keys, blocks), visit, (zeros, zeros))
+    store(dk_ref, keys, dk * scale)
+    store(dv_ref, keys, dv)
 
 
-def _own(blocks):
+def own_block(blocks):
     """The tokens of this program."""
     return pl.ds(pl.program_id(0) * blocks.own, blocks.own)
 
@@ -198,10 +201,15 @@ def _end(part, ref):
     return jnp.minimum(part.start + part.size, ref.shape[0])
 
 
-def _key_blocks(first_ref, rows, blocks):
+def key_blocks(first_ref, rows, blocks):
     """(first, last + 1) block of keys that ``rows`` see."""
     end = lax.div(_end(rows, first_ref) + blocks.visited - 1, blocks.visited)
     return lax.div(_scalar(first_ref, rows.start), blocks.visited), end
+
+
+def query_blocks(last_ref, keys, blocks):
+    """(first, last + 1) block of queries that see ``keys``."""
+    return keys.start // blocks.visited, _scalar(last_ref, _end(keys, last_ref) - 1) // blocks.visited + 1
 
 
 def _seen_keys(rows, keys, first):
@@ -218,13 +226,13 @@ def _scalar(ref, at):
     return plgpu.load(ref.at[at])
 
 
-def _load(ref, part):
+def load(ref, part):
     """Tokens ``part`` of an array, zeros past the end of the lane."""
     mask = _inside(ref, part)
     return plgpu.load(ref.at[part], mask=mask, other=None if mask is None else 0)
 
 
-def _store(ref, part, value):
+def store(ref, part, value):
     """Write tokens ``part`` of an array, but none past the end of the lane."""
     plgpu.store(ref.at[part], value.astype(ref.dtype), mask=_inside(ref, part))
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jspeed.model import fp8
+from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import composed, without_own_value
 from jspeed.model.layers import rms_norm
@@ -193,6 +193,11 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
     half, squares = rows // 2, np.square(random(rows // 2, dtype=np.float32))  # of an owner that has half of the rows
     composed_heads = partial(composed, scale=0.1, documents=find_documents(jnp.asarray(starts), 1), window=112)
 
+    def copied(q: Any, k: Any, none: Any, own_kernels: bool) -> Any:
+        targets, documents = jnp.asarray(words[:, 1:]), find_documents(jnp.asarray(starts), 1)
+        found = pointer.copies(0, q, k, none, jnp.asarray(words[:, :-1]), targets, documents, 150, own_kernels)
+        return found.target_BT, found.none_BT
+
     def gradient_of_norm(out: Any, normed: Any, x: Any, scale: Any) -> Any:
         out, normed, x = (a.astype(jnp.float32) for a in (out, normed, x))
         return jax.vjp(lambda x, scale: (scale * x, rms_norm(x)), x, scale)[1]((out, normed))
@@ -211,6 +216,10 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
     of_heads = [random(*shape) for _ in range(4)]  # a gradient, queries, keys, values
     of_outputs = [of_heads[0], of_heads[1] + of_heads[3], of_heads[3]]  # outputs have a part of their own values
     of_tokens = [random(*shape[:3]) for _ in range(2)]
+    words = draw.integers(0, 20, size=(shape[0], shape[1] + 1), dtype=np.int32)
+    of_copies = tuple(random(*shape[:2], dtype=np.float32) for _ in range(2))
+    of_pointer = [random(*size) for size in ((*shape[:2], 128), (*shape[:2], 128), (128,))]
+    of_pointer[0] *= 0.1  # so that attention is on many keys
     return {
         "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
         "squared ReLU gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
@@ -224,6 +233,7 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
             [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
         ),
         "composed heads": (*with_gradients(composed_heads), [*of_heads, *of_tokens]),
+        "pointer": (*with_gradients(copied), [of_copies, *of_pointer]),
         "XSA": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),
         "narrow XSA": (
             *with_gradients(without_own_value),
