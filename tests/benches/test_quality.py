@@ -8,12 +8,15 @@ from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
 from jspeed.errors import BadInput
+from jspeed.record.remarks import RECORDS
 from jspeed.run.find_recipe import find
 from jspeed.run.options import Options
 from jspeed.run.setup import load_recipe
 
+CHILD = str(RECORDS / "ideas" / "r89_averages.py")  # of a parent that has a small size
 
-@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed2", "r92", "jspeed3"])
+
+@pytest.mark.parametrize("name", ["llmc", "track3", "r21", "r29", "r62", "r89", "jspeed2", "r92", "jspeed3", CHILD])
 def test_recipes_at_small_size_keep_their_schedule(name):
     from benches.quality import settings, tokens_after
 

@@ -239,6 +239,7 @@ def trace_step(
     def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         return train_step(recipe, ctx, layout, parts, mesh, state, tokens)
 
+    # Unused arguments are kept: else arrays of the state are returned in the place of others, by copies.
     jitted = jax.jit(step, donate_argnums=0, keep_unused=True, out_shardings=(shardings, {"loss": replicated(mesh)}))
     return jitted.trace(state, tokens)
 
