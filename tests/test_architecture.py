@@ -26,6 +26,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
             "plots",
             "stage",
             "recipe",
+            "recipe_names",
             "standard_streams",
         )
     },
@@ -59,6 +60,7 @@ UNDER_ALL = {
     "numbers",
     "output_folder",
     "plots",
+    "recipe_names",
     "stage",
     "standard_streams",
 }

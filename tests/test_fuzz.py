@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jspeed.recipe_names import FOLDER
 from jspeed.run.find_recipe import find
-from jspeed.run.recipe_names import FOLDER
 
 from .call_script import Done, call
 from .multi_process import shards

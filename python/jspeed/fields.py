@@ -42,6 +42,11 @@ def at_least(least: int) -> Rule:
     return Rule(f"a whole number of {least} or more", lambda value: least <= value < 2**63)
 
 
+def version(number: int) -> Rule:
+    """Return the rule of the version of a file's format that this jspeed reads."""
+    return Rule(f"{number}, the one that this jspeed reads", lambda value: value == number)
+
+
 @dataclass(frozen=True)
 class Wants:
     """How a parameter appears on the command line; ``help`` replaces ``Args``."""
@@ -168,7 +173,7 @@ def check_of(hint: Any) -> Check:
         items: Any = dict.items if of is dict else enumerate
         return Check(WORDS[of], lambda v: isinstance(v, of), lambda v: ((key, item, each) for key, item in items(v)))
     if is_typed_dict(hint):
-        return Check(WORDS[dict], lambda v: isinstance(v, dict), lambda v: _items(hint, v))
+        return _typed_dict(get_type_hints(hint, include_extras=True))
     if isinstance(hint, type) and is_dataclass(hint):
         hints = [(f.name, check_of(get_type_hints(hint, include_extras=True)[f.name])) for f in fields(hint)]
         inside = lambda v: ((name, getattr(v, name), each) for name, each in hints)  # noqa: E731
@@ -200,19 +205,16 @@ def _union(shapes: list[Check], or_none: bool) -> Check:
     return Check(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
 
 
-def _items(hint: Any, value: dict) -> Iterator[tuple[str, Any, Check]]:
-    """The fields of a ``value`` of a TypedDict ``hint`` and their checks."""
-    for name, each, may_lack in _keys(hint):
-        if not may_lack or name in value:
-            yield name, value.get(name, MISSING), each
+def _typed_dict(hints: Mapping[str, Any]) -> Check:
+    optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
+    checks = [(name, check_of(get_args(h)[0] if name in optional else h)) for name, h in hints.items()]
 
+    def inside(value: dict) -> Iterator[tuple[str, Any, Check]]:
+        for name, check in checks:
+            if name in value or name not in optional:
+                yield name, value.get(name, MISSING), check
 
-@cache
-def _keys(hint: Any) -> list[tuple[str, Check, bool]]:
-    """Name, check, and whether it may be missing, of the fields of a TypedDict, which may hold others of its type."""
-    hints = get_type_hints(hint, include_extras=True)
-    optional = {name for name, each in hints.items() if get_origin(each) is NotRequired}
-    return [(name, check_of(get_args(h)[0] if name in optional else h), name in optional) for name, h in hints.items()]
+    return Check(WORDS[dict], lambda v: isinstance(v, dict), inside)
 
 
 def expected(hint: Any) -> str:

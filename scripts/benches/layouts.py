@@ -9,8 +9,8 @@ from jspeed.files import write_whole
 from jspeed.parallel.layout import LAYOUTS, MODES, check_layout
 from jspeed.plan.estimates import abstract_mesh
 from jspeed.recipe import Recipe
+from jspeed.recipe_names import known_recipes
 from jspeed.run.find_recipe import find
-from jspeed.run.recipe_names import known_recipes
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 MARKED = re.compile("(<!-- layouts: made by scripts/bench.py layouts -->\n).*(<!-- /layouts -->)", re.DOTALL)

@@ -288,7 +288,7 @@ def test_a_config_is_checked_when_it_is_read(tmp_path, config, words):
 def test_a_config_that_cannot_be_read_is_bad_input(tmp_path):
     assert read_config_of(tmp_path, OWN) == OWN and read_config_of(tmp_path, GPT2) == GPT2
     (tmp_path / "config.json").write_text("[" * 100_000)
-    with pytest.raises(BadInput, match="config.json cannot be read"):
+    with pytest.raises(BadInput, match="config.json is not JSON text"):
         read_config(tmp_path)
     (tmp_path / "config.json").unlink()
     os.mkfifo(tmp_path / "config.json")

@@ -12,13 +12,11 @@ from jspeed.record import store
 from ..record.synthetic_runs import as_run, make_run, make_series, source_of
 from .races import CHILD, PARENT, make_race
 
-RECIPES = Path(__file__).parents[2] / "python" / "jspeed" / "recipes"
-
 
 def said(records: Path, a: str, b: str) -> str:
     found = store.load(records)
     tracks = judge.board(found)
-    sides = [compare.find_side(text, tracks, found.sources, RECIPES) for text in (a, b)]
+    sides = [compare.find_side(text, tracks, found.sources) for text in (a, b)]
     return "\n".join(compare.speed(*sides, judge.board_and_rounds(found)[1]))
 
 
@@ -76,20 +74,20 @@ def test_what_differs_is_named() -> None:
     before = source_of(0.1) + "\nDROPPED = 'x'\nTABLE = {loss: RATE}\n\n\ndef old(x):\n    return x\n"
     after = source_of(0.2).replace("x * RATE", "x + RATE") + "\nNEW = (1, 2)\nTABLE = {loss: 2 * RATE}\n"
     found = compare.changes(after, before)
-    assert found["changed"] == {"fields": ["RATE from 0.1 to 0.2"], "functions": ["loss"], "names": ["TABLE"]}
-    assert found["new"] == {"fields": ["NEW = (1, 2)"], "functions": [], "names": []}
-    assert found["gone"] == {"fields": ["DROPPED = 'x'"], "functions": ["old"], "names": []}
+    assert found.phrases["changed"] == {"fields": ["RATE from 0.1 to 0.2"], "functions": ["loss"], "names": ["TABLE"]}
+    assert found.phrases["new"] == {"fields": ["NEW = (1, 2)"], "functions": [], "names": []}
+    assert found.phrases["gone"] == {"fields": ["DROPPED = 'x'"], "functions": ["old"], "names": []}
     # By hand: RATE, return, NEW, TABLE in; RATE, return, DROPPED, TABLE, two blank lines and the two of old out.
-    assert (found["added"], found["removed"]) == (4, 8)
-    assert "+RATE = 0.2" in found["diff"] and "-def old(x):" in found["diff"]
+    assert (found.added, found.removed) == (4, 8)
+    assert "+RATE = 0.2" in found.diff and "-def old(x):" in found.diff
     assert compare.change_lines(found)[:2] == ["4 lines added, 8 removed.", "Changed fields: RATE from 0.1 to 0.2."]
-    assert compare.changes(after, after) == compare.changes("", "") and compare.changes("(", "")["added"] == 1
+    assert compare.changes(after, after) == compare.changes("", "") and compare.changes("(", "").added == 1
 
 
 def test_a_file_that_is_no_text_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(BadInput, match=r"odd\.py is not UTF-8"):
-        compare.find_side(str(tmp_path / "odd.py"), [], {}, RECIPES)
+        compare.find_side(str(tmp_path / "odd.py"), [], {})
 
 
 def test_other_tracks_and_data_do_not_compare(tmp_path: Path) -> None:
@@ -111,8 +109,8 @@ def test_runs_that_were_cut_short_do_not_compare(tmp_path: Path) -> None:
 
 def test_names_that_are_assigned_together_or_with_a_type_are_named() -> None:
     found = compare.changes("A, B = 1, 3\nC: int = 2\n--x\n", "A, B = 1, 2\nC: int = 1\n")
-    assert [text.replace("(", "").replace(")", "") for text in found["changed"]["fields"]] == [
+    assert [text.replace("(", "").replace(")", "") for text in found.phrases["changed"]["fields"]] == [
         "A, B from 1, 2 to 1, 3",
         "C from 1 to 2",
     ]
-    assert (found["added"], found["removed"]) == (3, 2), "a line that begins with two signs counts"
+    assert (found.added, found.removed) == (3, 2), "a line that begins with two signs counts"

@@ -6,15 +6,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.record import consistent
-from jspeed.record.run_json import content_hash, parse_run, read_run, write_run
-from jspeed.record.schema import Run, count_parameters, validate
+from jspeed.record.consistent import PROBES
+from jspeed.record.run_json import check, content_hash, parse_run, read_run, write_run
+from jspeed.record.schema import Run, count_parameters
 
 from .synthetic_runs import as_run
 
@@ -42,11 +40,6 @@ def changed(place: str, value: object) -> dict:
         node = node[part]
     node[last] = value
     return run
-
-
-def check(run: Any) -> None:
-    validate(run)
-    consistent.check(run)
 
 
 def message(run: object) -> str:
@@ -97,25 +90,25 @@ def test_each_field_is_required(name: str) -> None:
 
 
 def test_runs_from_before_the_preflight_have_no_kernels() -> None:
-    validate({key: value for key, value in RUN.items() if key != "kernels"})
+    check({key: value for key, value in RUN.items() if key != "kernels"})
     before_calls = {key: value for key, value in RUN["kernels"].items() if key not in ("own", "calls")}
-    validate(changed("kernels", before_calls))
+    check(changed("kernels", before_calls))
     assert message(changed("kernels.calls", {"a": 0})).startswith("field 'kernels.calls.a': expected a whole number of")
     assert message(changed("kernels.refused", [1])).startswith("field 'kernels.refused[0]': expected text")
 
 
 def test_every_probe_is_required_of_a_run_that_had_it() -> None:
-    for name in consistent.PROBES:
+    for name in PROBES:
         probes = {key: value for key, value in RUN["probes"].items() if key != name}
         assert message(RUN | {"probes": probes}).startswith(f"field 'probes.{name}': expected a verdict")
     probes = {key: value for key, value in RUN["probes"].items() if key != "replicas_agree"}
     older = {key: value for key, value in RUN.items() if key != "kernels"}
-    consistent.check(older | {"probes": probes})
+    check(older | {"probes": probes})
 
 
 def test_runs_from_before_chunks_and_remat_say_nothing_of_them() -> None:
-    validate({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
-    validate(RUN | {"head_chunk": None})
+    check({key: value for key, value in RUN.items() if key not in ("head_chunk", "remat")})
+    check(RUN | {"head_chunk": None})
     assert "'head_chunk': expected a whole number of 1 or more or null" in message(changed("head_chunk", 0))
 
 
@@ -160,19 +153,17 @@ def test_each_field_has_a_type(name: str) -> None:
         ("target_loss", math.nan, "a finite number (nats per token)", "nan"),
         ("wall_seconds", math.inf, "a finite number of at least 0 and at most 1e12 (seconds)", "inf"),
         ("val_loss", "1.39", "a finite number or null", "'1.39' (str)"),
-        ("status", "done", "one of finished, stopped, interrupted, diverged", "'done'"),
-        ("status", ["finished"], "one of finished", "list"),
+        ("status", "done", "'finished' or 'stopped' or 'interrupted' or 'diverged'", "'done'"),
+        ("status", ["finished"], "'finished' or", "list"),
         ("started", "2026-01-31T12:00:00", "a UTC time", "'2026-01-31T12:00:00'"),
         ("started", "2026-01-31T12:00:00+02:00", "a UTC time", "+02:00"),
         ("started", "yesterday", "a UTC time", "'yesterday'"),
         ("devices.count", 0, "a whole number of 1 or more", "0"),
         ("mesh.data", "8", "a whole number of 1 or more", "'8' (str)"),
         ("data.tokenizer", 3, "text or null", "3 (int)"),
-        ("git.dirty", "no", "true, false or null", "'no'"),
+        ("git.dirty", "no", "true or false or null", "'no'"),
         ("ledger", {}, "a list", "{} (dict)"),
         ("probes.causality", True, "an object", "True"),
-        ("loader.rate", math.nan, "a finite number", "nan"),
-        ("fields.rate", np.float32(1), "a finite number", "float32"),
     ],
 )
 def test_a_wrong_value_is_named(place: str, value: object, expected: str, found: str) -> None:
@@ -203,7 +194,7 @@ def test_places_inside_lists_and_objects_are_named() -> None:
         ("probes.causality.passed", False, "reached"),
         ("reached", False, "reached"),
         ("val_loss", 1.3, "val_loss"),
-        ("val_loss", None, "reached"),
+        ("val_loss", None, "val_loss"),
         ("curve.2.val_loss", 1.3, "val_loss"),
         ("curve", [], "val_loss"),
         ("steps", 299, "curve[2].step"),
@@ -253,8 +244,9 @@ def test_a_diverged_run_has_null_for_its_losses(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_when_the_run_is_wrong(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"run\.json was not written: field 'timed_seconds'.*found nan"):
-        write_run(tmp_path / "run", changed("timed_seconds", math.nan))
+    for place, value, says in (("timed_seconds", math.nan, "timed_seconds"), ("fields.rate", 1j, "holds what JSON")):
+        with pytest.raises(BadInput, match=rf"run\.json was not written: .*{says}"):
+            write_run(tmp_path / "run", changed(place, value))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,7 +263,7 @@ WHOLE = json.dumps(RUN)
         (b"\xff\xfe{}", "is not JSON text"),
         (b"[1, 2]", "expected an object with the fields of a run, found [1, 2] (list)"),
         (WHOLE.replace('"schema": 2', '"schema": 3').encode(), "field 'schema': expected 2, the one"),
-        (WHOLE.replace('"rate": 0.5', '"rate": NaN').encode(), "field 'loader.rate': expected text, a finite number"),
+        (WHOLE.replace('"rate": 0.5', '"rate": NaN').encode(), "holds what JSON cannot"),
         (WHOLE.replace("80.5", "NaN").encode(), "field 'wall_seconds': expected a finite number"),
         (WHOLE.replace("80.5", "1e999").encode(), "field 'wall_seconds': expected a finite number"),
     ],

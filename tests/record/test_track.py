@@ -13,8 +13,8 @@ TRACK = Path(__file__).parents[2] / "records/stdlib/cpu/track.toml"
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ('rank = "timed_seconds"', "", "field 'rank': expected one of timed_seconds, steps, found no such field"),
-        ('rank = "timed_seconds"', 'rank = "luck"', "field 'rank': expected one of timed_seconds, steps, found 'luck'"),
+        ('rank = "timed_seconds"', "", "field 'rank': expected 'timed_seconds' or 'steps', found no such field"),
+        ('rank = "timed_seconds"', 'rank = "luck"', "field 'rank': expected 'timed_seconds' or 'steps', found 'luck'"),
         (
             "[significance]",
             "[significance]\nsigma = -1",

@@ -275,7 +275,7 @@ def test_a_plan_that_is_broken(records: Path) -> None:
     for place, value, says in [
         (("runs", 0, "seed"), -1, "field 'runs[0].seed': expected a whole number of 0 or more"),
         (("runs", 0, "folder"), "../x", "field 'runs[0].folder': expected a name"),
-        (("kind",), "luck", "field 'kind': expected seeds or race"),
+        (("kind",), "luck", "field 'kind': expected 'seeds' or 'race'"),
         (("runs",), [], "field 'runs': expected a folder of its own for every run, found 0 runs in 0 folders"),
         (("runs", 0, "folder"), "2-stdlib-s2", "found 3 runs in 2 folders"),
         (("made",), "soon", "field 'made': expected a UTC time"),

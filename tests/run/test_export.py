@@ -21,7 +21,7 @@ from jspeed.errors import BadInput
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import load_model
 from jspeed.record.remarks import RECORDS
-from jspeed.run import export, finish
+from jspeed.run import export, gpt2, model_config
 from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.compute.step import init_state
 from jspeed.run.find_recipe import find
@@ -179,10 +179,10 @@ def test_round_trip_is_equal_to_the_bit(tmp_path):
     tensors = random_gpt2()
     path = folder_of(tmp_path / "gpt2", tensors)
     ours = dict(r.leaves(export.read_parameters(path, recipe_of())))
-    export.save(tmp_path / "back.safetensors", export.to_gpt2(ours), {"format": "pt"})
+    export.save(tmp_path / "back.safetensors", gpt2.to_gpt2(ours), {"format": "pt"})
     assert (tmp_path / "back.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     assert load_model(path).tensors().keys() == ours.keys()
-    config = export.gpt2_config(recipe_of(), CONFIG["tokenizer"])
+    config = gpt2.gpt2_config(recipe_of(), CONFIG["tokenizer"])
     assert {name: config[name] for name in CONFIG} == CONFIG
 
 
@@ -205,7 +205,7 @@ def test_files_with_queries_keys_and_values_side_by_side(tmp_path):
     for folder in ("old", "new", "gpt2"):
         jax.tree.map(np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, recipe), ours)
         jax.tree.map(np.testing.assert_array_equal, export.read_parameters(tmp_path / folder, older), old)
-    jax.tree.map(np.testing.assert_array_equal, export.to_gpt2(old), tensors)
+    jax.tree.map(np.testing.assert_array_equal, gpt2.to_gpt2(old), tensors)
 
 
 def test_older_files_and_several_of_them(tmp_path):
@@ -297,7 +297,7 @@ def test_a_run_has_the_sizes_that_the_config_says(tmp_path, sizes, sets):
     advised = shlex.split(str(caught.value).partition("--set ")[2])
     assert advised == sets
     recipe = find("gpt2", [*TINY[1:], *advised], trace=False).recipe
-    config = export.gpt2_config(recipe, CONFIG["tokenizer"])
+    config = gpt2.gpt2_config(recipe, CONFIG["tokenizer"])
     assert {name: config[name] for name in sizes} == sizes
 
 
@@ -414,7 +414,7 @@ def test_own_recipes_come_back(tmp_path, name):
     export.save(tmp_path / "model.safetensors", tensors, export.OWN)
     found = export.read_parameters(tmp_path, recipe)
     jax.tree.map(np.testing.assert_array_equal, found, params)
-    assert export.is_gpt2(recipe) == (name == "gpt2")
+    assert gpt2.is_gpt2(recipe) == (name == "gpt2")
     other = find("track3", TOYS["track3"]).recipe
     with pytest.raises(BadInput, match="(lacks|holds) .* recipe track3"):
         export.read_parameters(tmp_path, other)
@@ -428,7 +428,7 @@ def test_a_run_says_where_it_departs_from_the_parameters_it_starts_from(tmp_path
     (tmp_path / "recipe.py").write_text(trained.source)
 
     def told(*sets, facts=facts, name="stdlib"):
-        return [*export.departures(tmp_path, find(name, [*TOYS["stdlib"], *sets]), facts)]
+        return [*model_config.departures(tmp_path, find(name, [*TOYS["stdlib"], *sets]), facts)]
 
     assert not told("STEPS=3", "MUON_LR=0.5", "LANES=16")
     assert not told(facts={}) and not told(name=str(RECORDS / "ideas" / "stdlib_adamw.py"))
@@ -442,10 +442,10 @@ def test_a_run_says_where_it_departs_from_the_parameters_it_starts_from(tmp_path
 
 def test_a_run_on_another_recipe_or_ids_than_gpt2_s_says_so(tmp_path):
     path, found = folder_of(tmp_path / "gpt2", random_gpt2()), find("gpt2", TINY)
-    assert not [*export.departures(path, found, CONFIG["tokenizer"])]
+    assert not [*model_config.departures(path, found, CONFIG["tokenizer"])]
     mine = tmp_path / "mine.py"
     mine.write_text(found.source.replace("jax.nn.gelu(", "jax.nn.silu(").replace(", approximate=True)", ")"))
-    (line,) = export.departures(path / "model.safetensors", find(str(mine), TINY), CONFIG["tokenizer"])
+    (line,) = model_config.departures(path / "model.safetensors", find(str(mine), TINY), CONFIG["tokenizer"])
     assert "to compute something else (by recipe gpt2)" in line
 
 
@@ -499,12 +499,12 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
     """Record 92's n-grams are 130 GB. Without a checkpoint of the last step one sentence says what is missing."""
     found = find("r92", TOYS["r92"])
     recipe = found.recipe
-    assert finish.large_tables(find("r92").recipe) == ("ngrams",) and not finish.large_tables(recipe)
-    monkeypatch.setattr(finish, "LARGE", 0)
+    assert export.large_tables(find("r92").recipe) == ("ngrams",) and not export.large_tables(recipe)
+    monkeypatch.setattr(export, "LARGE", 0)
     state = init_state(recipe, np.uint32(0))
     (tmp_path / "config.json").write_text(json.dumps(export.own_config(found, CONFIG["tokenizer"])))
     (tmp_path / "recipe.py").write_text(found.source)
-    export.save(tmp_path / export.FILE, finish.to_write(recipe, state["params"]), finish.metadata(found, 4))
+    export.save(tmp_path / export.FILE, export.to_write(recipe, state["params"]), export.run_metadata(found, 4))
     tensors, about = export.load(tmp_path)
     assert "ngrams" not in tensors and (about["left_out"], about["step"]) == ("ngrams", "4")
     with pytest.raises(
@@ -516,4 +516,4 @@ def test_a_large_table_is_left_out_of_the_file_and_read_from_the_checkpoint(tmp_
             checkpoints.save(step, state, {})
             state |= {"params": jax.tree.map(lambda p: p + 1, state["params"])}
     np.testing.assert_array_equal(load_model(tmp_path).tensors()["embed"], tensors["embed"])
-    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in finish.note_on_large_tables(recipe, True)
+    assert "leaves out ngrams, 0.0 GB updated row by row; the last" in export.note_on_large_tables(recipe, True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from jspeed.errors import BadInput, Terminated
-from jspeed.record.remarks import RECORDS, taken_name
+from jspeed.recipe_names import FOLDER
+from jspeed.record.remarks import RECORDS, name_clash
 from jspeed.run.find_recipe import find
 from jspeed.run.model_config import same_function
-from jspeed.run.recipe_names import FOLDER
 
 from ..toys import TOYS
 
@@ -66,7 +66,7 @@ def test_what_json_cannot_hold_is_no_field(tmp_path: Path):
 def test_an_edited_copy_with_its_parents_name_is_said(tmp_path: Path):
     def note(found):
         sha = hashlib.sha256(found.source.encode()).hexdigest()
-        return taken_name(found.recipe.name, found.recipe.track, sha, tmp_path)
+        return name_clash(found.recipe.name, found.recipe.track, sha, tmp_path)
 
     assert note(find("stdlib", ["STEPS=3"])) is None and note(find(edited(tmp_path))) is None
     assert "a different source is named 'stdlib' too" in note(find(edited(tmp_path, ("STEPS = 250", "STEPS = 251"))))

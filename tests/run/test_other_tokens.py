@@ -12,9 +12,9 @@ from jspeed.errors import BadInput
 from jspeed.inference import score
 from jspeed.inference.generate import Sampling, sample
 from jspeed.inference.trained import load_model
+from jspeed.recipe_names import known_recipes
 from jspeed.run.find_recipe import GPT2_TABLE, find, fit
 from jspeed.run.options import Options
-from jspeed.run.recipe_names import known_recipes
 from jspeed.run.setup import load_recipe
 from jspeed.run.train import train
 from jspeed.series.preregistered import _data

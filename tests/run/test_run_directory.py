@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jspeed.run.checkpoint import check_same
 from jspeed.run.options import Options, check_options
-from jspeed.run.run_directory import create_and_lock, find_checkpoint, open_run_directory
+from jspeed.run.run_directory import checkpoint_to_resume, create_and_lock, open_run_directory
 
 from ..multi_process import said
 
@@ -16,7 +16,7 @@ SAY = Console(quiet=True)
 
 
 def start(run_dir, resume=False):
-    return open_run_directory(run_dir, "toy-{}-seed1", resume, checkpoints=True, same={}, console=SAY, steps=None)
+    return open_run_directory(Options(run_dir=run_dir, resume=resume, checkpoint_every=1), "toy", {}, SAY)
 
 
 def test_two_runs_cannot_have_one_directory_whatever_they_ask_for(tmp_path):
@@ -28,7 +28,7 @@ def test_two_runs_cannot_have_one_directory_whatever_they_ask_for(tmp_path):
     assert "already holds a run (metrics.jsonl)" in said(lambda: start(run_dir))
     with start(run_dir, resume=True) as again:
         again.begin()
-    assert again.step is None and (run_dir / "metrics.jsonl").read_bytes() == b""
+    assert again.checkpoint is None and (run_dir / "metrics.jsonl").read_bytes() == b""
 
 
 @pytest.mark.parametrize("name", ["run.json", "config.json", "checkpoints"])
@@ -88,10 +88,9 @@ def test_a_run_that_ended_is_not_resumed_and_one_without_a_name_cannot_be(tmp_pa
 
 def test_fewer_steps_than_were_made_already_are_refused(tmp_path, monkeypatch):
     same = {"recipe hash": "a", "seed": 1}
-    for name, found in (("newest", (7, [])), ("read_record", {"identity": same})):
-        monkeypatch.setattr(f"jspeed.run.run_directory.{name}", lambda *_, found=found: found)
-    assert find_checkpoint(tmp_path, same, SAY, None) == find_checkpoint(tmp_path, same, SAY, 7) == 7
-    assert "--steps 6: the run in" in said(lambda: find_checkpoint(tmp_path, same, SAY, 6))
+    monkeypatch.setattr("jspeed.run.run_directory.read_record", lambda *_: {"identity": same})
+    assert checkpoint_to_resume(tmp_path, 7, same, None) == checkpoint_to_resume(tmp_path, 7, same, 7)
+    assert "--steps 6: the run in" in said(lambda: checkpoint_to_resume(tmp_path, 7, same, 6))
 
 
 def test_a_run_that_is_another_names_what_differs(tmp_path):

@@ -247,7 +247,7 @@ def test_planned_runs_start_from_their_seeds(trainer):
 def test_a_plan_of_another_schema_is_refused(tmp_path):
     plan = preregistration.make_preregistration("seeds", "2026-01-01T00:00:00Z", None, [("stdlib", "abc", 1)])
     preregistration.write_preregistration(tmp_path, plan | {"schema": 9})
-    with pytest.raises(BadInput, match="field 'schema': expected 1, found 9; use the jspeed that wrote this schema"):
+    with pytest.raises(BadInput, match="field 'schema': expected 1, the one that this jspeed reads, found 9"):
         preregistration.read_preregistration(tmp_path / "plan.json")
 
 

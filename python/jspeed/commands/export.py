@@ -27,9 +27,10 @@ def export(model: Annotated[Path, Wants("MODEL", positional=True)], out: Folder,
         from jspeed.files import write_whole
         from jspeed.inference.trained import load_model
         from jspeed.output_folder import atomic_folder, require_empty
-        from jspeed.run.export import FILE, gpt2_config, is_gpt2, own_config, own_metadata, save, to_gpt2
+        from jspeed.run.export import FILE, own_config, own_metadata, save
         from jspeed.run.find_recipe import find
-        from jspeed.run.model_config import gpt2_sets, same_function
+        from jspeed.run.gpt2 import gpt2_config, gpt2_sets, is_gpt2, to_gpt2
+        from jspeed.run.model_config import same_function
 
     require_empty(out)
     loaded = load_model(model)

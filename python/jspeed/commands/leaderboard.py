@@ -13,7 +13,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import Count, Folder, Wants, integer, shown
 from jspeed.record import store, verify
 from jspeed.record.preregistration import MOST_RUNS, ROUND
-from jspeed.record.remarks import RECIPES, remarks
+from jspeed.record.remarks import remarks
 from jspeed.standard_streams import interruptible, without_logs
 
 PACKAGE = Path(jspeed.__file__).parent
@@ -123,14 +123,14 @@ def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None)
 
     loaded = store.load(places(records)[0])
     tracks, raced = judge.board_and_rounds(loaded)
-    one, two = (compare.find_side(text, tracks, loaded.sources, RECIPES) for text in (a, b))
+    one, two = (compare.find_side(text, tracks, loaded.sources) for text in (a, b))
     console = Console(highlight=False)
     changed = compare.changes(one.source, two.source)
     for line in [*compare.speed(one, two, raced), "", *compare.change_lines(changed)]:
         console.print(Text(line))
     if diff:
         colours = {"+": "green", "-": "red", "@": "cyan"}
-        for line in ["", *changed["diff"]]:
+        for line in ["", *changed.diff]:
             console.print(Text(line, colours.get(line[:1], "")), soft_wrap=True)
 
 
@@ -201,7 +201,7 @@ def reproduce_(
     words = split_words("--flags", flags)
     folder, _ = places(records)
     loaded, around = store.load(folder), repository()
-    side = compare.find_side(recipe, judge.board(loaded), loaded.sources, RECIPES)
+    side = compare.find_side(recipe, judge.board(loaded), loaded.sources)
     if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in loaded.sources:
         raise BadInput(f"recipe '{recipe}' has no runs with a stored source among {folder}; choose one that does")
     if around is None:

@@ -14,7 +14,7 @@ from jspeed.errors import BadInput
 from jspeed.fields import Axes, Count, Fields, File, Wants
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.run.recipe_names import known_recipes
+from jspeed.recipe_names import known_recipes
 from jspeed.standard_streams import without_logs
 
 if TYPE_CHECKING:

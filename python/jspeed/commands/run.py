@@ -92,9 +92,9 @@ def run(
         )
         found, placed = load_recipe_and_placement(options)
         if show_layout:
-            layout_table(Console(highlight=False), found.recipe, options.layout, placed.mesh)
+            layout_table(Console(highlight=False), found.recipe, placed)
         if show_tiles is not None:
-            tile_table(Console(highlight=False), found.recipe, options.layout, placed.mesh, show_tiles)
+            tile_table(Console(highlight=False), found.recipe, placed, show_tiles)
         return 0
     with interruptible():
         return run_series(options, plan) if plan is not None else train(options, partial(after_run, options))

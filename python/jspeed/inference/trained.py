@@ -138,7 +138,7 @@ def restored(folder: Path, step: int | None, recipe: Recipe, mesh: Mesh) -> Any:
     for number in steps:
         wrong = damage(folder, number) or ""
         if not wrong:
-            return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])[0]["params"]
+            return restore(folder, number, state_shardings(recipe, DEFAULT_LAYOUT, mesh)[0])["params"]
     if step is not None:
         raise BadInput(f"{folder / str(step)} is damaged ({wrong}); give another checkpoint, or {folder.parent}")
     raise BadInput(f"{folder.parent} holds neither {FILE} nor a whole checkpoint ({wrong}); train it first")

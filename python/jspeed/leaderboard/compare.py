@@ -6,13 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from jspeed.errors import BadInput, nearest
 from jspeed.files import read_text
 from jspeed.leaderboard import formatting, stats
 from jspeed.leaderboard.board import BoardTrack, Entry, losses, mean_of, times
 from jspeed.leaderboard.parents import Rounds
+from jspeed.recipe_names import FOLDER, packaged
 
 STATES = ("changed", "new", "gone")
 
@@ -27,15 +28,15 @@ class Side:
     source: str
 
 
-def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str], recipes: Path) -> Side:
+def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> Side:
     """Return what ``text`` means: RECIPE, RECIPE@HASH or FILE.py; of several entries the newest valid, else the newest.
 
-    ``sources`` are those of the records by SHA-256; a recipe without runs is taken from the folder ``recipes``.
+    ``sources`` are those of the records by SHA-256; a recipe without runs is taken from those that come with jspeed.
     Raises BadInput when nothing is called so.
     """
     name, _, digest = text.partition("@")
     is_path = text.endswith(".py")
-    file = Path(text) if is_path else recipes / f"{name.replace('-', '_')}.py"
+    file = Path(text) if is_path else packaged(name)
     source = None
     if os.path.isfile(file):  # Path.is_file raises for a name that is too long
         source = read_text(file, "give a recipe file")
@@ -58,7 +59,7 @@ def find_side(text: str, tracks: Sequence[BoardTrack], sources: Mapping[str, str
         return Side(file.stem if is_path else text, None, None, source)
     known = sorted({entry["recipe"] for track in tracks for entry in track["entries"]})
     raise BadInput(
-        f"no recipe '{text}' is on the board or in {recipes}{nearest(name, known)}; known: {', '.join(known)}"
+        f"no recipe '{text}' is on the board or in {FOLDER}{nearest(name, known)}; known: {', '.join(known)}"
     )
 
 
@@ -126,34 +127,42 @@ def loss(a: Side, b: Side) -> list[str]:
     ]
 
 
-def changes(a: str, b: str) -> dict[str, Any]:
-    """Return what turns source ``b`` into ``a``.
+class Changes(NamedTuple):
+    """What turns one source into another: ``phrases`` by state (changed, new, gone) and kind (fields, functions, other
+    names), numbers of lines, and the unified diff as lines."""
 
-    ``changed``, ``new`` and ``gone`` are phrases by kind, which is fields, functions or other names; ``added`` and
-    ``removed`` are numbers of lines; ``diff`` is the unified diff as lines.
-    """
+    phrases: dict[str, dict[str, list[str]]]
+    added: int
+    removed: int
+    diff: list[str]
+
+
+def changes(a: str, b: str) -> Changes:
+    """Return what turns source ``b`` into ``a``."""
     after, before = _parts(a), _parts(b)
-    found: dict[str, dict[str, list[str]]] = {state: {kind: [] for kind in after} for state in STATES}
+    phrases: dict[str, dict[str, list[str]]] = {state: {kind: [] for kind in after} for state in STATES}
     for kind, have in after.items():
         had = before[kind]
         for name in [*have, *(name for name in had if name not in have)]:
             shown = f"{name} = {have.get(name, had.get(name))}" if kind == "fields" else name
             if name not in had:
-                found["new"][kind].append(shown)
+                phrases["new"][kind].append(shown)
             elif name not in have:
-                found["gone"][kind].append(shown)
+                phrases["gone"][kind].append(shown)
             elif have[name] != had[name]:
-                found["changed"][kind].append(f"{name} from {had[name]} to {have[name]}" if kind == "fields" else name)
+                phrases["changed"][kind].append(
+                    f"{name} from {had[name]} to {have[name]}" if kind == "fields" else name
+                )
     diff = list(difflib.unified_diff(b.splitlines(), a.splitlines(), "before", "after", lineterm="", n=2))
     count = {sign: sum(line.startswith(sign) for line in diff[2:]) for sign in "+-"}  # after the two lines of names
-    return found | {"added": count["+"], "removed": count["-"], "diff": diff}
+    return Changes(phrases, count["+"], count["-"], diff)
 
 
-def change_lines(changed: Mapping[str, Any]) -> list[str]:
+def change_lines(changed: Changes) -> list[str]:
     """Return :func:`changes` as lines, without the diff."""
-    lines = [f"{changed['added']} lines added, {changed['removed']} removed."]
+    lines = [f"{changed.added} lines added, {changed.removed} removed."]
     for state in STATES:
-        for kind, names in changed[state].items():
+        for kind, names in changed.phrases[state].items():
             if names:
                 lines.append(f"{state.capitalize()} {kind}: {', '.join(names)}.")
     return lines

@@ -28,7 +28,7 @@ def holdout(entry: Entry) -> str | None:
     )
 
 
-def short(count: float) -> str:
+def with_prefix(count: float) -> str:
     """Return ``count`` with three figures and an SI prefix: 13.1M."""
     return si(count, 3, zeros=True)
 
@@ -36,7 +36,8 @@ def short(count: float) -> str:
 def parameters(entry: Entry) -> str:
     """Return the parameters of an entry as ``65.3G parameters, 285M active``; equal, or not known: only the first."""
     total, active = entry["parameters"], entry["active_parameters"]
-    return f"{short(total)} parameters" + (f", {short(active)} active" if active and active != total else "")
+    beside = f", {with_prefix(active)} active" if active and active != total else ""
+    return f"{with_prefix(total)} parameters{beside}"
 
 
 def devices(ran_on: Devices) -> str:

@@ -88,10 +88,10 @@ def judged_track(records: Records, runs: TrackRuns, raced: Rounds) -> BoardTrack
     sigma = track.rules.get("significance.sigma") or stats.pooled_sigma(counted)
     return {"track": track.name, "ruled": track.ruled, **track.rules, "sigma": sigma,
             "val_sha256": runs.pinned.val_sha256, "hardware": track.hardware(),
-            "entries": placed([judge(each, track, sigma) for each in facts], track, raced, sigma)}  # fmt: skip
+            "entries": ranked([judge(each, track, sigma) for each in facts], track, raced, sigma)}  # fmt: skip
 
 
-def placed(judged: Sequence[Judged], track: Track, raced: Rounds, sigma: float | None) -> list[Entry]:
+def ranked(judged: Sequence[Judged], track: Track, raced: Rounds, sigma: float | None) -> list[Entry]:
     """Return the entries of ``track``, valid ones first, with their ranks, their names, and what their parents say."""
     places: Counter[tuple[str, int] | None] = Counter()
     names: Counter[str] = Counter()

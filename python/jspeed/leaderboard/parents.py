@@ -62,7 +62,7 @@ def compare_with_parent(
     ``parents`` are the other entries of the recipe that it names as parent, ``raced`` the rounds by pairs of recipe
     hashes. ``anchored`` is the parent's official time x the ratio of a race, for an entry that ran on other hardware.
     """
-    parent = chosen(entry, parents, raced)
+    parent = parent_of(entry, parents, raced)
     if parent is None:
         return None, None
     assert entry["seconds"] and parent["seconds"]
@@ -97,7 +97,7 @@ def compare_with_parent(
     return better, {"seconds": base * ratio.ratio, "low": low, "high": high}
 
 
-def chosen(entry: Judged, parents: Sequence[Judged], raced: Rounds) -> Judged | None:
+def parent_of(entry: Judged, parents: Sequence[Judged], raced: Rounds) -> Judged | None:
     """Return the parent to compare ``entry`` with: the best that it raced, else the best on its devices and data."""
     if not entry["seconds"] or not entry["loss"]:
         return None

@@ -21,7 +21,7 @@ from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute import compiler, program
 from jspeed.run.compute.accumulators import first_alike, steps_of, updates
 from jspeed.run.compute.device import GPUS, Placement, device_of
-from jspeed.run.compute.division import divisions, micro_batches
+from jspeed.run.compute.division import micro_batches
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
 
 WINDOW = re.compile(r'(sliding_window_length(?:\\22|")\s*:\s*)\d+')  # StableHLO writes a quote as \22
@@ -205,8 +205,7 @@ def compile_that_fits(
     Tries ``micro_batch`` tokens per device, or all sizes if None. Raises :class:`.compiler.DoesNotFit` where a TPU's
     compiler refuses the last attempt. Call inside :func:`.target.pretend`.
     """
-    wanted = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
-    numbers = [wanted] if micro_batch else [n for n in divisions(recipe, stage, hardware.mesh) if n >= wanted]
+    numbers = micro_batches(recipe, stage, hardware.mesh, hardware.device, micro_batch)
     for attempt in tries(recipe, stage, hardware, numbers, phase):
         if attempt.fits(hardware.limit):
             break

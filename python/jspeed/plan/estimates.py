@@ -114,7 +114,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
 def micro_batching(recipe: Recipe, stage: Stage, mesh: Mesh, micro_batch: int | None = None) -> tuple[int, int]:
     """Return (micro-batches in a step, tokens of each on a device), as training on GPUs would without measuring."""
     gpu = Device("gpu", "cudnn", "native", GPU_MICRO_BATCH)
-    parts = micro_batches(recipe, stage, mesh, gpu, micro_batch)
+    parts, *_ = micro_batches(recipe, stage, mesh, gpu, micro_batch)
     return parts, lanes_of_device(recipe, stage, mesh) * stage.lane_len // parts
 
 

@@ -239,8 +239,7 @@ def search_layout(recipe: Recipe, hardware: Hardware) -> Iterator[SearchRow]:
     """
     last = recipe.stages[-1]
     tokens_per_device = recipe.tokens_per_step(last) // hardware.mesh.shape["data"]
-    first = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
-    numbers = [parts for parts in divisions(recipe, last, hardware.mesh) if parts >= first]
+    numbers = micro_batches(recipe, last, hardware.mesh, hardware.device, None)
     with pretend(hardware.cluster.target):
         for attempt in tries(recipe, last, hardware, numbers):
             fits, predicted = attempt.fits(hardware.limit), None

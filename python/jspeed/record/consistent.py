@@ -29,9 +29,6 @@ def check(run: Run) -> None:
     """Raise BadInput naming the first field of a well-formed ``run`` that contradicts the others."""
     _ledger(run)
     _curve(run)
-    loss, target = run["val_loss"], run["target_loss"]
-    if run["reached"] and (loss is None or loss > target):
-        raise _wrong("reached", f"false, because val_loss is {shown_json(loss)} and target_loss is {target}", "true")
     _parameters(run)
     _verdict(run)
     _moments(run)

@@ -1,17 +1,17 @@
 """Remarks on a run: its data or size are not its track's, or its recipe's name belongs to another recipe."""
 
-import hashlib
 from contextlib import suppress
 from pathlib import Path
 
 from jspeed.errors import BadInput
+from jspeed.files import sha256_of
+from jspeed.recipe_names import packaged
 from jspeed.record.same_data import DataSet
 from jspeed.record.schema import Unsealed, shards_of
 from jspeed.record.store import source_name
 from jspeed.record.track import NAME, Track, read_track, track_of
 
 RECORDS = Path(__file__).parents[3] / "records"  # of a checkout; an installed package has none
-RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
@@ -25,8 +25,8 @@ def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
     data = other_data(run, tracks[track]) if track in tracks else None
     large = tracks[track].too_large(run) if track in tracks else None
     large = large and f"{large}: the run does not count on track {track}"
-    taken = taken_name(run["recipe"], track, run["recipe_sha256"], records)
-    return [note for note in (data, large, taken) if note]
+    clash = name_clash(run["recipe"], track, run["recipe_sha256"], records)
+    return [note for note in (data, large, clash) if note]
 
 
 def family(track: str, records: Path) -> dict[str, Track]:
@@ -59,15 +59,14 @@ def other_data(run: Unsealed, track: Track) -> str | None:
     )
 
 
-def taken_name(name: str, track: str, sha: str, records: Path = RECORDS) -> str | None:
+def name_clash(name: str, track: str, sha: str, records: Path = RECORDS) -> str | None:
     """Return a note if all recipes known as ``name`` have another source than that of SHA-256 ``sha``.
 
     Known are those on the board's ``track`` and in the package.
     """
     known = {path.name for path in Path(records, track, name).glob("recipe-*.py")}
-    packaged = RECIPES / f"{name.replace('-', '_')}.py"
-    if packaged.is_file():
-        known.add(source_name(hashlib.sha256(packaged.read_bytes()).hexdigest()))
+    if packaged(name).is_file():
+        known.add(source_name(sha256_of(packaged(name))))
     if not known or source_name(sha) in known:
         return None
     return (

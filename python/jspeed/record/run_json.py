@@ -9,30 +9,26 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from jspeed.errors import BadInput, writable_folder
-from jspeed.fields import parse_json
+from jspeed.fields import check_json, parse_json
 from jspeed.files import read_input, write_whole
 from jspeed.record import consistent
-from jspeed.record.schema import Run, Unsealed, validate
-
-# A number that is not finite is written as null in these, where null is allowed, and refused anywhere else.
-NULLABLE = ("val_loss", "curve", "holdout", "fields", "overrides", "loader", "probes", "gpus")
+from jspeed.record.schema import Run, Unsealed
 
 
 def write_run(folder: Path, run: Unsealed) -> Path:
     """Seal and check ``run``, write it whole as ``folder/run.json``, and return that path.
 
-    ``sha256`` is added here. Raises :class:`BadInput`, with nothing written, for a run that is not well-formed or
-    contradicts itself.
+    ``sha256`` is added here; a number that is not finite becomes null. Raises :class:`BadInput`, with nothing written,
+    for a run that is not well-formed or contradicts itself.
     """
     path = folder / "run.json"
-    plain = {name: finite_or_null(value) if name in NULLABLE else value for name, value in run.items()}
+    plain = finite_or_null(run)
     try:
-        validate(plain | {"sha256": ""})
+        check(plain | {"sha256": ""})
         sealed = plain | {"sha256": content_hash(plain)}
-        consistent.check(cast(Run, sealed))
     except BadInput as error:
         raise BadInput(f"{path} was not written: {error}") from None
     order = [name for name in Run.__annotations__ if name in sealed]
@@ -57,20 +53,30 @@ def read_content(path: Path) -> tuple[bytes, Path]:
 def parse_run(content: bytes, path: Path) -> Run:
     """Return the run that ``content`` holds, checked; ``path`` names it in error messages."""
 
-    def check(run: Any) -> None:
-        validate(run)
-        consistent.check(run)
+    def check_with_hash(run: Any) -> None:
+        check(run)
         if content_hash(run) != run["sha256"]:
             raise BadInput("field 'sha256': expected the hash of the other fields, found another: one was changed")
 
     remedy = "a run.json comes from the trainer and is not edited: copy it again, or make the run again"
-    return parse_json(content, path, check, remedy)
+    return parse_json(content, path, check_with_hash, remedy)
+
+
+def check(run: Any) -> None:
+    """Raise BadInput naming the first field of ``run`` that is missing, of a wrong kind, or contradicts the others."""
+    check_json(run, Run)
+    consistent.check(run)
 
 
 def content_hash(fields: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of all ``fields`` but ``sha256`` itself, as JSON without spaces and with sorted keys."""
+    """Return the SHA-256 of all ``fields`` but ``sha256`` itself, as JSON without spaces and with sorted keys.
+
+    Raises BadInput for what JSON cannot hold, such as a number that is not finite."""
     others = {name: value for name, value in fields.items() if name != "sha256"}
-    text = json.dumps(others, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    try:
+        text = json.dumps(others, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"a field holds what JSON cannot ({error})") from None
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The fields of run.json, and whether one is well-formed.
+"""The fields of run.json.
 
 Units are the same everywhere: losses are nats per token, times are seconds, sizes are bytes.
 """
@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-from jspeed.errors import BadInput
-from jspeed.fields import TESTS, AtLeastOne, FolderName, FolderPath, NotNegative, Rule, Whole, check_json, shown_json
+from jspeed.fields import AtLeastOne, FolderName, FolderPath, NotNegative, Rule, Whole, version
 
 SCHEMA = 2
 
@@ -26,10 +25,7 @@ Seconds = Annotated[float, Rule("a finite number of at least 0 and at most 1e12"
 Loss = Annotated[float, "nats per token"]
 LossOrNull = Annotated[float | None, "nats per token"]
 Moment = Annotated[str, Rule("a UTC time such as 2026-01-31T12:00:00+00:00", _is_moment)]
-Status = Annotated[
-    Literal["finished", "stopped", "interrupted", "diverged"],
-    Rule("one of finished, stopped, interrupted, diverged", lambda value: True),
-]
+Status = Literal["finished", "stopped", "interrupted", "diverged"]
 
 
 class Devices(TypedDict):
@@ -85,7 +81,7 @@ class Git(TypedDict):
     """The code that ran."""
 
     commit: str | None  # null outside a git checkout
-    dirty: Annotated[bool | None, Rule("true, false or null", lambda value: True)]  # tracked files differed from it
+    dirty: bool | None  # tracked files differed from it
 
 
 class Shard(TypedDict):
@@ -97,15 +93,7 @@ class Shard(TypedDict):
     end: Tokens  # index after the last
 
 
-class Evidence(TypedDict):
-    """What identifies the tokens of a run."""
-
-    val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
-    train_shards: list[Shard]  # in order
-    position: dict[str, Any]  # where the loader's stream stood at the end
-
-
-class Data(Evidence):
+class Data(TypedDict):
     """What a run trained and validated on."""
 
     name: str
@@ -114,6 +102,9 @@ class Data(Evidence):
     train_tokens: Tokens  # in the training shards
     val_tokens: Tokens  # evaluated for val_loss
     tokenizer: str | None  # null for bytes
+    val_sha256: str | None  # of the evaluated ids and the one after them, as uint16 or uint32
+    train_shards: list[Shard]  # in order
+    position: dict[str, Any]  # where the loader's stream stood at the end
     python: NotRequired[str]  # whose standard library the text is, with its version; absent for other text
 
 
@@ -165,7 +156,7 @@ class Gpus(TypedDict):
 class Unsealed(TypedDict):
     """Fields of a run before it is hashed."""
 
-    schema: Annotated[int, Rule(f"{SCHEMA}, the one that this jspeed reads", lambda value: value == SCHEMA)]
+    schema: Annotated[int, version(SCHEMA)]
     recipe: FolderName  # its records' folder
     recipe_hash: str  # of the recipe's resolved fields and source
     recipe_source: str  # name of its file
@@ -257,24 +248,3 @@ def shards_of(run: Unsealed) -> tuple[str, ...] | None:
         return None
     position = data["position"]
     return *sums, *([EVERY_SHARD] if position.get("epoch") or position.get("shuffle", "none") != "none" else [])
-
-
-def validate(run: Any) -> None:
-    """Raise BadInput naming the first field of ``run`` that is missing or of a wrong kind, or that JSON cannot hold."""
-    check_json(run, Run)
-    check_plain(run)
-
-
-def check_plain(value: Any, where: str = "") -> None:
-    """Raise BadInput naming what JSON cannot hold, also in fields that the table leaves free."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise BadInput(f"field '{where}': expected text as key, found {shown_json(key)}")
-            check_plain(item, f"{where}.{key}".lstrip("."))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            check_plain(item, f"{where}[{index}]")
-    elif not (value is None or isinstance(value, (str, bool)) or TESTS[int](value) or TESTS[float](value)):
-        expected = "text, a finite number, true, false or null"
-        raise BadInput(f"field '{where}': expected {expected}, found {shown_json(value)}")

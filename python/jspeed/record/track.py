@@ -5,10 +5,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from jspeed.errors import BadInput
-from jspeed.fields import AtLeastOne, NotNegative, Rule, Whole, check_json
+from jspeed.fields import AtLeastOne, NotNegative, Whole, check_json
 from jspeed.files import read_input
 from jspeed.record.schema import Devices, Unsealed
 
@@ -21,7 +21,7 @@ Rules = TypedDict(
     {
         "title": str,
         "order": NotRequired[Whole],
-        "rank": Annotated[Literal["timed_seconds", "steps"], Rule("one of timed_seconds, steps", lambda value: True)],
+        "rank": Literal["timed_seconds", "steps"],
         "target_loss": float,
         "tokens_per_step": NotRequired[AtLeastOne],
         "history": NotRequired[str],
@@ -39,7 +39,7 @@ Rules = TypedDict(
         "timing.text": str,
         "timing.resumed": bool,
         "significance.text": str,
-        "significance.test": Annotated[Literal["t", "z"], Rule("one of t, z", lambda value: True)],
+        "significance.test": Literal["t", "z"],
         "significance.p": NotNegative,
         "significance.sigma": NotRequired[NotNegative],
         "significance.price_per_step": NotRequired[NotNegative],

@@ -18,8 +18,9 @@ from jspeed.record.store import Problem, Records, Row, plan_name, source_name
 
 def verify(records: Records, now: datetime) -> list[Problem]:
     """Return everything that is wrong with ``records`` at the UTC time ``now``."""
-    checks = (recipes, parameters, moments, plans, seeds, holdouts, data, weights)
-    return [*records.problems, *(problem for check in checks for problem in check(records, now))]
+    problems = [*records.problems, *recipes(records), *parameters(records), *moments(records, now)]
+    problems += [*plans(records, now), *seeds(records), *holdouts(records), *data(records), *weights(records)]
+    return problems
 
 
 def wrong(path: Path, field: str, expected: str, found: Any) -> Problem:
@@ -27,7 +28,7 @@ def wrong(path: Path, field: str, expected: str, found: Any) -> Problem:
     return Problem(path, f"{path}: field '{field}': expected {expected}, found {found}")
 
 
-def recipes(records: Records, now: datetime) -> Iterator[Problem]:
+def recipes(records: Records) -> Iterator[Problem]:
     """The source that a run names is there, and makes the recipe's hash with the run's fields."""
     known: dict[tuple[str, str], str] = {}
     for row in records.rows:
@@ -44,7 +45,7 @@ def recipes(records: Records, now: datetime) -> Iterator[Problem]:
             yield wrong(row.path, "recipe_hash", wanted, f"{run['recipe_hash'][:12]}...")
 
 
-def parameters(records: Records, now: datetime) -> Iterator[Problem]:
+def parameters(records: Records) -> Iterator[Problem]:
     """Runs of one recipe list the same parameters, of which their numbers follow."""
     first: dict[str, Row] = {}
     for row in records.rows:
@@ -97,7 +98,7 @@ def as_planned(row: Row, planned: PlannedRun, plan: Preregistration, path: Path)
         yield wrong(row.path, "started", f"a time after {path.name} was made, {plan['made']}", run["started"])
 
 
-def seeds(records: Records, now: datetime) -> Iterator[Problem]:
+def seeds(records: Records) -> Iterator[Problem]:
     """The same recipe and seed give the same initial state; different seeds give different ones."""
     by_state: dict[Hashable, Row] = {}
     by_seed: dict[Hashable, Row] = {}
@@ -116,7 +117,7 @@ def seeds(records: Records, now: datetime) -> Iterator[Problem]:
             yield wrong(row.path, "initial_state", wanted, run["initial_state"])
 
 
-def holdouts(records: Records, now: datetime) -> Iterator[Problem]:
+def holdouts(records: Records) -> Iterator[Problem]:
     """Runs with the same first range of the same validation shards have the same second range."""
     known: dict[tuple[str | None, str, int, int], Row] = {}
     for row in records.rows:
@@ -129,7 +130,7 @@ def holdouts(records: Records, now: datetime) -> Iterator[Problem]:
                 yield wrong(row.path, "holdout.sha256", f"{theirs[:12]}..., that of {other.path.name}", mine["sha256"])
 
 
-def data(records: Records, now: datetime) -> Iterator[Problem]:
+def data(records: Records) -> Iterator[Problem]:
     """Runs of one recipe on data of one name and size trained and validated on the same bytes."""
     first: dict[tuple[str, ...], Row] = {}
     for row in records.rows:
@@ -148,7 +149,7 @@ def data(records: Records, now: datetime) -> Iterator[Problem]:
                 break
 
 
-def weights(records: Records, now: datetime) -> Iterator[Problem]:
+def weights(records: Records) -> Iterator[Problem]:
     """Every weights-HASH.json is beside the run that it names."""
     beside = {(row.path.parent, row.run["sha256"]) for row in records.rows}
     for path, kept in records.weights.items():

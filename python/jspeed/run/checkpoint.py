@@ -5,6 +5,7 @@ that is not on the devices; and ``sha256.json``, the hash of every file, because
 Orbax makes the folder under another name and renames it when it is whole, hashes included.
 """
 
+import copy
 import json
 import logging
 import re
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,17 @@ HASH = "recipe hash"
 MOST_NAMED = 6  # differences; those of another recipe are many
 
 
+class MetricsLine(TypedDict):
+    """A line of metrics.jsonl: of a step its training loss, of an evaluation the validation loss."""
+
+    step: int
+    tokens: int
+    timed_seconds: float
+    train_loss: NotRequired[float]
+    val_loss: NotRequired[float]
+    val_accuracy: NotRequired[float]
+
+
 class Checkpoint(TypedDict):
     """The record of a checkpoint: how far the run was, and what another must share to be this run (``identity``)."""
 
@@ -44,7 +56,7 @@ class Checkpoint(TypedDict):
     tokens: int
     data_wait_seconds: float
     dispatch_seconds: float
-    lines: list[dict[str, Any]]  # of metrics.jsonl
+    lines: list[MetricsLine]
     resumed: list[int]
     ledger: list[Interval]
     loader: dict[str, Any]  # where its stream stands
@@ -90,9 +102,9 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, async_options=told)
             with self._guarded():
                 self._manager = ocp.CheckpointManager(self._folder, options=options)
-        frozen = json.loads(json.dumps(record))  # it is written later, while the run goes on
+        frozen = copy.deepcopy(record)  # it is written later, while the run goes on
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_named(accumulators.without(state))), record=ocp.args.JsonSave(frozen)
+            state=ocp.args.StandardSave(_named(accumulators.without_carry(state))), record=ocp.args.JsonSave(frozen)
         )
         with jax.transfer_guard("allow"), self._guarded():
             self._manager.wait_until_finished()
@@ -150,8 +162,8 @@ def _barrier() -> Callable[..., None]:
 
 def _reason(error: Exception) -> str:
     """Shorten a multi-line error of Orbax or TensorStore."""
-    if found := re.search(r"No space left on device|Disk quota exceeded|Read-only file system", str(error)):
-        return found.group()
+    if match := re.search(r"No space left on device|Disk quota exceeded|Read-only file system", str(error)):
+        return match.group()
     return first_line(error, 300)
 
 
@@ -169,8 +181,8 @@ def steps_in(folder: Path) -> list[int]:
 
 def _files(folder: Path) -> dict[str, Path]:
     """Every file but Orbax's own notes, which it writes again after the hashes, and the hashes."""
-    found = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if name not in (HASHES, *NOTES)}
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in files.items() if name not in (HASHES, *NOTES)}
 
 
 def damage(folder: Path, step: int) -> str | None:
@@ -179,11 +191,11 @@ def damage(folder: Path, step: int) -> str | None:
         hashes = read_json(folder / str(step) / HASHES)
         if not hashes:
             return f"{HASHES} names no files"
-        found = _files(folder / str(step))
+        files = _files(folder / str(step))
         for name, digest in hashes.items():
-            if name not in found:
+            if name not in files:
                 return f"{name} is missing"
-            if sha256_of(found[name]) != digest:
+            if sha256_of(files[name]) != digest:
                 return f"the SHA-256 of {name} differs"
     except FileNotFoundError:
         return f"it has no {HASHES}"
@@ -208,22 +220,22 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
     return None, notes
 
 
-def restore(folder: Path, step: int, shapes: State) -> tuple[State, Checkpoint]:
-    """Read the checkpoint of ``step`` into arrays with the shapes and shardings of ``shapes``; also return its record.
+def restore(folder: Path, step: int, shapes: State) -> State:
+    """Read the arrays of the checkpoint of ``step``, with the shapes and shardings of ``shapes``.
 
     The mesh may be another than the one it was saved on. What is carried between slow updates is zeros.
     """
     import orbax.checkpoint as ocp
 
     _silence_orbax()
-    saved = accumulators.without(shapes)
+    saved = accumulators.without_carry(shapes)
     names = _named(saved)
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(names), record=ocp.args.JsonRestore())
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(names))
     with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        found = manager.restore(step, args=args)
-    leaves = [found["state"][name] for name in names]
+        arrays = manager.restore(step, args=args)["state"]
+    leaves = [arrays[name] for name in names]
     carry = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype, device=a.sharding), shapes["carry"])
-    return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}, found["record"]
+    return jax.tree.unflatten(jax.tree.structure(saved), leaves) | {"carry": carry}
 
 
 def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) -> None:
@@ -246,7 +258,7 @@ def check_same(record: Checkpoint, identity: Mapping[str, Any], folder: Path) ->
 
 
 def read_record(folder: Path, step: int) -> Checkpoint:
-    """Read only the record of the checkpoint of ``step``."""
+    """Read the record of the checkpoint of ``step``, where Orbax writes it."""
     return read_json(folder / str(step) / "record" / "metadata")
 
 

@@ -20,26 +20,29 @@ from jspeed.record import remarks
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.program import Program, impossible_shape
-from jspeed.run.compute.step import evaluate, mean_weight, without_jit
+from jspeed.run.compute.step import eval_step, mean_weight, without_jit
 
 
 @dataclass
 class ValidationSet:
-    """The first ``tokens`` validation tokens as rows on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
+    """Rows of validation tokens on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
 
-    ``first`` is the first row on the host; ``mean_weight`` is the mean weight of a target in the loss. ``impossible``
-    is that of :class:`~jspeed.recipe.Context` for a canonical recipe; until it is known nothing is impossible.
+    The first ``count`` hold tokens; ``mean_weight`` is the mean weight of a target in the loss. ``impossible`` is that
+    of :class:`~jspeed.recipe.Context` for a canonical recipe; until it is known nothing is impossible.
     """
 
     rows: jax.Array
-    first: np.ndarray
     count: int
-    tokens: int
     mean_weight: float = 1.0
     impossible: jax.Array | None = None
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that are scored."""
+        return self.count * (self.rows.shape[1] - 1)
 
-class Holdout(NamedTuple):
+
+class HoldoutRows(NamedTuple):
     """Rows of a second range of the validation tokens, ``[rows, eval_len + 1]``, from token ``first`` on."""
 
     first: int
@@ -53,7 +56,7 @@ class Holdout(NamedTuple):
         return f"the validation shards end before token {self.first:,}: the track's second range is not evaluated"
 
 
-def read_holdout(shards: Shards, recipe: Recipe) -> Holdout | None:
+def read_holdout(shards: Shards, recipe: Recipe) -> HoldoutRows | None:
     """Return the second range that the recipe's track asks for, as long as the first; None where it asks for none.
 
     A track is known in a checkout only, as runs that count are made in one. Nothing is trained, stopped or chosen by
@@ -64,7 +67,7 @@ def read_holdout(shards: Shards, recipe: Recipe) -> Holdout | None:
     if first is None:
         return None
     skipped = -(-max(first, recipe.eval_tokens) // recipe.eval_len)
-    return Holdout(skipped * recipe.eval_len, read_rows(shards, recipe, skipped))
+    return HoldoutRows(skipped * recipe.eval_len, read_rows(shards, recipe, skipped))
 
 
 def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
@@ -89,11 +92,11 @@ def read_rows(shards: Shards, recipe: Recipe, skipped: int = 0) -> np.ndarray:
 
 def check_documents(rows: np.ndarray, recipe: Recipe, most: int | None) -> None:
     """Raise :class:`BadInput` when a row holds more than ``most`` documents, which attention has no room for."""
-    found = 1 + int(np.max(np.sum(rows[:, 1:-1] == recipe.data.bos_id, axis=1)))
-    if most and found > most:
+    documents = 1 + int(np.max(np.sum(rows[:, 1:-1] == recipe.data.bos_id, axis=1)))
+    if most and documents > most:
         raise BadInput(
-            f"recipe {recipe.name}: a validation row of {recipe.eval_len} tokens holds {found} documents but attention "
-            f"has room for {most} (its share of MAX_DOCS); --set a larger MAX_DOCS or a shorter EVAL_LEN"
+            f"recipe {recipe.name}: a validation row of {recipe.eval_len} tokens holds {documents} documents but "
+            f"attention has room for {most} (its share of MAX_DOCS); --set a larger MAX_DOCS or a shorter EVAL_LEN"
         )
 
 
@@ -108,13 +111,12 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
     """Put the rows on the devices, with empty ones after them up to ``padded``."""
     full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)
     full[: len(rows)] = rows
-    array = put(full, batch_rows(mesh))
+    array, mean = put(full, batch_rows(mesh)), float(mean_weight(recipe, rows))
     nothing = None
     if recipe.canonical:
         zeros = jax.jit(partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh))
         nothing = zeros()
-    tokens, mean = len(rows) * recipe.eval_len, float(mean_weight(recipe, rows))
-    return ValidationSet(array, full[0], len(rows), tokens, mean, nothing)
+    return ValidationSet(array, len(rows), mean, nothing)
 
 
 def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:
@@ -169,12 +171,12 @@ def compile_accuracy(recipe: Recipe, placement: Placement, rows: int) -> Callabl
         hits_BT = (jnp.argmax(logits_BTV, axis=-1) == targets).astype(jnp.float32)
         return jnp.sum(hits_BT), hits_BT
 
-    counting, mesh, layout = replace(recipe, loss=hits), placement.mesh, placement.layout
+    counting = replace(recipe, loss=hits)
     if without_jit():
-        parts, _ = program.eval_parts(recipe, rows, mesh, recipe.eval_len)
-        return partial(evaluate, counting, program.eval_context(recipe, placement.device), layout, parts, mesh)
+        parts, _ = program.eval_parts(recipe, rows, placement.mesh, recipe.eval_len)
+        return partial(eval_step, counting, program.eval_context(recipe, placement.device), placement, parts)
     try:
-        idle = program.idle_state_bytes(recipe, mesh, layout)
+        idle = program.idle_state_bytes(recipe, placement)
         return program.compile_evaluation(counting, placement, recipe.eval_len, rows, idle)[1]
     except BadInput as error:
         raise BadInput(f"--accuracy: {error}, or leave --accuracy out") from None

@@ -1,10 +1,9 @@
-"""Read and write parameters as safetensors: under a recipe's own names, or as Hugging Face has GPT-2."""
+"""Read and write parameters as safetensors: a run's file, an exported one, or a GPT-2's."""
 
 import hashlib
 import math
 import re
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,13 +14,12 @@ import safetensors
 import safetensors.numpy
 from jax.experimental import multihost_utils
 
-from jspeed.corpus.gpt2_tokenizer import gpt2_facts
-from jspeed.data.manifest import TokenizerFacts
 from jspeed.errors import BadInput, nearest
 from jspeed.files import atomic_path, open_regular, read_json, sha256_of
-from jspeed.recipe import Recipe, leaves
-from jspeed.run.find_recipe import LoadedRecipe, find
-from jspeed.run.model_config import find_trained, gpt2_sets, read_config, same_function
+from jspeed.recipe import Recipe, leaves, without_lazy
+from jspeed.run.find_recipe import LoadedRecipe
+from jspeed.run.gpt2 import BUFFERS, Tensors, check_sizes, from_gpt2, is_gpt2
+from jspeed.run.model_config import read_config
 
 FILE = "model.safetensors"
 BF16 = np.dtype(jnp.bfloat16)
@@ -29,37 +27,9 @@ HASH_KEY = "sha256"  # in the metadata of our own files: the file's hash, taken 
 HASH_ENTRY, HASH_PLACEHOLDER = b'"sha256":"%s"', b"0" * 64
 OWN = {"format": "jspeed", HASH_KEY: HASH_PLACEHOLDER.decode()}  # metadata of our files; Hugging Face's say "pt"
 LEFT_OUT, STEP = "left_out", "step"  # in the metadata of our own files: tables that it does not hold; steps made
-Tensors = dict[str, np.ndarray]
-
-# Parameters of a recipe that is a GPT-2 (gpt2) -> Hugging Face's names. Its Conv1D holds [in, out], as our banks.
-GPT2_NAMES = {
-    "embed": "wte.weight",
-    "positions": "wpe.weight",
-    "attention_gain": "h.{}.ln_1.weight",
-    "attention_bias": "h.{}.ln_1.bias",
-    "qkv": "h.{}.attn.c_attn.weight",
-    "qkv_bias": "h.{}.attn.c_attn.bias",
-    "out": "h.{}.attn.c_proj.weight",
-    "out_bias": "h.{}.attn.c_proj.bias",
-    "mlp_gain": "h.{}.ln_2.weight",
-    "mlp_bias": "h.{}.ln_2.bias",
-    "up": "h.{}.mlp.c_fc.weight",
-    "up_bias": "h.{}.mlp.c_fc.bias",
-    "down": "h.{}.mlp.c_proj.weight",
-    "down_bias": "h.{}.mlp.c_proj.bias",
-    "final_gain": "ln_f.weight",
-    "final_bias": "ln_f.bias",
-}
-WRAPPERS = re.compile(r"((_orig_mod|module|transformer)\.)*")  # of torch.compile, DistributedDataParallel, a head
-# Causal masks that older files hold as if they were parameters.
-BUFFERS = re.compile(WRAPPERS.pattern + r"h\.\d+\.attn\.(bias|masked_bias)")
+LARGE = 4 * 2**30  # bytes of lazily updated tables, more than which a run writes into no file
 DTYPES = ("F64", "F32", "F16", "BF16")
 OTHER_FILES = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")  # of models, not safetensors
-
-
-def is_gpt2(recipe: Recipe) -> bool:
-    """Whether the parameters of ``recipe`` are those of a GPT-2, and it says how many heads it has."""
-    return recipe.parameters.keys() == GPT2_NAMES.keys() and recipe.heads is not None
 
 
 def gathered(params: Any) -> Tensors:
@@ -83,15 +53,46 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def own_metadata(found: LoadedRecipe, **more: str) -> dict[str, str]:
+def own_metadata(loaded: LoadedRecipe, **more: str) -> dict[str, str]:
     """Return the metadata of a file of our own format."""
-    return OWN | {"recipe": found.recipe.name, "recipe_hash": found.hash} | more
+    return OWN | {"recipe": loaded.recipe.name, "recipe_hash": loaded.hash} | more
 
 
-def own_config(found: LoadedRecipe, tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
+def own_config(loaded: LoadedRecipe, tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what config.json says of a recipe and of the facts of its ``tokenizer``."""
-    config = {"recipe": found.recipe.name, "recipe_hash": found.hash, "fields": found.fields}
-    return config | {"overrides": found.overrides, "tokenizer": tokenizer}
+    config = {"recipe": loaded.recipe.name, "recipe_hash": loaded.hash, "fields": loaded.fields}
+    return config | {"overrides": loaded.overrides, "tokenizer": tokenizer}
+
+
+def large_tables(recipe: Recipe) -> tuple[str, ...]:
+    """Return the lazily updated tables that a run's file leaves out: all, if together they have more than LARGE bytes.
+
+    They may be larger than a host's memory. Checkpoints hold them, each device's part apart.
+    """
+    return recipe.lazy if _lazy_bytes(recipe) > LARGE else ()
+
+
+def _lazy_bytes(recipe: Recipe) -> int:
+    specs = [spec for _, spec in leaves(recipe.parameters) if spec.lookups]
+    return sum(spec.size * jnp.dtype(spec.dtype).itemsize for spec in specs)
+
+
+def to_write(recipe: Recipe, params: Any) -> Tensors:
+    """Return the parameters that a run writes, by name, whole and on the host; every process calls this."""
+    return gathered(without_lazy(recipe, params) if large_tables(recipe) else params)
+
+
+def run_metadata(loaded: LoadedRecipe, step: int, **more: str) -> dict[str, str]:
+    """Return the metadata of a file of :func:`to_write` after ``step`` steps."""
+    absent = {LEFT_OUT: ", ".join(tables)} if (tables := large_tables(loaded.recipe)) else {}
+    return own_metadata(loaded, **{STEP: str(step)} | absent | more)
+
+
+def note_on_large_tables(recipe: Recipe, saved: bool) -> str:
+    """Say what a run's file leaves out, and where it is, or how to keep it."""
+    where = "the last checkpoint has it" if saved else "with --checkpoint-every N a checkpoint has it"
+    size = f"{_lazy_bytes(recipe) / 1e9:,.1f} GB"
+    return f"{FILE} leaves out {', '.join(recipe.lazy)}, {size} updated row by row; {where}"
 
 
 def save(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
@@ -140,10 +141,10 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
         try:
             open_regular(file).close()
             with safetensors.safe_open(file, "np") as opened:
-                about = opened.metadata() or {}
-                if about.get("format") == OWN["format"] and HASH_KEY in about:
-                    _check_hash(file, about[HASH_KEY])
-                metadata |= about
+                file_metadata = opened.metadata() or {}
+                if file_metadata.get("format") == OWN["format"] and HASH_KEY in file_metadata:
+                    _check_hash(file, file_metadata[HASH_KEY])
+                metadata |= file_metadata
                 for name in opened.keys():
                     kind = opened.get_slice(name).get_dtype()
                     if kind in DTYPES:
@@ -173,14 +174,14 @@ def _files(path: Path) -> list[Path]:
             return [path / name for name in sorted(set(read_json(index)["weight_map"].values()))]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInput(f"{index} cannot be read ({type(error).__name__}: {error}); download it again") from None
-    found = "is not a folder" if path.exists() else "does not exist"
-    found = f"holds no {FILE}" if path.is_dir() else found
+    what = "is not a folder" if path.exists() else "does not exist"
+    what = f"holds no {FILE}" if path.is_dir() else what
     if path.is_dir() and (others := sorted(each.name for each in path.iterdir() if each.suffix in OTHER_FILES)):
         raise BadInput(
-            f"{path} {found} but {others[0]}; convert it where its library is: with transformers, "
+            f"{path} {what} but {others[0]}; convert it where its library is: with transformers, "
             f"AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER) writes {FILE}"
         )
-    raise BadInput(f"{path} {found}; give a run directory, an exported folder or a folder with GPT-2's {FILE}")
+    raise BadInput(f"{path} {what}; give a run directory, an exported folder or a folder with GPT-2's {FILE}")
 
 
 def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
         config = read_config(path if path.is_dir() else path.parent)
         if config.get("model_type") != "gpt2":
             raise BadInput(f"{path}: config.json describes a run of jspeed but {FILE} is not its; copy both again")
-        _check_sizes(path, config, recipe)
+        check_sizes(path, config, recipe)
         tensors |= {name: tensors[kept] for name, kept in metadata.items() if kept in tensors}  # one array, two names
         tensors = from_gpt2(tensors, path, recipe, tied=config.get("tie_word_embeddings") is not False)
     specs = dict(leaves(recipe.parameters))
@@ -217,48 +218,6 @@ def read_parameters(path: Path, recipe: Recipe) -> dict[str, Any]:
     return nested(arrays)
 
 
-def _check_sizes(path: Path, config: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise BadInput where a GPT-2's ``config`` has other sizes than ``recipe``, or fewer positions."""
-    vocabulary, width = recipe.parameters["embed"].shape
-    ours = {"n_layer": recipe.layers, "n_head": recipe.heads, "n_embd": width, "vocab_size": vocabulary}
-    positions, lane_len = config.get("n_positions") or config["n_ctx"], recipe.parameters["positions"].shape[0]
-    theirs = {name: config[name] for name in ours} | {"n_positions": min(positions, lane_len)}
-    ours["n_positions"] = lane_len
-    if theirs == ours:
-        return
-    differing = [name for name in ours if theirs[name] != ours[name]]
-    named = {shape: size for size, shape in find("gpt2", trace=False).fields["SIZES"].items()}
-    sizes, given, vocab, bos, lane = gpt2_sets(config)
-    size = named.get(tuple(config[name] for name in ("n_layer", "n_head", "n_embd")))
-    sets = ([f"SIZE={size}"] if size else [sizes.replace("'", '"'), given]) if {*differing} & {*list(ours)[:3]} else []
-    sets += [vocab, bos] if "vocab_size" in differing else []
-    sets += [lane] if "n_positions" in differing else []
-    raise BadInput(
-        f"{path} is a GPT-2 with {', '.join(f'{name} {theirs[name]}' for name in differing)} but recipe {recipe.name} "
-        f"has {', '.join(f'{name} {ours[name]}' for name in differing)}; of recipe gpt2, --set {shlex.join(sets)}"
-    )
-
-
-def departures(path: Path, found: LoadedRecipe, tokenizer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how a run of ``found`` on ids of ``tokenizer`` departs from what the parameters at ``path`` are for."""
-    folder = path if path.is_dir() else path.parent
-    try:
-        config = read_config(folder)
-        trained = find_trained(folder, config)
-        if not same_function(trained.recipe, found.recipe):
-            names = [
-                name for name in trained.fields if name.isupper() and trained.fields[name] != found.fields.get(name)
-            ]
-            fields = ", ".join(f"{name} {trained.fields[name]!r}, here {found.fields.get(name)!r}" for name in names)
-            how = fields if trained.source == found.source else f"by recipe {trained.recipe.name}"
-            yield f"the parameters of {path} were trained to compute something else ({how})"
-        facts = gpt2_facts(folder, config) if config.get("model_type") == "gpt2" else config.get("tokenizer")
-        if facts and tokenizer and any(facts.get(name) != tokenizer.get(name) for name in ("tokenizer", "symbols")):
-            yield f"the parameters of {path} are for other ids of text, those of {facts['tokenizer']}"
-    except BadInput as error:
-        yield f"how the parameters of {path} were trained is not known: {error}"
-
-
 def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe: Recipe, left_out: str) -> None:
     missing, extra = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     if missing:
@@ -269,80 +228,3 @@ def _same_names(path: Path, tensors: Tensors, wanted: Mapping[str, Any], recipe:
         raise BadInput(
             f"{path} holds {extra[0]}, which recipe {recipe.name} does not have; use the recipe it was trained with"
         )
-
-
-def from_gpt2(tensors: Mapping[str, np.ndarray], path: Path, recipe: Recipe, tied: bool = True) -> Tensors:
-    """Return Hugging Face's GPT-2 tensors under our names, layers stacked; ``tied``: it may lack the head.
-
-    Raises BadInput when one is missing or of another shape, there is one more, or the head is not the embedding.
-    """
-    left = {WRAPPERS.sub("", name, count=1): each for name, each in tensors.items() if not BUFFERS.fullmatch(name)}
-    head = left.pop("lm_head.weight", None)
-    if head is None and not tied:
-        raise BadInput(f"{path} lacks lm_head.weight, a head of its own by tie_word_embeddings; download it again")
-    if head is not None and not np.array_equal(head, left.get("wte.weight", head)):
-        raise BadInput(
-            f"{path}: lm_head.weight differs from wte.weight, but the head of recipe gpt2 is its embedding; use "
-            "transformers for it"
-        )
-    ours = {}
-    for name, theirs in GPT2_NAMES.items():
-        stacked = "{}" in theirs
-        shape = recipe.parameters[name].shape[stacked:]
-        shape = (*shape[:1], math.prod(shape[1:])) if len(shape) > 1 else shape  # queries, keys, values side by side
-        names = [theirs.format(layer) for layer in range(recipe.layers)] if stacked else [theirs]
-        parts = [_taken(left, wanted, shape, path) for wanted in names]
-        ours[name] = np.stack(parts) if stacked else parts[0]
-    if left:
-        raise BadInput(
-            f"{path} holds {min(left)}, which a GPT-2 of {recipe.layers} layers does not have; download it again"
-        )
-    return ours
-
-
-def _taken(left: Tensors, name: str, shape: tuple[int, ...], path: Path) -> np.ndarray:
-    """Remove and return a tensor of ``shape``; that of positions may be longer."""
-    if name not in left:
-        raise BadInput(f"{path} lacks {name}; expected GPT-2 as Hugging Face has it")
-    array = left.pop(name)
-    if array.shape == shape[::-1] != shape and name.startswith("h."):
-        raise BadInput(
-            f"{path}: {name} has shape {array.shape}, [out, in] as nanoGPT's Linear; transpose c_attn, c_proj and c_fc "
-            "to [in, out], as Hugging Face's GPT-2 has them"
-        )
-    longer = name == "wpe.weight" and array.shape[1:] == shape[1:] and len(array) > shape[0]
-    if array.shape != shape and not longer:
-        raise BadInput(f"{path}: {name} has shape {array.shape} but config.json says {shape}; download both again")
-    return array
-
-
-def to_gpt2(params: Mapping[str, np.ndarray]) -> Tensors:
-    """Undo :func:`from_gpt2`."""
-    theirs: Tensors = {}
-    for name, array in params.items():
-        if "{}" in GPT2_NAMES[name]:
-            parts = (part.reshape(len(part), -1) if part.ndim > 2 else part for part in array)  # q, k, v side by side
-            theirs |= {GPT2_NAMES[name].format(layer): part for layer, part in enumerate(parts)}
-        else:
-            theirs[GPT2_NAMES[name]] = array
-    return theirs
-
-
-def gpt2_config(recipe: Recipe, facts: TokenizerFacts) -> dict[str, Any]:
-    """Return the config.json with which transformers' GPT2LMHeadModel loads the tensors of ``recipe``."""
-    vocabulary, width = recipe.parameters["embed"].shape
-    ends = facts.get("end_ids", [facts["bos_id"]])
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": vocabulary,
-        "n_positions": recipe.parameters["positions"].shape[0],
-        "n_embd": width,
-        "n_layer": recipe.layers,
-        "n_head": recipe.heads,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "bos_token_id": facts["bos_id"],
-        "eos_token_id": ends[0] if len(ends) == 1 else ends,
-        "tokenizer": facts,  # for us: transformers reads that of a folder from its files
-    }

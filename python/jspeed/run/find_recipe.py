@@ -19,7 +19,7 @@ from jspeed.errors import BadInput, Terminated, first_line, nearest
 from jspeed.fields import expected, recipe_hash
 from jspeed.files import as_text
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
-from jspeed.run.recipe_names import FOLDER, locate
+from jspeed.recipe_names import FOLDER, locate
 
 OFF_TRACK = "own-tokens"  # the track, without rules, of a recipe on other tokens than its own
 IDENTITY = ("tokenizer", "vocab_size", "bos_id")  # what a manifest says of its tokens
@@ -102,42 +102,42 @@ def find(
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
 
 
-def fit(found: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
-    """Return the recipe ``found`` with ``sets``, for data whose tokens have these ``facts`` (of a manifest).
+def fit(loaded: LoadedRecipe, sets: Sequence[str], facts: Mapping[str, Any]) -> LoadedRecipe:
+    """Return the recipe ``loaded`` with ``sets``, for data whose tokens have these ``facts`` (of a manifest).
 
     If they are not the recipe's, its fields VOCAB (padded as before), BOS and PAD become theirs where ``sets`` says
     nothing else, and it leaves its track; so do its lanes where it pads rows and the data's are of another length. One
     without VOCAB stays as it is. Raises :class:`BadInput` for a VOCAB of ``sets`` that is too small, and for a recipe
     that needs GPT-2's tokens.
     """
-    data, fields, count, bos = found.recipe.data, found.fields, facts["vocab_size"], facts["bos_id"]
+    data, fields, count, bos = loaded.recipe.data, loaded.fields, facts["vocab_size"], facts["bos_id"]
     known, vocab = TOKENIZERS.get(data.name), fields.get("VOCAB")
     what = f"the data hold {count:,} ids of {facts['tokenizer']}"
-    if GPT2_TABLE in found.source and facts["tokenizer"] != "gpt2":
+    if GPT2_TABLE in loaded.source and facts["tokenizer"] != "gpt2":
         raise BadInput(
-            f"{what}, but recipe {found.recipe.name} uses a table of GPT-2's ({GPT2_TABLE}); prepare them with "
+            f"{what}, but recipe {loaded.recipe.name} uses a table of GPT-2's ({GPT2_TABLE}); prepare them with "
             "--tokenizer gpt2, or give another recipe"
         )
-    free = fields.keys() - found.overrides.keys()
+    free = fields.keys() - loaded.overrides.keys()
     reads_bos = "BOS" in free or data.align is not None and "BOS" not in fields
     same = known in (None, facts["tokenizer"]) and (bos in (None, data.bos_id) or not reads_bos)
     same = same and (count == data.vocab_size if known else count <= data.vocab_size)
     rows = _rows(fields, facts) if "LANE_LEN" in free else {}
     if same and not rows or not isinstance(vocab, int):
-        return found
+        return loaded
     if "BOS" in fields and bos is None:
         bos = count  # which no text has
-    size = max(count, (found.overrides.get("BOS", bos) or 0) + 1)
-    if found.overrides.get("VOCAB", size) < size:
+    size = max(count, (loaded.overrides.get("BOS", bos) or 0) + 1)
+    if loaded.overrides.get("VOCAB", size) < size:
         raise BadInput(f"{what}, for which VOCAB={vocab} is too small; give VOCAB={size}, or leave it out")
     step = min(vocab & -vocab, 128) if vocab != data.vocab_size else 1
     wanted = {"VOCAB": -(-size // step) * step, "BOS": bos, "PAD": facts.get("pad_id")}
     wanted = rows if same else wanted | rows
     more = [f"{name}={value}" for name, value in wanted.items() if name in free and value is not None]
-    fitted = find(str(found.path), [*sets, *more], tokens={name: facts[name] for name in IDENTITY})
+    fitted = find(str(loaded.path), [*sets, *more], tokens={name: facts[name] for name in IDENTITY})
     what += f" in rows of {rows['LANE_LEN']}" if rows else ""
     what += f", and so {' '.join(more)}" if more else ""
-    return replace(fitted, note=f"{what}: other tokens than recipe {found.recipe.name}'s, so on no track")
+    return replace(fitted, note=f"{what}: other tokens than recipe {loaded.recipe.name}'s, so on no track")
 
 
 def _rows(fields: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, int]:

@@ -11,8 +11,9 @@ from jspeed.errors import BadInput
 from jspeed.fields import Axes, Count, CountOrZero, Fields, Folder, Positive, Wants, flag, integer, misfits
 from jspeed.files import cache_folder
 from jspeed.parallel import DEFAULT_LAYOUT
+from jspeed.recipe_names import known_recipes
+from jspeed.record.preregistration import MOST_SEED
 from jspeed.run.output.sinks import check_sinks
-from jspeed.run.recipe_names import known_recipes
 
 if TYPE_CHECKING:
     from jspeed.recipe import Recipe
@@ -68,7 +69,7 @@ class Options:
 
     recipe: Annotated[str | None, Wants("RECIPE", positional=True, help=RECIPE_HELP)] = None
     data: Folder | None = None
-    seed: Annotated[int, integer(0, 2**32 - 1)] = 1
+    seed: Annotated[int, integer(0, MOST_SEED)] = 1
     steps: Count | None = None
     run_dir: Folder | None = None
     layout: Annotated[str, Wants("NAME")] = DEFAULT_LAYOUT

@@ -1,8 +1,5 @@
-"""Create and lock a run directory; find the checkpoint to resume from."""
+"""Create and lock a run directory; find the checkpoint to resume from, and read its record."""
 
-import errno
-import fcntl
-import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,11 +12,12 @@ from jspeed.cluster.distributed import broadcast, gather, process_index
 from jspeed.cluster.failure import on_failure
 from jspeed.corpus.tokenizers import TOKENIZER_FILE
 from jspeed.errors import BadInput, writable_folder
-from jspeed.files import Lines, as_text
+from jspeed.files import Lines, as_text, try_lock
 from jspeed.record.run_json import read_run
-from jspeed.run.checkpoint import check_same, newest, read_record
+from jspeed.run.checkpoint import Checkpoint, check_same, newest, read_record
 from jspeed.run.clock import utc_now
 from jspeed.run.export import FILE
+from jspeed.run.options import Options
 from jspeed.run.output.sinks import SINKS
 
 RUN_FILES = ("run.json", "config.json", "recipe.py", "loss.svg", TOKENIZER_FILE)
@@ -31,11 +29,11 @@ class RunDirectory:
     """A run directory that this run alone writes: process 0 keeps ``metrics.jsonl`` open and locked until the context
     manager ends.
 
-    ``step`` is that of the checkpoint to resume from, or None; ``shared`` says whether all processes see the directory.
-    ``keep`` ends its removal when another process fails.
+    ``checkpoint`` is the record of the one to resume from, or None; ``shared`` says whether all processes see the
+    directory. ``keep`` ends its removal when another process fails.
     """
 
-    step: int | None = None
+    checkpoint: Checkpoint | None = None
     shared = True
     keep: Callable[[], None]
 
@@ -57,7 +55,7 @@ class RunDirectory:
             for name in ("run.json", "loss.svg", FILE, "samples.txt"):
                 (self.path / name).unlink(missing_ok=True)
             self.metrics.clear()
-            if self.step is None:
+            if self.checkpoint is None:
                 shutil.rmtree(self.path / BEST, ignore_errors=True)
 
     def abandon(self) -> None:
@@ -72,37 +70,33 @@ class RunDirectory:
         self.__exit__()
 
 
-def open_run_directory(
-    given: Path | None,
-    name: str,
-    resume: bool,
-    checkpoints: bool,
-    same: dict[str, Any],
-    console: Console,
-    steps: int | None,
-) -> RunDirectory:
-    """Open the run directory ``given``, or one called ``name`` with the time in its braces; the same on all processes.
+def open_run_directory(options: Options, recipe: str, identity: dict[str, Any], console: Console) -> RunDirectory:
+    """Open the run directory of ``options``, by default one called after recipe, time and seed; the same on all
+    processes.
 
-    With ``resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with this identity,
-    ``same``, and of no more than ``steps``.
+    With ``--resume`` the newest undamaged checkpoint in it is looked for; it must be of a run with this ``identity``,
+    and of no more steps than are asked for.
 
     Raises :class:`BadInput`, leaving no new directory, if its name is not UTF-8, the directory cannot be written,
-    already holds a run, is being written by one, or if ``checkpoints`` will be written and not all processes see it.
+    already holds a run, is being written by one, or if checkpoints will be written and not all processes see it.
     """
     started = utc_now()
-    path = given or Path("runs") / name.format(started.replace(":", "").replace("-", ""))
+    moment = started.replace(":", "").replace("-", "")
+    path = options.run_dir or Path("runs") / f"{recipe}-{moment}-seed{options.seed}"
     if as_text(path.absolute()) != str(path.absolute()):
         raise BadInput(
             f"run directory {path.absolute()}: its name is not UTF-8, which Orbax needs to write checkpoints there (on "
             "SIGTERM too); give another --run-dir"
         )
-    directory = RunDirectory(path, started, create_and_lock(path, resume) if process_index() == 0 else None)
+    metrics = create_and_lock(path, options.resume) if process_index() == 0 else None
+    directory = RunDirectory(path, started, metrics)
     directory.keep = on_failure(directory.abandon)
+    step: int | None = None
+    damaged: list[str] = []
     try:
-        if resume and process_index() == 0:
-            directory.step = find_checkpoint(path, same, console, steps)
-        facts = broadcast("run", json.dumps([str(path.absolute()), started, directory.step]))
-        of_first, directory.started, directory.step = json.loads(facts)
+        if options.resume and process_index() == 0:
+            step, damaged = newest(path / "checkpoints")
+        of_first, directory.started, step = broadcast("run", [str(path.absolute()), started, step])
         if process_index():
             directory.path = Path(of_first)
         directory.shared = all(gather("sees-run-dir", (directory.path / METRICS).exists()))
@@ -110,11 +104,17 @@ def open_run_directory(
             console.print(
                 f"not all processes see {of_first}: SIGTERM will end this run without a checkpoint", soft_wrap=True
             )
-            if checkpoints or resume:
+            if options.checkpoint_every or options.resume:
                 raise BadInput(
                     f"not all processes see {of_first}, and each writes its part of a checkpoint; give a --run-dir "
                     "that all nodes share, or leave out --checkpoint-every and --resume"
                 )
+        outcome = f"{path} has no checkpoint to resume from; starting at step 0"
+        if step is not None:
+            directory.checkpoint = checkpoint_to_resume(directory.path, step, identity, options.steps)
+            outcome = f"resuming {path} after step {step}"
+        for line in (*damaged, outcome) if options.resume else ():
+            console.print(line, markup=False, soft_wrap=True)
     except BaseException:
         directory.abandon()
         raise
@@ -128,13 +128,8 @@ def create_and_lock(run_dir: Path, resume: bool) -> Lines:
     new = not path.exists()
     metrics = Lines(path)
     try:
-        try:
-            fcntl.flock(metrics.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # else the file system has no locks
-                raise BadInput(
-                    f"another run is writing to {run_dir} now; wait for its end, or choose another --run-dir"
-                ) from None
+        if try_lock(metrics.file) is False:
+            raise BadInput(f"another run is writing to {run_dir} now; wait for its end, or choose another --run-dir")
         if not resume and (names := existing_files(run_dir)):
             raise BadInput(
                 f"--run-dir {run_dir} already holds a run ({names[0]}); resume it with --resume, choose another "
@@ -157,20 +152,13 @@ def existing_files(run_dir: Path) -> list[str]:
     return names + [METRICS] * (metrics.exists() and metrics.stat().st_size > 0)
 
 
-def find_checkpoint(run_dir: Path, same: dict[str, Any], console: Console, steps: int | None) -> int | None:
-    """Return the step of the newest undamaged checkpoint in ``run_dir``, or None; prints which.
+def checkpoint_to_resume(run_dir: Path, step: int, identity: dict[str, Any], steps: int | None) -> Checkpoint:
+    """Return the record of the checkpoint of ``step``.
 
     Raises :class:`BadInput` for one of another run, or of more than ``steps``.
     """
-    folder = run_dir / "checkpoints"
-    step, notes = newest(folder)
-    if step is not None:
-        check_same(read_record(folder, step), same, run_dir)
-        if steps is not None and step > steps:
-            raise BadInput(f"--steps {steps}: the run in {run_dir} has made {step} already; give more, or no --steps")
-        notes.append(f"resuming {run_dir} after step {step}")
-    else:
-        notes.append(f"{run_dir} has no checkpoint to resume from; starting at step 0")
-    for line in notes:
-        console.print(line, markup=False, soft_wrap=True)
-    return step
+    record = read_record(run_dir / "checkpoints", step)
+    check_same(record, identity, run_dir)
+    if steps is not None and step > steps:
+        raise BadInput(f"--steps {steps}: the run in {run_dir} has made {step} already; give more, or no --steps")
+    return record

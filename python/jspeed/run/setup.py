@@ -26,9 +26,9 @@ from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for, put
 from jspeed.recipe import Recipe, without_lazy
 from jspeed.record.preregistration import place_in_plan
-from jspeed.record.remarks import taken_name
+from jspeed.record.remarks import name_clash
 from jspeed.run import evaluate, export
-from jspeed.run.checkpoint import HASH, Checkpoint, restore
+from jspeed.run.checkpoint import HASH, restore
 from jspeed.run.clock import Clock
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.compiler import out_of_memory
@@ -50,6 +50,7 @@ from jspeed.run.compute.step import State, fetcher
 from jspeed.run.evidence import provenance
 from jspeed.run.evidence.provenance import StartEvidence, checksum
 from jspeed.run.find_recipe import LoadedRecipe, find, fit
+from jspeed.run.model_config import departures
 from jspeed.run.options import Options, check_options, check_steps
 from jspeed.run.output import console as output
 from jspeed.run.run_directory import RunDirectory, open_run_directory
@@ -68,7 +69,7 @@ class RunData:
     val_shards: Shards
     loader: TokenLoader
     rows: np.ndarray
-    holdout: evaluate.Holdout | None
+    holdout: evaluate.HoldoutRows | None
     byte_pairs: Sequence[bytes]
 
 
@@ -76,25 +77,23 @@ class RunData:
 class Setup:
     """A run that is ready to start: ``state`` is the first one.
 
-    ``identity`` is what a checkpoint must share to be resumed; ``record`` is that of the checkpoint resumed from, or
-    None; ``checked`` is what the preflight found."""
+    ``identity`` is what a checkpoint must share to be resumed; ``checked`` is what the preflight found."""
 
     options: Options
-    found: LoadedRecipe
+    loaded: LoadedRecipe
     data: RunData
     directory: RunDirectory
     program: Program
     validation: evaluate.ValidationSet
     state: State
     identity: dict[str, Any]
-    record: Checkpoint | None
     at_start: StartEvidence
     checked: Preflight
 
     @property
     def recipe(self) -> Recipe:
         """The recipe, with --target-loss and the longest document of its evaluations."""
-        return self.found.recipe
+        return self.loaded.recipe
 
     @property
     def placement(self) -> Placement:
@@ -110,40 +109,39 @@ class Setup:
 def set_up(options: Options, clock: Clock, console: Console) -> Setup:
     """Check all input, then compile and warm up. Raises :class:`BadInput`, leaving no run directory behind."""
     use_compile_cache()
-    found, placement = load_recipe_and_placement(options)
-    given = None
+    loaded, placement = load_recipe_and_placement(options)
+    first_params = None
     if options.init_from is not None:
-        given, found = export.read_parameters(options.init_from, found.recipe), start_from(found, options.init_from)
+        first_params = export.read_parameters(options.init_from, loaded.recipe)
+        loaded = start_from(loaded, options.init_from)
     if placement.device.platform == "cpu":
         keep_freed_memory()
     with clock.section("data"):
-        found, data = open_data(options, found, placement.device)
-    same = identity(options, found, data)
-    require_equal(same | ways(options, placement, data))
-    checked = Preflight(placement, own_kernels_asked=found.fields.get("OWN_KERNELS") == "on")
+        loaded, data = open_data(options, loaded, placement.device)
+    identity = identity_of(options, loaded, data)
+    require_equal(identity | settings_of(options, placement, data))
+    checked = Preflight(placement)
     if options.preflight:
         with clock.section("preflight"):
-            checked = preflight(found.recipe, placement, found.fields, console)
-    plan = place_in_plan(options.run_dir, found.hash, options.seed, options.steps)
-    name = f"{found.recipe.name}-{{}}-seed{options.seed}"
-    saving = options.checkpoint_every > 0
-    directory = open_run_directory(options.run_dir, name, options.resume, saving, same, console, options.steps)
+            checked = preflight(loaded.recipe, placement, loaded.fields, console)
+    plan = place_in_plan(options.run_dir, loaded.hash, options.seed, options.steps)
+    directory = open_run_directory(options, loaded.recipe.name, identity, console)
     try:
-        if process_index() == 0 and directory.step is None:
-            write_source(options, found, data, directory.path)
-        say_opening(options, found, checked, data, console)
-        program, validation, initial, checked = compile_and_warm_up(options, found, checked, data.rows, clock, console)
-        say_fallbacks(found.recipe, program, checked, console)
+        if process_index() == 0 and directory.checkpoint is None:
+            write_source(options, loaded, data, directory.path)
+        say_opening(options, loaded, checked, data, console)
+        program, validation, initial, checked = compile_and_warm_up(options, loaded, checked, data.rows, clock, console)
+        say_fallbacks(loaded.recipe, program, checked, console)
         with clock.section("initial state"):
-            state, after, record = first_state(options, found.recipe, program, checked.placement, given, directory)
-            if record:
-                data.loader.load_state_dict(record["loader"])
+            state, after = first_state(options, loaded.recipe, program, checked.placement, first_params, directory)
+            if directory.checkpoint:
+                data.loader.load_state_dict(directory.checkpoint["loader"])
             at_start = StartEvidence(initial, after, provenance.git(), provenance.gpus(), plan)
     except BaseException:
         directory.abandon()
         raise
     directory.keep()
-    return Setup(options, found, data, directory, program, validation, state, same, record, at_start, checked)
+    return Setup(options, loaded, data, directory, program, validation, state, identity, at_start, checked)
 
 
 def load_recipe(options: Options) -> LoadedRecipe:
@@ -151,11 +149,11 @@ def load_recipe(options: Options) -> LoadedRecipe:
 
     Raises BadInput, also where it has fewer steps than the options ask for.
     """
-    found = find(options.recipe_or_default, options.set_)
-    check_steps(options, found.recipe, found.fields)
-    folder = options.data or cache_folder() / "data" / found.recipe.data.name
+    loaded = find(options.recipe_or_default, options.set_)
+    check_steps(options, loaded.recipe, loaded.fields)
+    folder = options.data or cache_folder() / "data" / loaded.recipe.data.name
     manifest = read_manifest(folder) if folder.is_dir() else None
-    return fit(found, options.set_, manifest) if manifest else found
+    return fit(loaded, options.set_, manifest) if manifest else loaded
 
 
 def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement]:
@@ -164,31 +162,31 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
     Raises :class:`BadInput` for invalid options, and where the layout, the batch or the tables do not fit the mesh.
     """
     check_options(options)
-    found = load_recipe(options)
-    recipe = found.recipe
+    loaded = load_recipe(options)
+    recipe = loaded.recipe
     if options.target_loss is not None:
-        found = replace(found, recipe=replace(recipe, target_loss=options.target_loss))
+        loaded = replace(loaded, recipe=replace(recipe, target_loss=options.target_loss))
     mesh = mesh_for(options.mesh) or make_mesh()
     device = device_of(mesh, options.attention, recipe=recipe)
     limits = [memory for memory in gather("memory", device.memory) if memory]
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
-    own_kernels = device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on")
+    own_kernels = device.own_kernels and loaded.fields.get("OWN_KERNELS") in ("auto", "on")
     placement = place(recipe, mesh, options.layout, replace(device, own_kernels=own_kernels), options.micro_batch)
     fetcher(recipe, mesh, partitions(recipe.parameters, options.layout, mesh))
-    return found, placement
+    return loaded, placement
 
 
-def open_data(options: Options, found: LoadedRecipe, device: Device) -> tuple[LoadedRecipe, RunData]:
+def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[LoadedRecipe, RunData]:
     """Return the recipe, told the longest document of its evaluations, and what it reads.
 
     Raises :class:`BadInput` for data that are missing or that do not fit.
     """
-    recipe, folder = found.recipe, data_folder(found.recipe, options.data)
+    recipe, folder = loaded.recipe, data_folder(loaded.recipe, options.data)
     shards, val_shards = find_split(folder, "train"), find_split(folder, "val")
     manifest = read_manifest(folder)
     needs, aligned = recipe.data, recipe.data.align is not None
-    tokenizer = found.fields["tokens"]["tokenizer"] if "tokens" in found.fields else TOKENIZERS.get(needs.name)
+    tokenizer = loaded.fields["tokens"]["tokenizer"] if "tokens" in loaded.fields else TOKENIZERS.get(needs.name)
     fits = (recipe.name, recipe.vocab_size, needs.bos_id, aligned, tokenizer)
     check_fits(folder, manifest, (shards, val_shards), *fits)
     byte_pairs = evaluate.byte_pairs(recipe, manifest["tokenizer"] if manifest else tokenizer)
@@ -199,47 +197,47 @@ def open_data(options: Options, found: LoadedRecipe, device: Device) -> tuple[Lo
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
     loader = open_loader(recipe, shards, options.seed)
     data = RunData(folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs)
-    return replace(found, recipe=recipe), data
+    return replace(loaded, recipe=recipe), data
 
 
-def identity(options: Options, found: LoadedRecipe, data: RunData) -> dict[str, Any]:
+def identity_of(options: Options, loaded: LoadedRecipe, data: RunData) -> dict[str, Any]:
     """What a checkpoint shares with the run that resumes from it: each of the recipe's fields by its name, and more.
 
     What is a flag of its own may differ."""
-    named = as_json(found.fields) | {"recipe source": found.source_sha256, HASH: found.hash, "seed": options.seed}
+    named = as_json(loaded.fields) | {"recipe source": loaded.source_sha256, HASH: loaded.hash, "seed": options.seed}
     named |= {"training data": data.shards.fingerprint, "validation data": data.val_shards.fingerprint}
     named |= {"--layout": options.layout, "--steps": options.steps}
     return named | {"--micro-batch": options.micro_batch, "--target-loss": options.target_loss}
 
 
-def ways(options: Options, placement: Placement, data: RunData) -> dict[str, Any]:
-    """What must be equal besides for several processes to make one run."""
+def settings_of(options: Options, placement: Placement, data: RunData) -> dict[str, Any]:
+    """What must be equal besides the identity for several processes to make one run."""
     device, names = placement.device, ("checkpoint_every", "preflight", "keep_best", "stop_at_target", "accuracy")
     how = {flag(name): getattr(options, name) for name in (*names, "resume")} | {"jax": jax.__version__}
     how |= {"mesh": dict(placement.mesh.shape), "--attention": device.attention, "attention backends": device.fallbacks}
     return how | {"second validation range": data.holdout and data.holdout.first}
 
 
-def write_source(options: Options, found: LoadedRecipe, data: RunData, run_dir: Path) -> None:
+def write_source(options: Options, loaded: LoadedRecipe, data: RunData, run_dir: Path) -> None:
     """Write the recipe, its tokenizer and the options: what a model in ``run_dir`` is read with."""
     given = dataclasses.asdict(options) | {"recipe": as_text(options.recipe_or_default)}
     given["sets"] = given.pop("set_")
-    config = export.own_config(found, tokenizer_facts(data.manifest)) | {"options": given}
-    write_whole(run_dir / "recipe.py", found.source)
+    config = export.own_config(loaded, tokenizer_facts(data.manifest)) | {"options": given}
+    write_whole(run_dir / "recipe.py", loaded.source)
     copy_tokenizer(data.folder, run_dir, config["tokenizer"])
     write_whole(run_dir / "config.json", json.dumps(config, indent=2, default=as_text) + "\n")
 
 
-def say_opening(options: Options, found: LoadedRecipe, checked: Preflight, data: RunData, console: Console) -> None:
+def say_opening(options: Options, loaded: LoadedRecipe, checked: Preflight, data: RunData, console: Console) -> None:
     """Print every derived number of the run as (name, formula, value), then what a user should know of it."""
-    recipe, mesh, device, parts = found.recipe, checked.placement.mesh, checked.device, checked.placement.parts
+    recipe, mesh, device, parts = loaded.recipe, checked.placement.mesh, checked.device, checked.placement.parts
     devices = provenance.devices()
-    path = min(str(found.path), os.path.relpath(found.path), key=len)
-    kernels, explanation = kernels_of(device, found.fields.get("FP8"))
+    path = min(str(loaded.path), os.path.relpath(loaded.path), key=len)
+    kernels, explanation = kernels_of(device, loaded.fields.get("FP8"))
     on = f"{devices['kind']}, mesh {dict(mesh.shape)}, layout {options.layout}"
     accumulated = "lanes (rows of a batch) / devices / rows per micro-batch, gradients accumulated"
     rows = [
-        ("recipe", f"{path}, hash {found.hash[:12]}", recipe.name),
+        ("recipe", f"{path}, hash {loaded.hash[:12]}", recipe.name),
         *describe(recipe),
         ("devices", on, str(devices["count"])),
         ("micro-batches", accumulated, output.by_stage(parts) + output.pipeline_note(mesh, parts[-1])),
@@ -247,22 +245,22 @@ def say_opening(options: Options, found: LoadedRecipe, checked: Preflight, data:
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
     output.opening(console, rows)
-    departures = list(export.departures(options.init_from, found, data.manifest)) if options.init_from else []
-    taken = taken_name(recipe.name, recipe.track or recipe.data.name, found.source_sha256)
-    notes = platform_problem(device.platform), taken, data.holdout and data.holdout.note
-    output.notes(console, found.note, *departures, device.note, *notes)
+    differences = departures(options.init_from, loaded, data.manifest) if options.init_from else ()
+    clash = name_clash(recipe.name, recipe.track or recipe.data.name, loaded.source_sha256)
+    notes = platform_problem(device.platform), clash, data.holdout and data.holdout.note
+    output.notes(console, loaded.note, *differences, device.note, *notes)
 
 
 def compile_and_warm_up(
-    options: Options, found: LoadedRecipe, checked: Preflight, rows: np.ndarray, clock: Clock, console: Console
+    options: Options, loaded: LoadedRecipe, checked: Preflight, rows: np.ndarray, clock: Clock, console: Console
 ) -> tuple[Program, evaluate.ValidationSet, str, Preflight]:
     """Return the largest program that a device can run, the rows on the devices, the checksum of the first state, and
     ``checked`` with the settings that could be compiled. Raises :class:`BadInput` where none can."""
-    recipe, mesh = found.recipe, checked.placement.mesh
+    recipe, mesh = loaded.recipe, checked.placement.mesh
     while True:
         with clock.section("compile"):
-            program, checked = compile_or_fall_back(recipe, checked, len(rows), console)
-            checked = count_kernels(program, checked, found.fields.get("FP8"), console)
+            program, checked = compile_or_fall_back(recipe, checked, len(rows), loaded.fields, console)
+            checked = count_kernels(program, checked, loaded.fields, console)
             if options.accuracy:
                 counted = evaluate.compile_accuracy(recipe, checked.placement, program.eval_rows)
                 program = replace(program, accuracy=counted)
@@ -297,31 +295,31 @@ def say_fallbacks(recipe: Recipe, program: Program, checked: Preflight, console:
 
 
 def first_state(
-    options: Options, recipe: Recipe, program: Program, placement: Placement, given: Any, directory: RunDirectory
-) -> tuple[State, str, Checkpoint | None]:
-    """Return the state to start from, the checksum of one drawn from the seed, and the record of the checkpoint.
+    options: Options, recipe: Recipe, program: Program, placement: Placement, first_params: Any, directory: RunDirectory
+) -> tuple[State, str]:
+    """Return the state to start from, and the checksum of one drawn from the seed.
 
-    The state is drawn from the seed, with the parameters ``given`` if there are any, or a checkpoint's."""
-    state, record = program.init(options.seed), None
+    The state is drawn from the seed, with ``first_params`` if there are any, or a checkpoint's."""
+    state = program.init(options.seed)
     after_warm_up = checksum(state)
-    if directory.step is not None:
+    if directory.checkpoint:
         shapes, _ = state_shardings(recipe, placement.layout, placement.mesh)
-        state, record = restore(directory.path / "checkpoints", directory.step, shapes)
-    elif given is not None:
-        state = given_state(recipe, given, state)
+        state = restore(directory.path / "checkpoints", directory.checkpoint["steps"], shapes)
+    elif first_params is not None:
+        state = with_parameters(recipe, first_params, state)
     jax.block_until_ready(state)
-    return state, after_warm_up, record
+    return state, after_warm_up
 
 
-def start_from(found: LoadedRecipe, path: Path) -> LoadedRecipe:
-    """Return ``found`` with the hash of its first parameters among its fields: another hash than from scratch."""
-    given = {"init_from": export.fingerprint(path)}
-    return replace(found, fields=found.fields | given, overrides=found.overrides | given)
+def start_from(loaded: LoadedRecipe, path: Path) -> LoadedRecipe:
+    """Return ``loaded`` with the hash of its first parameters among its fields: another hash than from scratch."""
+    init_from = {"init_from": export.fingerprint(path)}
+    return replace(loaded, fields=loaded.fields | init_from, overrides=loaded.overrides | init_from)
 
 
-def given_state(recipe: Recipe, given: Any, state: State) -> State:
-    """Return a first state with the ``given`` parameters (NumPy), with the shardings of ``state``."""
-    params = jax.tree.map(lambda array, old: put(array, old.sharding), given, state["params"])
+def with_parameters(recipe: Recipe, arrays: Any, state: State) -> State:
+    """Return a first ``state`` with other parameters, ``arrays`` (NumPy), and the shardings that it has."""
+    params = jax.tree.map(lambda array, old: put(array, old.sharding), arrays, state["params"])
     shardings = jax.tree.map(lambda array: array.sharding, state["optimizer"])
     optimizer = jax.jit(recipe.optimizer().init, out_shardings=shardings)(without_lazy(recipe, params))
     return state | {"params": params, "optimizer": optimizer}

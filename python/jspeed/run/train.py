@@ -58,14 +58,14 @@ def run(options: Options) -> tuple[int, Path]:
     setup = set_up(options, clock, console)
     last_step = min(options.steps or setup.recipe.steps, setup.recipe.steps)
     stop = GracefulStop()
-    logs = sinks(options.sinks if first else (), setup.run_dir, setup.found.fields, setup.directory.started)
+    logs = sinks(options.sinks if first else (), setup.run_dir, setup.loaded.fields, setup.directory.started)
     with setup.directory, logs as opened, setup.data.loader, sigterm_is(lambda: stop.request("terminated")):
         with Display(console, last_step, options.progress, setup.recipe.target_loss) as display:
             history = History(clock, setup.directory.metrics, display, sinks=opened)
             try:
                 setup.directory.begin()
-                if setup.record:
-                    history.resume(setup.record)
+                if setup.directory.checkpoint:
+                    history.resume(setup.directory.checkpoint)
                 folder = setup.run_dir / "checkpoints"
                 # Without jit every constant of the program is a copy.
                 with ctrl_c_ends(stop), jax.transfer_guard("allow" if without_jit() else "disallow"):

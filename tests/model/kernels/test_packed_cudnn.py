@@ -16,7 +16,7 @@ from jspeed.model.heads import attention_in_pairs
 from jspeed.model.kernels import attention_backends, packed_cudnn
 from jspeed.recipe import Context
 from jspeed.run.compute import division, program, step
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.find_recipe import find
 
 from ...run.compute.steps import mesh_of
@@ -180,7 +180,9 @@ def test_a_recipe_s_gradients_and_evaluation_are_those_of_plain_attention(twin, 
         gradients = jax.jit(partial(step.gradients, recipe, ctx, parts, 1 / tokens.size))(params, tokens)
         known = recipe if backend == "xla" else replace(recipe, eval_max_doc_len=stage.max_doc_len)
         ctx = replace(program.eval_context(known, device_of(mesh_of(1))), attention=backend)
-        return gradients, jax.jit(partial(step.evaluate, known, ctx, "zero1", 2, mesh_of(1)))(params, tokens)
+        return gradients, jax.jit(
+            partial(step.eval_step, known, ctx, Placement(mesh_of(1), "zero1", device_of(mesh_of(1))), 2)
+        )(params, tokens)
 
     for found, expected in zip(*map(jax.tree.leaves, map(results, ("cudnn", "xla"))), strict=True):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-6)

@@ -33,15 +33,17 @@ def run(recipe, mesh, lanes_at_once, tokens, layout="zero1", seed=1, state=None,
     """Train on ``tokens`` through all stages, from ``state`` or the first one, and return (state, losses)."""
     device, state, losses = device_of(mesh), state or start(recipe, mesh, layout, seed), []
     at_once = [lanes_at_once and int(lanes_at_once * stage.lane_len) for stage in recipe.stages]
-    parts = [micro_batches(recipe, stage, mesh, device, n) for stage, n in zip(recipe.stages, at_once, strict=True)]
-    placement = Placement(mesh, layout, device, parts=tuple(parts))
+    numbers = [micro_batches(recipe, stage, mesh, device, n) for stage, n in zip(recipe.stages, at_once, strict=True)]
+    placement = Placement(mesh, layout, device, micro_batches=tuple(numbers))
 
     @functools.cache
     def fit(number, phase):
         if head_chunk is None:
             return program.fit(recipe, placement, number, phase)[0]
         stage = recipe.stages[number]
-        return program.trace_step(recipe, stage, placement, parts[number], phase, head_chunk).lower().compile()
+        return (
+            program.trace_step(recipe, stage, placement, placement.parts[number], phase, head_chunk).lower().compile()
+        )
 
     jobs = [
         [(number, accumulators.first_alike(recipe, stage, phase)) for phase in range(recipe.period)]

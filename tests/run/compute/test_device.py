@@ -79,11 +79,11 @@ def test_refuses_a_batch_that_does_not_divide(devices, micro_batch):
 def test_a_device_takes_as_many_whole_lanes_as_its_micro_batch_holds():
     recipe, mesh = find("stdlib", TOYS["stdlib"]).recipe, mesh_of(1)
     cpu = device.device_of(mesh)
-    assert division.micro_batches(recipe, Stage(steps=1, lane_len=256), mesh, cpu, None) == 4
-    assert division.micro_batches(recipe, Stage(steps=1, lane_len=4096), mesh, cpu, None) == 8
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=256), mesh, cpu, None) == (4, 8)
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=4096), mesh, cpu, None) == (8,)
     gpu = device.device_of(cuda("9.0"))
-    assert division.micro_batches(recipe, Stage(steps=1, lane_len=49_152), mesh, gpu, None) == 8
-    assert division.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == 2
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=49_152), mesh, gpu, None) == (8,)
+    assert division.micro_batches(recipe, Stage(steps=1, lane_len=16_384), mesh, gpu, None) == (2, 4, 8)
 
 
 def test_a_placement_has_the_micro_batches_of_each_stage():
@@ -92,7 +92,7 @@ def test_a_placement_has_the_micro_batches_of_each_stage():
     two = dataclasses.replace(recipe, stages=(stage, dataclasses.replace(stage, lane_len=2 * stage.lane_len)))
     assert place(two, mesh, "zero1", dataclasses.replace(cpu, micro_batch=64)).parts == (2, 4)
     asked = place(two, mesh, "zero1", cpu, 32)
-    assert (asked.parts, asked.micro_batch, place(two, mesh, "zero1", cpu).micro_batch) == ((4, 8), 32, None)
+    assert asked.micro_batches == ((4,), (8,)) and place(two, mesh, "zero1", cpu).micro_batches == ((1, 2, 4, 8),) * 2
     with pytest.raises(BadInput, match="--micro-batch 16: .*8 lanes of 32"):
         place(two, mesh, "zero1", cpu, 16)
     with pytest.raises(BadInput, match="zero2"):
@@ -112,18 +112,19 @@ def test_out_of_memory_is_found_at_compile_with_what_fits():
     large, small = needs(1), needs(2)
     assert small < large
     tight = dataclasses.replace(cpu, memory=(small + large) // 2)
-    with pytest.raises(BadInput, match=r"--micro-batch 512 needs .* GB a device .* 256 tokens need .* GB and fit"):
+    with pytest.raises(BadInput, match="GB a device with 512 tokens at once .*; leave out --micro-batch"):
         program.fit(recipe, place(recipe, mesh, "zero1", tight, 512), 0)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tight), 0)[1] == 2
     assert program.compile_program(recipe, place(recipe, mesh, "zero1", tight), 1).parts == (2,)
-    with pytest.raises(BadInput, match="with one lane of 256 tokens at once"):
+    with pytest.raises(BadInput, match="with 256 tokens at once .*; use more or larger devices"):
         program.fit(recipe, place(recipe, mesh, "zero1", dataclasses.replace(cpu, memory=1000), 256), 0)
 
 
 def test_what_an_evaluation_leaves_on_the_device_is_counted():
     """Two moments of Adam beside each parameter, cut among the devices in their turn."""
     recipe = find("stdlib").recipe
-    one, two = (program.idle_state_bytes(recipe, mesh_of(n), "zero1") for n in (1, 2))
+    placements = [Placement(mesh_of(n), "zero1", device.device_of(mesh_of(n))) for n in (1, 2)]
+    one, two = (program.idle_state_bytes(recipe, placement) for placement in placements)
     params = 4 * sum(
         math.prod(p.shape) for p in jax.tree.leaves(recipe.parameters, is_leaf=lambda x: hasattr(x, "shape"))
     )
@@ -269,7 +270,9 @@ def test_a_tpu_s_compiler_that_refuses_for_memory_is_asked_for_less(monkeypatch)
     monkeypatch.setattr(program, "trace_step", lambda *a: Lowered(parts=a[3]))
     monkeypatch.setattr(compiler, "memory_needed", lambda step: 10**9)
     assert program.fit(recipe, place(recipe, mesh, "zero1", tpu), 0)[1] == 4
-    with pytest.raises(BadInput, match=r"--micro-batch 128 needs 57.6 GB a device and there are 16.0 GB; 32 tokens"):
+    with pytest.raises(
+        BadInput, match="needs 57.6 GB a device with 128 tokens at once and there are 16.0 GB; leave out --micro-batch"
+    ):
         program.fit(recipe, place(recipe, mesh, "zero1", tpu, 128), 0)
     with pytest.raises(BadInput, match=r"a program needs 57.6 GB of a device"):
         compiler.compiled(Lowered(parts=1), tpu)

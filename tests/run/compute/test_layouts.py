@@ -325,9 +325,14 @@ def test_gpt2_shards_queries_keys_and_values_by_heads():
     assert rows["qkv"][2:] == ("heads/model", "4x32x3x16", 24_576, "")
 
 
+def placed(layout, **axes):
+    mesh = mesh_of(**axes)
+    return Placement(mesh, layout, device_of(mesh))
+
+
 def test_the_table_cuts_nothing_in_a_pipe():
     console = Console(file=io.StringIO(), width=60)
-    layout_table(console, toy("gpt2"), "tp", mesh_of(data=2, model=2))
+    layout_table(console, toy("gpt2"), placed("tp", data=2, model=2))
     said = console.file.getvalue()
     assert "…" not in said and "why not sharded" in said and said.count("no axis that tp shards") > 5
 
@@ -339,7 +344,7 @@ def test_the_table_wraps_on_a_narrow_terminal(width, term):
     made = {"force_terminal": True, "height": 50, "_environ": {"TERM": term}, "color_system": None}
     console, wide = Console(file=io.StringIO(), width=width, **made), Console(file=io.StringIO())
     for one in (console, wide):
-        layout_table(one, toy("gpt2"), "tp", mesh_of(data=2, model=2))
+        layout_table(one, toy("gpt2"), placed("tp", data=2, model=2))
     lines, (title, *rows) = console.file.getvalue().splitlines(), wide.file.getvalue().splitlines()
     assert max(map(len, lines[1:])) <= width and lines[0] == title
     assert sorted("".join(lines[1:]).replace(" ", "")) == sorted("".join(rows).replace(" ", ""))  # every character
@@ -348,7 +353,7 @@ def test_the_table_wraps_on_a_narrow_terminal(width, term):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_tiles_are_not_cut(terminal):
     console = Console(file=io.StringIO(), width=24, force_terminal=terminal, color_system=None)
-    tile_table(console, toy("track3"), "zero1", mesh_of(data=8), "embed")
+    tile_table(console, toy("track3"), placed("zero1", data=8), "embed")
     said = console.file.getvalue()
     assert "…" not in said and all(str(n) in said for n in range(8))
 
@@ -365,7 +370,7 @@ def test_the_total_of_the_plan_is_what_a_device_holds(layout, axes, monkeypatch)
         ]
         assert sum(parts) == total
     console = Console(file=io.StringIO(), width=200)
-    layout_table(console, recipe, layout, mesh)
+    layout_table(console, recipe, placed(layout, **axes))
     assert console.file.getvalue().splitlines()[-1].split() == ["all", f"{total / 1e6:,.3f}"]
 
 
@@ -377,9 +382,9 @@ def test_tiles_name_the_devices_that_hold_them():
     assert describe.tiles((8, 4, 2), columns) == [["0,4", "1,5", "2,6", "3,7"]]
     assert describe.tiles((4, 8), NamedSharding(mesh, PartitionSpec())) == [["0,1,2,3,4,5,6,7"]]
     assert describe.tiles((4, 3, 8), NamedSharding(mesh, PartitionSpec("y", None, "x")))[3] == ["3", "7"]
-    console, mesh = Console(file=io.StringIO(), width=200), mesh_of(data=4, model=2)
-    tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlp")
+    console, placement = Console(file=io.StringIO(), width=200), placed("fsdp+tp", data=4, model=2)
+    tile_table(console, toy("track3"), placement, "mlp")
     said = console.file.getvalue()
     assert said.startswith("mlp ") and "tiles of" in said and all(str(n) in said for n in range(8))
     with pytest.raises(BadInput, match="has no such parameter .did you mean 'mlp'"):
-        tile_table(console, toy("track3"), "fsdp+tp", mesh, "mlpp")
+        tile_table(console, toy("track3"), placement, "mlpp")

@@ -190,12 +190,11 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernels"))
-    _, found = preflight.compile_or_fall_back(RECIPE, start, 1, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (composed-heads kernel: window" in said.file.getvalue()
-    asked = dataclasses.replace(start, own_kernels_asked=True)
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but the step cannot be compiled .*: window"):
-        preflight.compile_or_fall_back(RECIPE, asked, 1, said)
+        preflight.compile_or_fall_back(RECIPE, start, 1, {"OWN_KERNELS": "on"}, said)
 
 
 def test_a_cpu_has_nothing_to_choose_between(said, monkeypatch):
@@ -246,7 +245,7 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
     start = preflight.Preflight(on(one_device(), with_cudnn()))
-    program, found = preflight.compile_or_fall_back(RECIPE, start, 1, said)
+    program, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert program.attention == found.device.attention == "xla"
     assert "cudnn: the step cannot be compiled with it (INTERNAL: no execution plan); attention by xla" in (
         said.file.getvalue()
@@ -256,16 +255,16 @@ def test_a_step_that_cannot_be_compiled_takes_the_next_backend(said, monkeypatch
     before = preflight.Preflight(
         on(one_device(), with_cudnn()), ("attention cudnn, packed, heads of 32", "FP8 matmuls"), ("FP8: x",)
     )
-    _, found = preflight.compile_or_fall_back(RECIPE, before, 1, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, before, 1, {}, said)
     assert [name.split(",")[0] for name in found.checks] == ["attention xla", "FP8 matmuls"]
     assert [reason[:16] for reason in found.refused] == ["FP8: x", "attention cudnn:"]
     three = dataclasses.replace(before, placement=on(one_device(), with_cudnn(("fa4", "xla"))))
     monkeypatch.setattr(attention_backends, "fa4", refuses)
-    _, found = preflight.compile_or_fall_back(RECIPE, three, 1, said)
+    _, found = preflight.compile_or_fall_back(RECIPE, three, 1, {}, said)
     assert found.device.attention == "xla" and found.refused[-1].startswith("attention fa4: Refused")
     asked = dataclasses.replace(start, placement=on(one_device(), with_cudnn((), asked=True)))
     with pytest.raises(BadInput, match="--attention cudnn: the step cannot be compiled with it .INTERNAL"):
-        preflight.compile_or_fall_back(RECIPE, asked, 1, said)
+        preflight.compile_or_fall_back(RECIPE, asked, 1, {}, said)
 
 
 F8 = {compiler.FP8_CALL: 3, "__cublas$lt$matmul": 282}
@@ -284,9 +283,9 @@ def test_fp8_that_is_not_in_the_program_is_said_or_refused(found, field, said, m
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b")
     if lost and field == "on":
         with pytest.raises(BadInput, match="FP8 is 'on' but XLA compiled 1 of 2 .* XLA_FLAGS is '--xla_a=b'; set FP8="):
-            preflight.count_kernels(both, before, field, said)
+            preflight.count_kernels(both, before, {"FP8": field}, said)
         return
-    after = preflight.count_kernels(both, before, field, said)
+    after = preflight.count_kernels(both, before, {"FP8": field}, said)
     assert after.record()["calls"] == found[-1] and "calls" not in before.record()
     assert after.record()["fp8"] == ("emulated" if lost else "native")
     line = said.file.getvalue()

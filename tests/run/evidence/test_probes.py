@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jspeed.recipe_names import FOLDER
 from jspeed.run.evidence import probes
 from jspeed.run.options import Options
-from jspeed.run.recipe_names import FOLDER
 from jspeed.run.train import train
 
 from ...multi_process import shards, toy, words

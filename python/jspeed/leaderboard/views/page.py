@@ -153,6 +153,6 @@ def differences(tracks: Sequence[BoardTrack], sources: Mapping[str, str]) -> dic
             theirs = sources.get(entry["better"]["parent_sha256"] if entry["better"] else "")
             if mine is not None and theirs is not None:
                 made = changes(mine, theirs)
-                left -= sum(map(len, made["diff"]))
-                by_entry[entry["id"]] = {"lines": change_lines(made), "diff": made["diff"] if left >= 0 else None}
+                left -= sum(map(len, made.diff))
+                by_entry[entry["id"]] = {"lines": change_lines(made), "diff": made.diff if left >= 0 else None}
     return by_entry

@@ -41,7 +41,7 @@ def rules(track: BoardTrack) -> str:
     level = f"; {test}, p < {track['significance.p']:g}" if test else "; no rules"
     sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
     most = track.get("model.most_parameters")
-    limit = f"; at most {formatting.short(most)} parameters" if most else ""
+    limit = f"; at most {formatting.with_prefix(most)} parameters" if most else ""
     text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}{limit}"
     return "\n".join(wrapped(text, WIDTH))
 

@@ -67,7 +67,7 @@ def waiting_rows(recipe: Recipe, spec: ParamSpec, cut: PartitionSpec, devices: i
     return sink_size(ids, spec.shape[0] // owners, owners)
 
 
-def without(state: Mapping[str, Any]) -> dict[str, Any]:
+def without_carry(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state without the carry, which the first step of a period does not read: what a checkpoint keeps."""
     return {name: part for name, part in state.items() if name != "carry"}
 
@@ -78,12 +78,12 @@ def load(recipe: Recipe, ctx: Context, carried: Carry, whole: Any) -> Any:
     Nothing then reads their all-gather, so XLA removes it. Summed tables get the sums of their gradients, then zeros.
     """
     kept = {path: old for path, old in carried.get("whole", {}).items() if _age(recipe, ctx, path) > 0}
-    found = by_path(recipe, whole) | kept
+    copies = by_path(recipe, whole) | kept
     for path, spec in leaves(recipe.parameters):
         if spec.summed:
             sums = carried["sums"][path][0] if path in kept else jnp.zeros(spec.shape, jnp.float32)
-            found[path] = Summed(found[path], sums)
-    return from_paths(recipe, found)
+            copies[path] = Summed(copies[path], sums)
+    return from_paths(recipe, copies)
 
 
 def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: Any) -> tuple[Any, Carry]:
@@ -95,30 +95,30 @@ def accumulate(recipe: Recipe, ctx: Context, carried: Carry, whole: Any, grads: 
     if not carried:
         return grads, carried
     sums, whole_carried = dict(carried["sums"]), dict(carried["whole"])
-    copies, found = by_path(recipe, whole), by_path(recipe, grads)
+    copies, summed = by_path(recipe, whole), by_path(recipe, grads)
     for path, spec in leaves(recipe.parameters):
         if spec.every == 1:
             continue
         age, old = _age(recipe, ctx, path), sums[path]
         due = age == spec.updated_after(ctx.stage) - 1
         if spec.lookups:
-            size = min(len(found[path].rows_R2), old[0].rows_R.shape[-1])  # the same in all steps of a stage
-            new = pending(found[path], copies[path].shape[0], size)
-            found[path] = [*(Pending(*(a[0, :size] for a in each)) for each in old[:age]), new]
+            size = min(len(summed[path].rows_R2), old[0].rows_R.shape[-1])  # the same in all steps of a stage
+            new = pending(summed[path], copies[path].shape[0], size)
+            summed[path] = [*(Pending(*(a[0, :size] for a in each)) for each in old[:age]), new]
             if not due:
                 last = Pending(*(a.at[0, :size].set(b) for a, b in zip(old[age], new, strict=True)))
                 sums[path] = [*old[:age], last, *old[age + 1 :]]
             continue
         copy = copies[path]
         if spec.summed:  # the sums before are in the gradient, and in its place whether or not the next step reads it
-            copy, sums[path] = copy.tables_VND, found[path][None]
-            found[path] = found[path].astype(copy.dtype)
+            copy, sums[path] = copy.tables_VND, summed[path][None]
+            summed[path] = summed[path].astype(copy.dtype)
         else:
-            found[path] = old[0] + found[path] if age else found[path]
-            sums[path] = old if due else found[path][None]
+            summed[path] = old[0] + summed[path] if age else summed[path]
+            sums[path] = old if due else summed[path][None]
         if not due:
             whole_carried[path] = copy
-    return from_paths(recipe, found), {"whole": whole_carried, "sums": sums}
+    return from_paths(recipe, summed), {"whole": whole_carried, "sums": sums}
 
 
 def number_due(recipe: Recipe, stage: Stage, phase: int) -> int:

@@ -6,7 +6,7 @@ import re
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -45,19 +45,12 @@ def use_compile_cache() -> None:
     if getattr(usual, "__module__", None) == __name__:
         return
 
-    def replace_damaged_entry(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        found = re.match(WARNED, str(message), re.DOTALL)
-        if not found:
-            usual(message, category, filename, lineno, file, line)
+    def replace_damaged_entry(message: Warning | str, *where: Any, **more: Any) -> None:
+        warned = re.match(WARNED, str(message), re.DOTALL)
+        if not warned:
+            usual(message, *where, **more)
             return
-        what, name, why = found.groups()
+        what, name, why = warned.groups()
         ending = "could not be written and will be compiled again"
         if not remove(name):
             ending = "cannot be used and stays there; remove it, or give the folder's files to yourself"
@@ -79,8 +72,8 @@ def remove(name: str) -> bool:
 
     Its warning does not say which one it was; the others are compiled again.
     """
-    found = list(folder().glob(f"{name}-*{SUFFIX}"))
-    for path in found:
+    entries = list(folder().glob(f"{name}-*{SUFFIX}"))
+    for path in entries:
         with suppress(OSError):
             path.unlink()
-    return not any(path.exists() for path in found)
+    return not any(path.exists() for path in entries)

@@ -22,10 +22,8 @@ CPU_MICRO_BATCH = 512  # tokens; the quickest of 512, 1024, 2048 and 4096 for a 
 GPU_MICRO_BATCH = 65_536  # tokens; the share of one of eight GPUs in the records' largest batch
 BYTES_PER_TOKEN = 900_000  # of a micro-batch of a 124M recipe: record 29 needs 35 GB for a lane of 49,152 tokens
 NATIVE_FP8 = (8, 9)  # compute capability of the first GPUs that multiply e4m3 and e5m2 matrices
-FUSED = (
-    8,
-    0,
-)  # Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
+# Ampere, the first with cuDNN's causal attention and model/kernels/fused_attention.py's within documents
+FUSED = (8, 0)
 HOPPER = (9, 0)
 PACKED_CUDNN = HOPPER, (12, 0)  # cuDNN within documents: from Hopper on, but not known of 12.x (GeForce RTX 50)
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # glibc's malloc.h
@@ -56,15 +54,19 @@ class Device:
 class Placement:
     """Where a program runs: on the devices of ``mesh``, which all are like ``device``, its state sharded by ``layout``.
 
-    For the recipe of a run (:func:`jspeed.run.compute.division.place`) ``parts`` are the micro-batches of a device that
-    a step of each stage is tried with first; with --micro-batch, of ``micro_batch`` tokens, it is tried with no other.
+    ``micro_batches``: for the recipe of a run (:func:`jspeed.run.compute.division.place`), the numbers of micro-batches
+    that a step of each stage is tried with, in order.
     """
 
     mesh: Mesh
     layout: str
     device: Device
-    micro_batch: int | None = field(default=None, kw_only=True)
-    parts: tuple[int, ...] = field(default=(), kw_only=True)
+    micro_batches: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The number of micro-batches that each stage is tried with first."""
+        return tuple(numbers[0] for numbers in self.micro_batches)
 
 
 def device_of(

@@ -24,8 +24,8 @@ def place(recipe: Recipe, mesh: Mesh, layout: str, device: Device, micro_batch: 
     Raises :class:`BadInput` for a layout that the mesh does not fit, and a batch or micro-batch that does not divide.
     """
     check_layout(layout, mesh, recipe)
-    parts = tuple(micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages)
-    return Placement(mesh, layout, device, micro_batch=micro_batch, parts=parts)
+    numbers = tuple(micro_batches(recipe, stage, mesh, device, micro_batch) for stage in recipe.stages)
+    return Placement(mesh, layout, device, micro_batches=numbers)
 
 
 def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
@@ -51,17 +51,18 @@ def divisions(recipe: Recipe, stage: Stage, mesh: Mesh) -> list[int]:
     return whole + [lanes * pieces for pieces in numbers_of_pieces(recipe, stage)]
 
 
-def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> int:
-    """Number of parts a step is accumulated over when each device takes ``micro_batch`` tokens at a time.
+def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micro_batch: int | None) -> tuple[int, ...]:
+    """Return the numbers of micro-batches of a device that a step is tried with, fewest first.
 
-    Without ``micro_batch`` a device takes as many whole lanes as ``device.micro_batch`` tokens hold, with at
-    least one micro-batch per pipeline stage. Raises :class:`BadInput` with the numbers when the batch does not divide.
+    With ``micro_batch``, the tokens that a device takes at once, it is one number. Without, a device first takes as
+    many whole lanes as ``device.micro_batch`` tokens hold, with at least one micro-batch per pipeline stage. Raises
+    :class:`BadInput` with the numbers when the batch does not divide.
     """
     choices = divisions(recipe, stage, mesh)
     lanes = lanes_of_device(recipe, stage, mesh)
     if micro_batch is None:
         most = max(1, min(lanes // mesh.shape.get("pipe", 1), device.micro_batch // stage.lane_len))
-        return next(parts for parts in choices if lanes // parts <= most)
+        return tuple(parts for parts in choices if lanes // parts <= most)
     own = lanes * stage.lane_len
     if micro_batch < 1 or own % micro_batch or own // micro_batch not in choices:
         sizes = ", ".join(str(own // parts) for parts in reversed(choices) if own % parts == 0)
@@ -70,19 +71,19 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micr
             f"lanes of {stage.lane_len}) is not a multiple of {mesh.shape['data']} devices x {micro_batch} tokens in "
             f"whole lanes, or in pieces that document borders allow; give one of {sizes}"
         )
-    return own // micro_batch
+    return (own // micro_batch,)
 
 
 def numbers_of_pieces(recipe: Recipe, stage: Stage) -> list[int]:
     """Numbers of pieces into which a lane may be cut, each making them shorter; none where documents have no bound."""
     if recipe.data.align != "bos" or not stage.max_doc_len or not stage.max_docs:
         return []
-    found, longest = [], stage.lane_len
+    numbers, longest = [], stage.lane_len
     for pieces in (2**n for n in range(1, MOST.bit_length())):
         if stage.lane_len % pieces == 0 and piece_length(stage, pieces) < longest:
-            found.append(pieces)
+            numbers.append(pieces)
             longest = piece_length(stage, pieces)
-    return found
+    return numbers
 
 
 def piece_length(stage: Stage, pieces: int) -> int:

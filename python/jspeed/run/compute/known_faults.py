@@ -41,7 +41,7 @@ def uses_cudnn(use: Use) -> bool:
 
 def keys_not_in_128s(use: Use) -> bool:
     """Whether a backward call of cuDNN's attention has a number of keys that is no multiple of 128."""
-    return any(int(found[1]) % 128 for text in use.program() for found in KEYS.finditer(text))
+    return any(int(match[1]) % 128 for text in use.program() for match in KEYS.finditer(text))
 
 
 def adds_scalars(use: Use) -> bool:
@@ -83,12 +83,12 @@ def known_faults(
     """Return a line for each fault of the installed ``versions`` that a run on ``device`` meets."""
     if device.platform not in GPUS:
         return []
-    use, found = Use(device.attention, packed, program), []
+    use, lines = Use(device.attention, packed, program), []
     for fault in FAULTS:
         version = versions(fault.library)
         if version and fault.first <= version < fault.fixed and fault.concerns(use):
-            found.append(f"{fault.library} {'.'.join(map(str, version))} {fault.what}; {fault.remedy}")
-    return found
+            lines.append(f"{fault.library} {'.'.join(map(str, version))} {fault.what}; {fault.remedy}")
+    return lines
 
 
 def has_cas_scatter() -> bool:

@@ -53,15 +53,13 @@ OPTIONAL_FEATURES = {  # by the recipe's field
 @dataclass(frozen=True)
 class Preflight:
     """What was found: ``placement`` has the settings that work, ``checks`` are the names of what passed, ``refused``
-    those of what did not, with the reasons. ``own_kernels_asked``: the recipe's field says ``on``, so that there is
-    nothing to fall back to. ``calls``: what the last stage's program calls
+    those of what did not, with the reasons. ``calls``: what the last stage's program calls
     (:func:`jspeed.run.compute.compiler.custom_calls`); None before it is compiled.
     """
 
     placement: Placement
     checks: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
-    own_kernels_asked: bool = False
     calls: Mapping[str, int] | None = None
 
     @property
@@ -97,8 +95,8 @@ def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], c
     wanted = [field for field in OPTIONAL_FEATURES if there[field] and fields.get(field) in ("auto", "on")]
     if device.platform == "cpu" and device.attention == "xla" and not wanted:
         return Preflight(placement)
-    found = working_attention(recipe, Preflight(placement, own_kernels_asked=fields.get("OWN_KERNELS") == "on"))
-    passed, refused, instead = [*found.checks], [*found.refused], ""
+    result = working_attention(recipe, Preflight(placement))
+    passed, refused, instead = [*result.checks], [*result.refused], ""
     for field in wanted:
         feature = OPTIONAL_FEATURES[field]
         reason = failure_of(feature.name, feature.check)
@@ -111,16 +109,16 @@ def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], c
         else:
             refused.append(f"{feature.name}: {reason}")
             instead += f"; {feature.instead}"
-            found = found.with_device(**feature.without)
+            result = result.with_device(**feature.without)
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
         if reason := failure_of(name, partial(preflight_checks.collectives_error, mesh)):
             raise BadInput(f"{name}: {reason}; see NCCL_DEBUG=INFO, or use one device (CUDA_VISIBLE_DEVICES=0)")
         passed.append(name)
     if refused:
-        said = f"preflight: {'; '.join(refused)}; attention by {found.device.attention}{instead}"
+        said = f"preflight: {'; '.join(refused)}; attention by {result.device.attention}{instead}"
         console.print(said, markup=False, soft_wrap=True)
-    return replace(found, checks=tuple(passed), refused=tuple(refused))
+    return replace(result, checks=tuple(passed), refused=tuple(refused))
 
 
 def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
@@ -146,8 +144,8 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
             check = partial(preflight_checks.attention_error, backend, width, packed, **how)
             reason = reason or failure_of(names[-1], check)
         if reason is None:
-            found = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))
-            return replace(found, checks=(*names, *others), refused=(*before.refused, *refused))
+            result = before.with_device(attention=backend, fallbacks=tuple(backends[used:]))
+            return replace(result, checks=(*names, *others), refused=(*before.refused, *refused))
         refused.append(f"attention {backend}: {reason}")
     what = "--" if before.device.asked else "no attention backend works on these devices: "  # --attention NAME: reason
     raise BadInput(
@@ -165,12 +163,14 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
     return next((text for text in gather(f"checked: {name}", reason) if text), None)
 
 
-def compile_or_fall_back(recipe: Recipe, checked: Preflight, rows: int, console: Console) -> tuple[Program, Preflight]:
+def compile_or_fall_back(
+    recipe: Recipe, checked: Preflight, rows: int, fields: Mapping[str, Any], console: Console
+) -> tuple[Program, Preflight]:
     """Compile the run's program. If that fails at the real shapes, first drop own kernels, then try the next backend.
 
     All processes use the same backend, and none continues before all have compiled: gloo collectives time out after
-    30 s. Raises :class:`BadInput` for a backend that was asked for, and what
-    :func:`compile_program` raises.
+    30 s. Raises :class:`BadInput` for a backend or own kernels that were asked for (by the recipe's ``fields``), and
+    what :func:`compile_program` raises.
     """
     while True:
         device = checked.device
@@ -187,7 +187,7 @@ def compile_or_fall_back(recipe: Recipe, checked: Preflight, rows: int, console:
         if program and reason is None:
             return program, checked
         own = device.own_kernels
-        if own and checked.own_kernels_asked:
+        if own and fields.get("OWN_KERNELS") == "on":
             raise BadInput(
                 f"field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels ({reason}); set "
                 "OWN_KERNELS=auto or OWN_KERNELS=off"
@@ -210,20 +210,20 @@ def compile_or_fall_back(recipe: Recipe, checked: Preflight, rows: int, console:
         console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
 
 
-def count_kernels(program: Program, checked: Preflight, fp8: str | None, console: Console) -> Preflight:
+def count_kernels(program: Program, checked: Preflight, fields: Mapping[str, Any], console: Console) -> Preflight:
     """Return ``checked`` with what the compiled steps call; say so where FP8 matmuls should be among it and are not.
 
-    ``fp8`` is the recipe's field. XLA may multiply in bf16 what was to be multiplied in FP8; the result differs by
-    rounding, so that no check of numbers shows it. Raises :class:`BadInput` then if the field says ``on``.
+    Of the recipe's ``fields`` FP8 counts. XLA may multiply in bf16 what was to be multiplied in FP8; the result differs
+    by rounding, so that no check of numbers shows it. Raises :class:`BadInput` then if the field says ``on``.
     """
-    found = [custom_calls(step) for step in program.compiled]
-    if not found:  # without jit
+    calls, fp8 = [custom_calls(step) for step in program.compiled], fields.get("FP8")
+    if not calls:  # without jit
         return checked
-    checked = replace(checked, calls=found[-1])
-    without = sum(FP8_CALL not in calls for calls in found)
+    checked = replace(checked, calls=calls[-1])
+    without = sum(FP8_CALL not in each for each in calls)
     if checked.device.fp8 != "native" or fp8 not in ("auto", "on") or not without:
         return checked
-    lost = f"XLA compiled {without} of {len(found)} training programs without an FP8 matmul"
+    lost = f"XLA compiled {without} of {len(calls)} training programs without an FP8 matmul"
     flags = f"; XLA_FLAGS is {os.environ['XLA_FLAGS']!r}" if os.environ.get("XLA_FLAGS") else ""
     if fp8 == "on":
         raise BadInput(f"field FP8 is 'on' but {lost}{flags}; set FP8=auto or FP8=off")

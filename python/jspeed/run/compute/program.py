@@ -22,9 +22,9 @@ from jspeed.recipe import Context, Recipe, Stage, without_lazy
 from jspeed.run.compute import accumulators
 from jspeed.run.compute.compiler import compiled, measured, memory_needed, out_of_memory
 from jspeed.run.compute.device import GPUS, Device, Placement
-from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
+from jspeed.run.compute.division import divisions, lanes_of_device
 from jspeed.run.compute.memory_fallbacks import Attempt, attempts
-from jspeed.run.compute.step import State, at_end, evaluate, init_state, lazy_specs, train_step, without_jit
+from jspeed.run.compute.step import State, at_end, eval_step, init_state, lazy_specs, train_step, without_jit
 
 GPU_COMPILES = 2  # at a time
 WARM_UPS = 2  # of each executable
@@ -79,8 +79,7 @@ class Program:
 def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     """Compile everything a run executes, and an evaluation of ``rows`` rows; ``placement`` is that of ``recipe``.
 
-    Raises :class:`BadInput` for a step or evaluation that needs more memory than a device has, with the micro-batch
-    that would fit.
+    Raises :class:`BadInput` for a step or evaluation that needs more memory than a device has.
     """
     if without_jit():
         return eager_program(recipe, placement, rows)
@@ -100,7 +99,7 @@ def compile_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
     last, every = fitted[-1], [attempt.program for attempt in fitted]
     steps = tuple(tuple(every[n : n + period]) for n in range(0, len(every), period))
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // mesh.shape["data"] // last.parts
-    idle = idle_state_bytes(recipe, mesh, layout)
+    idle = idle_state_bytes(recipe, placement)
     padded, evaluation = compile_evaluation(recipe, placement, micro_tokens, rows, idle)
     parts = tuple(attempt.parts for attempt in fitted[period - 1 :: period])
     end: Callable[[State], State] = lambda state: state  # noqa: E731
@@ -118,15 +117,15 @@ def compile_all(compile_one: Callable[[Job], Attempt], jobs: Sequence[Job], devi
     """
     with ThreadPoolExecutor(GPU_COMPILES if device.platform in GPUS else cores()) as pool:
         started = [pool.submit(compile_one, job) for job in jobs]
-    found = []
+    fitted = []
     for job, one in zip(jobs, started, strict=True):
         try:
-            found.append(one.result())
+            fitted.append(one.result())
         except jax.errors.JaxRuntimeError as error:
             if len(jobs) == 1 or not out_of_memory(error):
                 raise
-            found.append(compile_one(job))
-    return found
+            fitted.append(compile_one(job))
+    return fitted
 
 
 def compile_evaluation(
@@ -165,13 +164,13 @@ def eager_program(recipe: Recipe, placement: Placement, rows: int) -> Program:
         return jax.device_put(init_state(recipe, jnp.uint32(seed), layout, mesh), shardings)
 
     def step(stage: Stage, parts: int, phase: int) -> StepProgram:
-        return partial(train_step, recipe, step_context(recipe, stage, device, phase), layout, parts, mesh)
+        return partial(train_step, recipe, step_context(recipe, stage, device, phase), placement, parts)
 
     stages = zip(recipe.stages, placement.parts, strict=True)
     steps = tuple(tuple(step(*each, phase) for phase in range(recipe.period)) for each in stages)
     micro_tokens = recipe.tokens_per_step(recipe.stages[-1]) // placement.parts[-1]
     cuts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
-    evaluation = partial(evaluate, recipe, eval_context(recipe, device), layout, cuts, mesh)
+    evaluation = partial(eval_step, recipe, eval_context(recipe, device), placement, cuts)
     return Program(init, steps, evaluation, partial(at_end, recipe), micro_tokens, padded, parts=placement.parts)
 
 
@@ -181,44 +180,31 @@ def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> A
     Where one lane is too much, micro-batches are pieces of lanes, more than there are lanes. Raises :class:`BadInput`
     if the micro-batch that was asked for, or every one, needs too much memory.
     """
-    stage, wanted, mesh, device = recipe.stages[number], placement.parts[number], placement.mesh, placement.device
-    own = lanes_of_device(recipe, stage, mesh) * stage.lane_len
+    stage, mesh, device = recipe.stages[number], placement.mesh, placement.device
     limit = (device.memory or math.inf) - recipe.canonical * math.prod(impossible_shape(recipe))
-    numbers = [parts for parts in divisions(recipe, stage, mesh) if parts >= wanted]
-    too_much = 0  # bytes that the micro-batch asked for would need
 
     def lower(parts: int, head_chunk: int | None, remat: bool) -> jax.stages.Lowered:
         how = replace(placement, layout=with_remat(placement.layout)) if remat else placement
         return trace_step(recipe, stage, how, parts, phase, head_chunk).lower()
 
     measure = partial(measured, partial(compiled, device=device))
-    for tried in attempts(recipe, stage, mesh, numbers, limit, lower, measure):
-        if not tried.fits(limit):
-            too_much = tried.need if tried.parts == wanted else too_much
-            continue
-        if placement.micro_batch and tried.parts != wanted:
-            raise BadInput(
-                f"--micro-batch {placement.micro_batch} needs {too_much / 1e9:.1f} GB a device and there are "
-                f"{limit / 1e9:.1f} GB; {own // tried.parts} tokens need {tried.need / 1e9:.1f} GB and fit"
-            )
-        return tried
+    for tried in attempts(recipe, stage, mesh, placement.micro_batches[number], limit, lower, measure):
+        if tried.fits(limit):
+            return tried
+    smallest = tried.parts == divisions(recipe, stage, mesh)[-1]
+    less = (
+        "use more or larger devices, or --set a shorter lane" if smallest else "leave out --micro-batch, or give less"
+    )
     raise BadInput(
         f"recipe {recipe.name} needs {tried.need / 1e9:.1f} GB a device with "
-        f"{smallest(recipe, stage, tried.parts, own)} at once "
-        f"and there are {limit / 1e9:.1f} GB; use more or larger devices, or --set a shorter lane"
+        f"{lanes_of_device(recipe, stage, mesh) * stage.lane_len // tried.parts} tokens at once and there are "
+        f"{limit / 1e9:.1f} GB; {less}"
     )
 
 
-def smallest(recipe: Recipe, stage: Stage, parts: int, own: int) -> str:
-    """Say what the smallest micro-batch is, ``parts`` of ``own`` tokens: a lane, or a piece of one."""
-    if own // parts < stage.lane_len:
-        return f"a piece of a lane, {piece_length(stage, stage.lane_len * parts // own)} tokens,"
-    return f"one lane of {stage.lane_len} tokens"
-
-
-def idle_state_bytes(recipe: Recipe, mesh: Mesh, layout: str) -> int:
+def idle_state_bytes(recipe: Recipe, placement: Placement) -> int:
     """Bytes of optimizer state and accumulators that stay on a device during an evaluation."""
-    state, _ = state_shardings(recipe, layout, mesh)
+    state, _ = state_shardings(recipe, placement.layout, placement.mesh)
     arrays = jax.tree.leaves([part for name, part in state.items() if name != "params"])
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
@@ -237,7 +223,7 @@ def trace_step(
     tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
 
     def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
-        return train_step(recipe, ctx, layout, parts, mesh, state, tokens)
+        return train_step(recipe, ctx, placement, parts, state, tokens)
 
     # Unused arguments are kept: else arrays of the state are returned in the place of others, by copies.
     jitted = jax.jit(step, donate_argnums=0, keep_unused=True, out_shardings=(shardings, {"loss": replicated(mesh)}))
@@ -263,7 +249,7 @@ def lower_evaluation(
     bits = jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole) if recipe.canonical else None
 
     def evaluation(params: Any, rows: jax.Array, impossible: jax.Array | None) -> jax.Array:
-        return evaluate(recipe, ctx, layout, parts, mesh, params, rows, impossible)
+        return eval_step(recipe, ctx, placement, parts, params, rows, impossible)
 
     return padded, jax.jit(evaluation, out_shardings=whole).lower(state["params"], tokens, bits)
 

@@ -30,6 +30,7 @@ from jspeed.parallel.layout import (
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs, without_lazy
 from jspeed.run.compute import accumulators, division
+from jspeed.run.compute.device import Placement
 
 
 class State(TypedDict):
@@ -61,7 +62,7 @@ def init_state(recipe: Recipe, seed: jax.Array, layout: str = DEFAULT_LAYOUT, me
 
 
 def train_step(
-    recipe: Recipe, ctx: Context, layout: str, parts: int, mesh: Mesh, state: State, tokens: jax.Array
+    recipe: Recipe, ctx: Context, placement: Placement, parts: int, state: State, tokens: jax.Array
 ) -> tuple[State, dict[str, jax.Array]]:
     """One update on one global batch, its gradient accumulated over ``parts`` micro-batches.
 
@@ -70,6 +71,7 @@ def train_step(
     on its own rows, and keeps its shard of the summed gradient; the optimizer then runs on sharded parameters. With a
     pipeline the micro-batches are the pipeline's.
     """
+    mesh, layout = placement.mesh, placement.layout
     cuts, carry_specs = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
     later = gathered_per_layer(recipe, layout)
     mean = mean_weight(recipe, tokens)
@@ -143,11 +145,11 @@ def lazy_updates(
     for path, optimizer in recipe.row_optimizers().items():
         if due % specs[path].every:
             continue
-        found = accumulators.by_path(recipe, grads)[path]
+        grads_of_table = accumulators.by_path(recipe, grads)[path]
         if mesh.size > 1 and not owned(specs[path], placed[path]):
-            found = jax.tree.map(lambda a: jax.lax.all_gather(a, "data", tiled=True), found)
+            grads_of_table = jax.tree.map(lambda a: jax.lax.all_gather(a, "data", tiled=True), grads_of_table)
         kernels = ctx.use_own_kernels(optimizer.own_kernels)
-        tables[path], rows[path] = optimizer.update(found, tables[path], rows[path], kernels)
+        tables[path], rows[path] = optimizer.update(grads_of_table, tables[path], rows[path], kernels)
     return tables, rows
 
 
@@ -193,10 +195,10 @@ def gradient(
         return lazy_table.empty(p, tokens * spec.lookups, ctx.owners) if spec.lookups else p
 
     def of(leaves_: Any) -> Any:
-        def joined(spec: ParamSpec, found: Any, p: Any) -> Any:
+        def joined(spec: ParamSpec, leaf: Any, p: Any) -> Any:
             if spec.summed:
-                return p._replace(sums_VND=found)
-            return lazy_table.Lazy(p, found) if spec.lookups else found
+                return p._replace(sums_VND=leaf)
+            return lazy_table.Lazy(p, leaf) if spec.lookups else leaf
 
         return loss(map_specs(joined, recipe.parameters, leaves_, params), micro, *rest)
 
@@ -218,23 +220,23 @@ def summed_gradients(
                 return None
             return grad if spec.summed else total + grad.astype(jnp.float32)
 
-        grads, found = gradient(recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part)
+        grads, row_losses = gradient(recipe, ctx, map_specs(seeded, recipe.parameters, sums, params), loss, *part)
         sinks = map_specs(lambda spec, g: g if spec.lookups else None, recipe.parameters, grads)
-        return map_specs(added, recipe.parameters, sums, grads), (sinks, found)
+        return map_specs(added, recipe.parameters, sums, grads), (sinks, row_losses)
 
     def first(spec: ParamSpec, p: Any) -> Any:
         if spec.lookups:
             return None
         return p.sums_VND if spec.summed else jnp.zeros(p.shape, jnp.float32)
 
-    sums, (sinks, found) = jax.lax.scan(accumulate, map_specs(first, recipe.parameters, params), arrays)
+    sums, (sinks, row_losses) = jax.lax.scan(accumulate, map_specs(first, recipe.parameters, params), arrays)
 
     def joined(spec: ParamSpec, total: Any, stacked: Any, p: Any) -> Any:
         if spec.lookups:
             return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), stacked)
         return total if spec.summed else total.astype(p.dtype)
 
-    return map_specs(joined, recipe.parameters, sums, sinks, params), found
+    return map_specs(joined, recipe.parameters, sums, sinks, params), row_losses
 
 
 def piecewise_gradients(
@@ -250,16 +252,15 @@ def piecewise_gradients(
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weights, now)
         return total, jnp.sum(weigh(recipe, micro, loss_BT) * counts_BT) / ctx.stage.lane_len
 
-    grads, parts = summed_gradients(recipe, ctx, params, loss, cut_rows[:, None], counts[:, None])
-    return grads, jnp.sum(parts.reshape(rows, pieces), axis=1)
+    grads, piece_losses = summed_gradients(recipe, ctx, params, loss, cut_rows[:, None], counts[:, None])
+    return grads, jnp.sum(piece_losses.reshape(rows, pieces), axis=1)
 
 
-def evaluate(
+def eval_step(
     recipe: Recipe,
     ctx: Context,
-    layout: str,
+    placement: Placement,
     parts: int,
-    mesh: Mesh,
     params: Any,
     rows: jax.Array,
     impossible: jax.Array | None = None,
@@ -267,6 +268,7 @@ def evaluate(
     """Return the weighted mean loss of each row (fp32 ``[rows]``), ``1 / parts`` of a device's rows at a time.
 
     ``impossible`` is that of the context."""
+    mesh, layout = placement.mesh, placement.layout
     cuts, later = partitions(recipe.parameters, layout, mesh), gathered_per_layer(recipe, layout)
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, mesh.shape.get("pipe", 1)), **fetcher(recipe, mesh, cuts))
 
@@ -298,10 +300,11 @@ def mean_weight(recipe: Recipe, tokens: Any) -> Any:
     return jnp.maximum(jnp.mean(weights_BT), 1 / weights_BT.size)
 
 
-def replicated_on_all_devices(recipe: Recipe, ctx: Context, layout: str, mesh: Mesh, function: Any) -> Any:
+def replicated_on_all_devices(recipe: Recipe, ctx: Context, placement: Placement, function: Any) -> Any:
     """Return jitted ``function(gathered params in their compute dtype, array, ctx)``, whose third argument is the
     ``impossible`` of ctx; all devices do the same work."""
-    cuts, whole = partitions(recipe.parameters, layout, mesh), PartitionSpec()
+    mesh, whole = placement.mesh, PartitionSpec()
+    cuts = partitions(recipe.parameters, placement.layout, mesh)
     ctx = replace(ctx, **fetcher(recipe, mesh, cuts))
 
     def on_device(params: Any, array: jax.Array, impossible: jax.Array | None) -> Any:

@@ -33,7 +33,7 @@ class TokenRange(NamedTuple):
     end: int
 
 
-def of_data(setup: Setup, hashed: bool) -> Data:
+def data_evidence(setup: Setup, hashed: bool) -> Data:
     """Return run.json's ``data``; hashes are null unless ``hashed``.
 
     Hashes of shards that can no longer be read are null, so that the record is still written.
@@ -48,7 +48,7 @@ def of_data(setup: Setup, hashed: bool) -> Data:
         if hashed:
             with ThreadPoolExecutor(min(16, cores())) as pool:
                 hashes = list(pool.map(lambda part: sha256_of(part.path), ranges))
-            val_sha256 = sha256_of_ids(ids_of(read.rows), setup)
+            val_sha256 = sha256_of_rows(read.rows, setup)
     found: Data = {
         "name": setup.recipe.data.name,
         "fingerprint": read.shards.fingerprint,
@@ -74,18 +74,18 @@ def ids_of(rows: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
     return np.append(rows[:, :-1].reshape(-1), rows[-1, -1])
 
 
-def sha256_of_ids(ids: NDArray[np.unsignedinteger], setup: Setup) -> str:
-    """Return the SHA-256 of evaluated ids, little-endian in the recipe's dtype."""
-    return hashlib.sha256(ids.astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()).hexdigest()
+def sha256_of_rows(rows: NDArray[np.unsignedinteger], setup: Setup) -> str:
+    """Return the SHA-256 of the ids of evaluation ``rows``, little-endian in the recipe's dtype."""
+    return hashlib.sha256(ids_of(rows).astype(setup.recipe.data.dtype.newbyteorder("<")).tobytes()).hexdigest()
 
 
-def of_holdout(setup: Setup, holdout: evaluate.Holdout, params: Any) -> Holdout:
+def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -> Holdout:
     """Evaluate the track's second range of the validation tokens by the program of the first; every process must."""
     first, rows = holdout
     validation = evaluate.to_devices(rows, setup.program.eval_rows, setup.recipe, setup.placement.mesh)
     validation.impossible = setup.validation.impossible
     loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
-    sha256 = sha256_of_ids(ids_of(rows), setup)
+    sha256 = sha256_of_rows(rows, setup)
     return {"first": first, "tokens": validation.tokens, "sha256": sha256, "val_loss": loss}
 
 

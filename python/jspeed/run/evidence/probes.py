@@ -1,6 +1,5 @@
 """Validity probes after the final evaluation: conditions that a loss must meet to count as a language-model loss."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,9 +26,8 @@ Verdict = dict[str, Any]
 # The share of validation blocks that may occur verbatim in the training data. Text without near-duplicates has 0.1 %
 # of them (64 tokens, GPT-2 vocabulary), the standard library 0.2 % (64 bytes).
 OVERLAP = 0.02
-LEAK = (
-    1e-6  # nats: the same program on the same values gives the same bits; this much is left for sums in another order
-)
+# Nats: the same program on the same values gives the same bits; this much is left for sums in another order.
+LEAK = 1e-6
 SAME_LOSS = 1e-3  # nats of a mean over 128 tokens: bf16 logits of two matmul shapes differ by less
 
 
@@ -39,11 +37,11 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     With several processes each must call this, and gets the same.
     """
     params, start = state["params"], setup.at_start
-    row = setup.validation.first
+    row = setup.data.rows[0]
     before = checksum(state)
     again = validation_loss(setup.program.evaluate, params, setup.validation)
-    verdicts = tried(("causality", "evaluation_stays_on_device"), lambda: causality(setup, params, row))
-    verdicts |= tried(("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)})
+    verdicts = guarded(("causality", "evaluation_stays_on_device"), lambda: causality(setup, params, row))
+    verdicts |= guarded(("normalisation",), lambda: {"normalisation": normalisation(setup, params, row)})
     after = checksum(state)
     return verdicts | {
         "evaluation_leaves_state": {"passed": after == before, "state": before},
@@ -55,7 +53,7 @@ def run_all(setup: Setup, state: State, loss: float) -> dict[str, Verdict]:
     }
 
 
-def tried(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
+def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> dict[str, Verdict]:
     """Return what ``probe`` finds; one that raises has failed under its ``names``, and the run keeps its record.
 
     With several processes an error of the devices is raised: the other processes wait in a collective.
@@ -85,8 +83,8 @@ def no_overlap(setup: Setup) -> Verdict:
         found = overlap_of_run(setup)
         return {"no_overlap": {"passed": found <= OVERLAP, "share": found}}
 
-    verdict = json.dumps(tried(("no_overlap",), compared)) if process_index() == 0 else ""
-    return json.loads(broadcast("overlap", verdict))["no_overlap"]
+    verdicts = guarded(("no_overlap",), compared) if process_index() == 0 else None
+    return broadcast("overlap", verdicts)["no_overlap"]
 
 
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
@@ -104,7 +102,7 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
         inputs, targets = both[:1], both[1:]
         return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
 
-    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.placement.mesh, losses)
+    probe = replicated_on_all_devices(recipe, ctx, setup.placement, losses)
     tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
 
     def measured(both: np.ndarray) -> np.ndarray:
@@ -159,7 +157,7 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         found = recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
         return jnp.mean(found), jnp.mean(expected)
 
-    probe = replicated_on_all_devices(recipe, ctx, setup.options.layout, setup.placement.mesh, both)
+    probe = replicated_on_all_devices(recipe, ctx, setup.placement, both)
     tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.placement.mesh))
     found, expected = jax.device_get(probe(params, tokens, setup.validation.impossible))
     error = abs(float(found - expected))

@@ -35,8 +35,8 @@ class StartEvidence:
     plan: PlaceInPlan | None
 
 
-class Here(TypedDict):
-    """The fields of run.json on where it ran."""
+class Provenance(TypedDict):
+    """The fields of run.json on where a run ran, and in what code."""
 
     devices: Devices
     versions: Versions
@@ -48,7 +48,7 @@ class Here(TypedDict):
     environment: str
 
 
-def here(start: StartEvidence) -> Here:
+def collect(start: StartEvidence) -> Provenance:
     """Return where this run ran, with what was seen at its ``start``."""
     return {
         "devices": devices(),

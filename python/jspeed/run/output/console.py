@@ -25,6 +25,7 @@ from jspeed.record.loss_plot import loss_limits
 from jspeed.record.remarks import remarks
 from jspeed.record.schema import Unsealed, Validation
 from jspeed.run.clock import now
+from jspeed.run.compute.device import Placement
 
 NARROW = 72  # columns
 MOST = 1_000_000  # of a line that nothing wraps
@@ -77,18 +78,18 @@ def waiting(console: Console, what: str) -> Iterator[None]:
     console.print(f" {now() - began:.1f} s", style="dim")
 
 
-def layout_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh) -> None:
+def layout_table(console: Console, recipe: Recipe, placement: Placement) -> None:
     """Print how each parameter is sharded, why some are not, and what a device holds in all."""
     table = Table(box=None, pad_edge=False)
     for name in ("parameter", "shape", "sharding", "shape per device", "MB per device"):
         table.add_column(name, justify="right" if name.startswith("MB") else "left", overflow="fold")
     table.add_column("why not sharded", style="dim", overflow="fold")
     total = 0
-    for *what, size, why in describe_layout(recipe, layout, mesh):
+    for *what, size, why in describe_layout(recipe, placement.layout, placement.mesh):
         total += size
         table.add_row(*map(Text, map(str, what)), f"{size / 1e6:,.3f}", Text(why))
     table.add_row("all", "", "", "", f"{total / 1e6:,.3f}", "", style="bold")
-    console.print(f"layout {layout}, mesh {dict(mesh.shape)}", markup=False, soft_wrap=True)
+    console.print(f"layout {placement.layout}, mesh {dict(placement.mesh.shape)}", markup=False, soft_wrap=True)
     print_whole(console, table)
 
 
@@ -101,7 +102,7 @@ def print_whole(console: Console, table: Table) -> None:
     console.print(table)
 
 
-def tile_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh, name: str) -> None:
+def tile_table(console: Console, recipe: Recipe, placement: Placement, name: str) -> None:
     """Print the tiles of one parameter with the devices that hold each. Raises :class:`BadInput` for another name."""
     table = dict(leaves(recipe.parameters))
     if name not in table:
@@ -110,10 +111,9 @@ def tile_table(console: Console, recipe: Recipe, layout: str, mesh: Mesh, name: 
             f"{', '.join(table)}"
         )
     spec = table[name]
-    cut = partition(spec, layout, mesh)
-    rows = tiles(spec.shape, NamedSharding(mesh, cut))
-    local = NamedSharding(mesh, cut).shard_shape(spec.shape)
-    shapes = ["x".join(map(str, shape)) for shape in (spec.shape, local)]
+    sharding = NamedSharding(placement.mesh, partition(spec, placement.layout, placement.mesh))
+    rows = tiles(spec.shape, sharding)
+    shapes = ["x".join(map(str, shape)) for shape in (spec.shape, sharding.shard_shape(spec.shape))]
     console.print(f"{name} {shapes[0]}, tiles of {shapes[1]} on devices", markup=False, soft_wrap=True)
     grid = Table(show_header=False, show_lines=True)
     for _ in rows[0]:

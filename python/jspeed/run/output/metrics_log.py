@@ -9,7 +9,7 @@ import jax
 
 from jspeed.files import Lines
 from jspeed.record.schema import Status, Validation
-from jspeed.run.checkpoint import Checkpoint
+from jspeed.run.checkpoint import Checkpoint, MetricsLine
 from jspeed.run.clock import Clock
 from jspeed.run.output.console import Display
 from jspeed.run.output.sinks import Sink, reason
@@ -32,7 +32,7 @@ class History:
     interrupted_by: int = 130
     data_wait_seconds: float = 0.0
     dispatch_seconds: float = 0.0
-    lines: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[MetricsLine] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
     sinks: list[Sink] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -51,8 +51,8 @@ class History:
     @property
     def curve(self) -> list[Validation]:
         """The evaluations so far, in order."""
-        found = [line for line in self.lines if "val_loss" in line]
-        return [Validation(step=n["step"], timed_seconds=n["timed_seconds"], val_loss=n["val_loss"]) for n in found]
+        evaluated = [line for line in self.lines if "val_loss" in line]
+        return [Validation(step=n["step"], timed_seconds=n["timed_seconds"], val_loss=n["val_loss"]) for n in evaluated]
 
     @property
     def losses(self) -> list[float]:
@@ -93,11 +93,16 @@ class History:
         if not math.isfinite(loss):
             self.status = "diverged"
             return
-        line = {"step": self.steps, "tokens": self.tokens, "timed_seconds": seconds, "val_loss": loss}
+        line: MetricsLine = {
+            "step": self.steps,
+            "tokens": self.tokens,
+            "timed_seconds": seconds,
+            "val_loss": loss,
+        }
         self._write(line if accuracy is None else line | {"val_accuracy": accuracy})
         self.display.validation(self.curve, accuracy)
 
-    def _write(self, line: dict[str, Any]) -> None:
+    def _write(self, line: MetricsLine) -> None:
         self.lines.append(line)
         if self.metrics:
             self.metrics.write(json.dumps(line))

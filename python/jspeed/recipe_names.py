@@ -5,12 +5,17 @@ from pathlib import Path
 
 from jspeed.errors import BadInput, nearest
 
-FOLDER = Path(__file__).parents[1] / "recipes"
+FOLDER = Path(__file__).parent / "recipes"
 
 
 def known_recipes() -> list[str]:
     """Names of the recipes that come with jspeed."""
     return sorted(path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py"))
+
+
+def packaged(name: str) -> Path:
+    """Return the path of the file that a recipe called ``name`` has if it comes with jspeed."""
+    return FOLDER / f"{name.replace('-', '_')}.py"
 
 
 def locate(name_or_path: str) -> Path:
@@ -28,4 +33,4 @@ def locate(name_or_path: str) -> Path:
             f"recipe '{name_or_path}' is unknown{nearest(name_or_path, known_recipes())}; "
             f"known recipes: {', '.join(known_recipes())}; a file is given by its path, ending in .py"
         )
-    return FOLDER / f"{name_or_path.replace('-', '_')}.py"
+    return packaged(name_or_path)
