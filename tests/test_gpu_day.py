@@ -48,7 +48,7 @@ def test_what_fails_or_twice_takes_the_process_with_it_is_a_result(gpu_day, tmp_
     assert day.known["fails"]["failed"] == "ValueError: no such kernel"
     killed = "import os, pathlib, sys; from benches.gpu_day import Day\n"
     killed += "Day(pathlib.Path(sys.argv[1])).result('kills', lambda: os._exit(9))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "scripts")}
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'scripts'}{os.pathsep}{ROOT / 'python'}"}
     assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
     assert subprocess.run([sys.executable, "-c", killed, tmp_path], env=environment, timeout=120).returncode == 9
     again = gpu_day.Day(tmp_path)
@@ -112,6 +112,14 @@ ENTRY %main (p: bf16[16,16]) -> bf16[16,16] {
     }
 
 
+@pytest.fixture
+def day(tmp_path: Path) -> Path:
+    """A day's folder, where scripts/gpu_day.sh installs packages: this checkout's."""
+    (tmp_path / "day" / "site").mkdir(parents=True)
+    (tmp_path / "day" / "site" / "jspeed").symlink_to(ROOT / "python" / "jspeed")
+    return tmp_path / "day"
+
+
 def script(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": "cpu", "PYTHONPATH": ""} | more
     words = [str(ROOT / "scripts" / "gpu_day.sh"), *map(str, arguments)]
@@ -126,20 +134,20 @@ def script(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
     ]
     + [(["probe"], {"GPU_DAY": ""}, "error: there is no NVIDIA GPU in /dev; GPU_DAY=toy")],
 )
-def test_wrong_input_is_one_sentence(arguments, environment, said, tmp_path):
-    done = script(*arguments, DAY=str(tmp_path / "day"), **environment)
+def test_wrong_input_is_one_sentence(arguments, environment, said, day):
+    done = script(*arguments, DAY=str(day), **environment)
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(said), done
 
 
 @pytest.mark.slow
-def test_the_parts_at_toy_size(tmp_path):
+def test_the_parts_at_toy_size(day, tmp_path):
     """But for stages and own, which compile record 89 and jspeed2: minutes (`GPU_DAY=toy scripts/gpu_day.sh`)."""
-    toy = {"GPU_DAY": "toy", "DAY": str(tmp_path / "day"), "OUT": str(tmp_path / "out")}
+    toy = {"GPU_DAY": "toy", "DAY": str(day), "OUT": str(tmp_path / "out")}
     for part in ("probe", "product"):
         done = script(part, **toy)
         assert done.returncode == 0, done.stderr
-    found = {line["name"]: line for line in lines(tmp_path / "day")}
-    assert lines(tmp_path / "out") == lines(tmp_path / "day")
+    found = {line["name"]: line for line in lines(day)}
+    assert lines(tmp_path / "out") == lines(day)
     failed = [name for name, one in found.items() if one.get("failed") or one.get("wrong") or "seconds" not in one]
     assert failed == ["preflight own kernels"]  # which need a GPU
     assert found["attention xla as r29"]["both_ms"] > 0 and found["run r29"]["status"] == "stopped"

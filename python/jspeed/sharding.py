@@ -29,7 +29,7 @@ from jspeed.plan.findings import Finding, axes_of
 from jspeed.plan.schema import MatmulRow
 from jspeed.plan.shard_map_checks import walk
 from jspeed.plan.views.tables import Table
-from jspeed.plan.views.terminal import LEVELS, show
+from jspeed.plan.views.terminal import LEVELS, print_table
 from jspeed.recipe import leaves
 
 WIDTH = 120  # characters of a printed line
@@ -88,7 +88,7 @@ class Report:
             "matmuls",
             ["line", "runs", "on a device", "FLOPs of all", "times those needed"],
             [
-                [hlo.short(row["source"]) or "unknown", str(row["count"]), _shape(row["shape"]),
+                [hlo.file_and_line(row["source"]) or "unknown", str(row["count"]), _shape(row["shape"]),
                  f"{row['flops']:,.0f}", f"{row['redundancy']:.2f}" if row["redundancy"] else "-"]
                 for row in self.matmuls
             ],
@@ -98,7 +98,7 @@ class Report:
             "collectives",
             ["kind", "along", "bytes a device", "runs", "line"],
             [
-                [one.kind, " ".join(one.along), f"{one.bytes:,}", str(one.runs), hlo.short(one.source)]
+                [one.kind, " ".join(one.along), f"{one.bytes:,}", str(one.runs), hlo.file_and_line(one.source)]
                 for one in self.collectives
             ],
             "XLA for CPUs writes a reduce-scatter as an all-reduce, or an all-to-all, and a slice.",
@@ -190,7 +190,7 @@ def _text(*parts: RenderableType | Table) -> str:
     console = Console(file=written, width=WIDTH, highlight=False)
     for part in parts:
         if isinstance(part, Table):
-            show(console, part)
+            print_table(console, part)
         else:
             console.print(part)
     return written.getvalue().rstrip()
@@ -254,7 +254,7 @@ def _exchanges(kernels: Iterable[cost.Kernel], mesh: Mapping[str, int]) -> list[
         if one := kernel.collective:
             source = one.instruction.source
             # What JAX itself adds around the function is said to come from the line above that traces it.
-            runs[one.kind, one.along(mesh), one.bytes, "" if source.startswith(__file__) else source] += kernel.times
+            runs[one.kind, one.along(mesh), one.bytes, "" if source.startswith(__file__) else source] += kernel.runs
     return [Exchange(*what, count) for what, count in runs.items()]
 
 

@@ -63,6 +63,15 @@ def scored_shape(spec: ParamSpec, stage: Stage) -> tuple[int, ...]:
     return tuple(min(size, stage.scored or size) if axis == "vocab" else size for size, axis in sizes)
 
 
+def scored_heads(recipe: Recipe, stage: Stage) -> list[tuple[int, int]]:
+    """Return (rows that are scored in training, bytes of a logit) of each head."""
+    heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
+    return [
+        (scored_shape(spec, stage)[spec.axes.index("vocab")], jnp.dtype(spec.compute or spec.dtype).itemsize)
+        for spec in heads
+    ]
+
+
 def active_matmul_parameters(recipe: Recipe, stage: Stage) -> int:
     """Number of parameters in matmul weights that multiply a token in training: shapes are :func:`scored_shape`."""
 

@@ -10,19 +10,19 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from benches.nanogpt import contest
-from benches.versus import finite, our_run
+from benches.versus import or_nan, our_run
 from jspeed.commands.flags import check_folders
 from jspeed.errors import BadInput
-from jspeed.fields import File, Folder, Wants
+from jspeed.fields import Count, File, Folder, Wants
 from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
-from jspeed.plan.views.terminal import show
+from jspeed.plan.views.terminal import print_table
 from jspeed.record import loss_plot
 
 
 def cpu(
     recipes: Annotated[tuple[str, ...], Wants("RECIPE")] = (),
-    rounds: int = 1,
+    rounds: Count = 1,
     versus: Folder | None = None,
     python: File | None = None,
     json_: File | None = None,
@@ -39,8 +39,6 @@ def cpu(
         json_: Write every run's record and the medians here.
         svg: Draw the validation curves of the first round here.
     """
-    if rounds < 1:
-        raise BadInput(f"--rounds {rounds}: must be at least 1")
     check_folders({"--json": json_, "--svg": svg})
     if versus is not None:
         if svg:
@@ -57,7 +55,7 @@ def cpu(
                 run_dir = Path(folder) / f"{Path(recipe).stem}-{seed}"
                 runs[recipe].append(our_run(recipe, None, run_dir, seed, {}, ()))
     summary = {recipe: _medians(found) for recipe, found in runs.items()}
-    show(Console(), _table(summary))
+    print_table(Console(), _table(summary))
     if json_:
         write_whole(json_, json.dumps({"summary": summary, "runs": runs}, indent=2) + "\n")
     if svg:
@@ -79,7 +77,7 @@ def _medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "n": len(runs),
         "reached": sum(run["reached"] for run in runs),
         "timed_seconds": median("timed_seconds"),
-        "val_loss": statistics.mean(finite(run["val_loss"]) for run in runs),
+        "val_loss": statistics.mean(or_nan(run["val_loss"]) for run in runs),
         "steps": runs[0]["steps"],
         "step_ms": 1e3 * median("timed_seconds") / runs[0]["steps"],
         "compile_seconds": median("compile_seconds"),

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benches.text import at_least, timed
+from benches.text import timed
 from jspeed.errors import BadInput
+from jspeed.fields import Count
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
 from jspeed.model.fp8 import E4M3, E5M2
@@ -35,14 +36,13 @@ WIDTH, MLP_WIDTH, HEADS = 768, 3072, 6  # record 89's
 DOCUMENT = 700  # tokens
 
 
-def fused(tokens: int = 49_152, rounds: int = 20) -> None:
+def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
     """Milliseconds of each own kernel and of its reference, as XLA compiles it, in turn on the same arrays.
 
     Args:
         tokens: Rows; default: a device's in the last stage of record 89.
         rounds: Times of each, of 10 calls in a row; medians are printed.
     """
-    at_least(1, rounds=rounds, tokens=tokens)
     if jax.default_backend() != "gpu":
         raise BadInput(f"bench.py fused needs a Hopper GPU, JAX has found {jax.devices()[0].device_kind}")
     x, up, g, down, h = (
@@ -59,14 +59,14 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         "all in FP8": (squared_relu_matmul_fp8, squared_relu_matmul_fp8_reference, forward),
         "gradient in FP8": (squared_relu_gradient_fp8, squared_relu_gradient_fp8_reference, backward),
         "FP8 copies": (partial(cast, dtype=E5M2), partial(cast_reference, dtype=E5M2), (g, jnp.float32(1e-3))),
-        **of_heads(tokens),
-        **of_tables(tokens),
+        **head_cases(tokens),
+        **table_cases(tokens),
     }
     print(
         f"{tokens:,} tokens, {WIDTH} x {MLP_WIDTH}, {jax.devices()[0].device_kind}, JAX {jax.__version__}; ms, medians"
     )
     for name, (kernel, reference, arrays) in cases.items():
-        calls = [partial(jax.jit(way, compiler_options=options_for("gpu")), *arrays) for way in (kernel, reference)]
+        calls = [partial(jax.jit(each, compiler_options=options_for("gpu")), *arrays) for each in (kernel, reference)]
         spent: list[list[float]] = [[], []]
         for _ in range(rounds):
             for call, times in zip(calls, spent, strict=True):
@@ -77,7 +77,7 @@ def fused(tokens: int = 49_152, rounds: int = 20) -> None:
         print(f"{name:<20}{ours:8.3f} kernel {theirs:8.3f} XLA   ratio {ours / theirs:.2f}")
 
 
-def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
+def head_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
     """QK-norm with rotary, composed heads, XSA and a pointer, each with its gradients: kernel, reference, arrays."""
 
     def drawn(number: int, *shape: int) -> jax.Array:
@@ -114,7 +114,7 @@ def of_heads(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., A
     }
 
 
-def of_tables(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
+def table_cases(tokens: int) -> dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, ...]]]:
     """A norm beside a residual stream, with its gradients, and sums of the gradients of equal n-grams."""
     x, rows = (jax.random.normal(jax.random.key(n), (1, n * tokens, WIDTH), jnp.bfloat16) for n in (1, 2))
     norms = [with_gradients(partial(add_normed, lambda a: [a], own_kernels=own)) for own in (True, False)]

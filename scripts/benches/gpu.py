@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benches.steps import ALL_STAGES, Row, Setting, measured, peak
+from benches.steps import ALL_STAGES, Row, Settings, measure_recipe, peak_flops
 from benches.versus import race
 from jspeed import accelerators
 from jspeed.cluster.rank import visible_gpus
 from jspeed.commands.flags import check_folders, refuse
 from jspeed.data import find_split
 from jspeed.errors import BadInput
-from jspeed.fields import Fields, File, Wants
+from jspeed.fields import Count, Fields, File, Wants
 from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
@@ -38,14 +38,14 @@ FLOPS_FORMULA = "FLOPs/token = 6 x matmul parameters + 12 x width x keys a causa
 
 def gpu(
     recipe: Annotated[tuple[str, ...], Wants("RECIPE")] = (),
-    steps: int | None = None,
+    steps: Count | None = None,
     data: Path | None = None,
-    micro_batch: int | None = None,
+    micro_batch: Count | None = None,
     attention: str | None = None,
     set: Fields = (),
     json_: File | None = None,
     versus: Annotated[str | None, Wants("CMD")] = None,
-    rounds: int | None = None,
+    rounds: Count | None = None,
     svg: File | None = None,
 ) -> int:
     """Measure one training step of recipes on the GPUs or TPUs there are; or race a recipe against another program.
@@ -67,20 +67,17 @@ def gpu(
         rounds: With --versus, runs of each: ours theirs, theirs ours, ...; default 1.
         svg: With --versus, draw the curves here.
     """
-    for flag, value in {"--steps": steps, "--rounds": rounds}.items():
-        if value is not None and value < 1:
-            raise BadInput(f"{flag} {value}: must be at least 1")
     check_folders({"--json": json_, "--svg": svg})
     if versus is not None:
         if data is None or len(recipe) > 1:
             raise BadInput("--versus needs --data DIR, the tokens both train on, and at most one --recipe")
-        refuse([] if steps is None else ["--steps"], "--versus runs whole trainings")
+        refuse({"--steps": steps}, "--versus runs whole trainings")
         require_accelerator(bool(visible_gpus(os.environ) or accelerators.find().tpus))  # JAX would take its memory
         flags = {"--micro-batch": micro_batch, "--attention": attention}
         return race((recipe or ("r29",))[0], versus, data, rounds or 1, flags, set, json_, svg)
     if svg:
         raise BadInput("--svg draws the curves of --versus CMD; give both or neither")
-    refuse([] if rounds is None else ["--rounds"], "without --versus CMD every recipe is measured once")
+    refuse({"--rounds": rounds}, "without --versus CMD every recipe is measured once")
     found = [find(name, set) for name in recipe or RECIPES]
     jax.config.update("jax_enable_compilation_cache", False)
     mesh = make_mesh()
@@ -88,7 +85,7 @@ def gpu(
         require_accelerator(False)
         keep_freed_memory()
     shards = None if data is None else find_split(data, "train")
-    setting = Setting(mesh, attention, micro_batch, steps or 30, shards)
+    setting = Settings(mesh, attention, micro_batch, steps or 30, shards)
     default = device_of(mesh, attention)
     console = Console(highlight=False, width=170)
     for line in opening(setting, default):
@@ -98,13 +95,13 @@ def gpu(
     for each in found:
         own: list[Row] = []
         try:
-            own.extend(measured(each.recipe, each.hash, setting))
+            own.extend(measure_recipe(each.recipe, each.hash, setting))
         except BadInput as error:
             if len(found) == 1:
                 raise
             failed[each.recipe.name] = str(error)
         except jax.errors.JaxRuntimeError as error:  # out of memory, or a kernel that XLA could not build
-            failed[each.recipe.name] = why(error, each.recipe, mesh)
+            failed[each.recipe.name] = failure_reason(error, each.recipe, mesh)
         show(console, each.recipe, own, setting, failed.get(each.recipe.name))
         rows += own
     if json_:
@@ -115,7 +112,7 @@ def gpu(
             "git": provenance.git(Path(__file__).parent),
             "kernels": {"attention": default.attention, "fp8": default.fp8},
             "data": str(data) if data else None,
-            "peak_flops": peak(mesh),
+            "peak_flops": peak_flops(mesh),
             "formulas": {"mfu": MFU_FORMULA, "flops_per_token": FLOPS_FORMULA},
             "failed": failed,
             "rows": [dataclasses.asdict(row) for row in rows],
@@ -134,7 +131,7 @@ def require_accelerator(there: bool) -> None:
         )
 
 
-def why(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
+def failure_reason(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
     """Return the reason why XLA could not run a step."""
     reason = str(error).splitlines()[0]
     if "RESOURCE_EXHAUSTED" not in reason:
@@ -149,20 +146,20 @@ def why(error: Exception, recipe: Recipe, mesh: Mesh) -> str:
     )
 
 
-def opening(setting: Setting, device: Device) -> Iterator[str]:
+def opening(setting: Settings, device: Device) -> Iterator[str]:
     """Yield what all measurements share."""
     mesh = setting.mesh
     kind = mesh.devices.flat[0].device_kind
     yield f"{mesh.size} x {kind}, layout {DEFAULT_LAYOUT}, FP8 {device.fp8}; attention as each recipe gets it"
     tokens = "token shards, through the loader" if setting.shards else "synthetic tokens, on the devices already"
     yield f"{setting.steps} steps one by one, then as many in a row; {tokens}; compiled without a cache"
-    if flops := peak(mesh):
+    if flops := peak_flops(mesh):
         yield f"MFU = {MFU_FORMULA}; peak {flops / 1e12:.1f} T; {FLOPS_FORMULA}"
     else:
         yield f"no MFU: the peak FLOP/s of '{kind}' are not in python/jspeed/plan/targets"
 
 
-def show(console: Console, recipe: Recipe, rows: list[Row], setting: Setting, failure: str | None) -> None:
+def show(console: Console, recipe: Recipe, rows: list[Row], setting: Settings, failure: str | None) -> None:
     """Print the figures of one recipe and the kernels of each stage."""
     console.rule(f"[bold]{escape(recipe.name)}[/]", align="left")
     if len(recipe.stages) > ALL_STAGES:

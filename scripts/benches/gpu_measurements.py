@@ -23,7 +23,7 @@ from jspeed.model.attention import attention, find_documents
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
 from jspeed.plan.cost import kernels
-from jspeed.plan.target import facts_of, parse_target
+from jspeed.plan.target import data_sheet_of, parse_target
 from jspeed.recipe import Stage
 from jspeed.run.clock import now, utc_now
 from jspeed.run.compute import preflight_checks
@@ -56,12 +56,11 @@ def environment() -> dict[str, Any]:
     """Date, device and versions."""
     first = jax.devices()[0]
     stats = first.memory_stats() or {}
-    facts = facts_of(first.device_kind)
     return {
         "date": utc_now()[:10],
         "device": first.device_kind,
         "count": len(jax.devices()),
-        "planned_as": facts is not None,
+        "planned_as": data_sheet_of(first.device_kind) is not None,
         "memory_GB": stats.get("bytes_limit", 0) / 1e9,
         "cudnn": loaded_cudnn(),
         "versions": provenance.versions(),
@@ -163,7 +162,7 @@ def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
     found = loaded(name, sets)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     backend = None if attention == "-" else attention
-    setting = steps.Setting(mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None)
+    setting = steps.Settings(mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None)
     row, texts, _ = steps.measure_stage(found.recipe, found.hash, len(found.recipe.stages) - 1, setting)
     facts = dataclasses.asdict(row)
     profile = facts.pop("profile")
@@ -182,16 +181,16 @@ def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
 
 def predicted(texts: list[str], last: Stage) -> dict[str, float]:
     """Milliseconds of a step by family of kernels, as ``jspeed plan`` counts them in this program; idle: launches."""
-    target = parse_target("h200x1" if "H200" in jax.devices()[0].device_kind else "h100x1")
+    cluster = parse_target("h200x1" if "H200" in jax.devices()[0].device_kind else "h100x1")
     found: defaultdict[str, float] = defaultdict(float)
     for text in texts:
         listed = kernels(text, last.max_doc_len)
         for kernel in listed:
             if not kernel.collective:
                 found[kernel.kind] += (
-                    1e3 * kernel.times * max(predict.kernel_seconds(kernel, target.facts)) / len(texts)
+                    1e3 * kernel.runs * max(predict.kernel_seconds(kernel, cluster.target.data_sheet)) / len(texts)
                 )
-        times, _ = predict.times(listed, target)
+        times, _ = predict.simulate(listed, cluster)
         found["idle"] += 1e3 * times.launches / len(texts)
         found["empty blocks, in attention"] += 1e3 * times.empty_blocks / len(texts)
     return found

@@ -45,7 +45,7 @@ def steps(text: np.ndarray, first: int, count: int) -> Iterator[np.ndarray]:
         yield text[start : start + STEP].reshape(ROWS, -1)
 
 
-def measured(text: np.ndarray, held: int, threads: int) -> tuple[float, float, ContextIndex, Matches]:
+def seconds_a_token(text: np.ndarray, held: int, threads: int) -> tuple[float, float, ContextIndex, Matches]:
     """CPU seconds a token of push and of query once ``held`` tokens are there, medians of three steps."""
     index = ContextIndex(held + 3 * STEP, threads=threads)
     whole = held // STEP
@@ -64,7 +64,7 @@ def measured(text: np.ndarray, held: int, threads: int) -> tuple[float, float, C
 def rows(text: np.ndarray, held: int) -> Iterator[Row]:
     """What there is to say of an index of ``held`` tokens."""
     before = megabytes("RssAnon")
-    push, query, index, found = measured(text, held, 1)
+    push, query, index, found = seconds_a_token(text, held, 1)
     grown = megabytes("RssAnon") - before
     at = f"{held / 1e6:g} M tokens held"
     yield Row("push", 1e-6 / push, "M tokens/s and core", None, f"{at}, {1e9 * push:.0f} ns a token")
@@ -75,7 +75,7 @@ def rows(text: np.ndarray, held: int) -> Iterator[Row]:
     stated = f"{index.nbytes / 1e6:.0f} MB; the process grew by {grown:.0f} MB"
     yield Row("memory over what is stated", 1e6 * grown / index.nbytes, "x", 1.5, stated)
     for cores in (16, 96):
-        push, query, *_ = measured(text, held, cores)
+        push, query, *_ = seconds_a_token(text, held, cores)
         note = f"by arithmetic: CPU time of {cores} threads"
         yield Row(
             f"a step of {STEP:,} tokens on {cores} cores", 1e3 * STEP * (push + query) / cores, "ms", STEP_MS, note

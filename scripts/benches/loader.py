@@ -113,10 +113,7 @@ def opening(folder: Path) -> Iterator[Row]:
     paths = sorted(folder.iterdir())
     for count, below in (103, 10), (1030, 100):
         yield Row(
-            f"open and validate {count} shards of 200 MB",
-            median(9, partial(open_shards, paths[:count])),
-            "ms",
-            below,
+            f"open and validate {count} shards of 200 MB", median(9, partial(open_shards, paths[:count])), "ms", below
         )
 
 

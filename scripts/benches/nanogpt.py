@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from benches.versus import finite, our_run
+from benches.versus import or_nan, our_run
 from jspeed.data.find_shards import HEADER_BYTES, find_split
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
-from jspeed.plan.views.terminal import show
+from jspeed.plan.views.terminal import print_table
 from jspeed.run.find_recipe import find
 from jspeed.run.setup import data_folder
 
@@ -51,7 +51,7 @@ def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: i
                     print("nanoGPT: {loss:.4f} in {seconds:.1f} s, {steps} steps".format(**found[who][-1]), flush=True)
                 else:
                     run = our_run(who, data, Path(place) / f"{Path(who).stem}-{number}", number, {}, ())
-                    loss = finite(run["val_loss"])
+                    loss = or_nan(run["val_loss"])
                     found[who].append({"seconds": run["timed_seconds"], "loss": loss, "steps": run["steps"]})
     seconds = {who: statistics.median(run["seconds"] for run in runs) for who, runs in found.items()}
     reached = {who: sum(run["loss"] <= TARGET for run in runs) for who, runs in found.items()}
@@ -66,7 +66,7 @@ def contest(recipes: Sequence[str], folder: Path, python: Path | None, rounds: i
         for who, runs in found.items()
     ]
     title = f"medians of n={rounds}, seconds of training alone; target {TARGET} nats per character"
-    show(Console(highlight=False), Table(title, ("", "timed s", "nanoGPT's / its", "loss", "reached it"), rows))
+    print_table(Console(highlight=False), Table(title, ("", "timed s", "nanoGPT's / its", "loss", "reached it"), rows))
     if json_file:
         content = {"setting": SETTING, "target": TARGET, "runs": found, "seconds": seconds}
         write_whole(json_file, json.dumps(content, indent=1) + "\n")

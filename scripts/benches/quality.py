@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 from rich.console import Console
 
-from benches.versus import finite, first_at, our_run
+from benches.versus import first_at, or_nan, our_run
 from jspeed.commands.flags import check_folders
 from jspeed.corpus import chunks
 from jspeed.corpus.sources import text_files
@@ -21,11 +21,11 @@ from jspeed.corpus.tokenizers import tiktoken_encoding
 from jspeed.data.folder import EncodedDocuments, write_folder
 from jspeed.data.manifest import Description, Split
 from jspeed.errors import BadInput
-from jspeed.fields import File, Wants
+from jspeed.fields import Count, File, Positive, Wants
 from jspeed.files import write_whole
 from jspeed.leaderboard.stats import better_than, pooled_sigma
 from jspeed.plan.views.tables import Table
-from jspeed.plan.views.terminal import show
+from jspeed.plan.views.terminal import print_table
 from jspeed.recipe import Recipe
 from jspeed.record import loss_plot
 from jspeed.run.find_recipe import find
@@ -64,9 +64,9 @@ IN_STEPS = ("STEPS", "WARMUP", "MOMENTUM_WARMUP", "MOMENTUM", "COOLDOWN", "SHARE
 def quality(
     texts: Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)],
     recipes: Annotated[tuple[str, ...], Wants("NAME")] = ("r29", "r62", "r89"),
-    shorter: float = 4.0,
-    seeds: int = 3,
-    tokens: int = 10_000_000,
+    shorter: Positive = 4.0,
+    seeds: Count = 3,
+    tokens: Count = 10_000_000,
     json_: File | None = None,
     svg: File | None = None,
 ) -> None:
@@ -84,38 +84,38 @@ def quality(
             interrupted comparison resumes, and more seeds or recipes join it.
         svg: Draw the validation curves of seed 1 against tokens here.
     """
-    if seeds < 1 or shorter <= 0:
-        raise BadInput(f"--seeds {seeds} --shorter {shorter}: must be at least 1, and above 0")
     check_folders({"--json": json_, "--svg": svg})
     sets = {label: settings(label, shorter) for label in recipes}
     trained = {label: tokens_after(label, sets[label]) for label in recipes}
-    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | earlier(json_, shorter)
+    curves: dict[str, list[list[tuple[int, float]]]] = {label: [] for label in recipes} | read_curves(json_, shorter)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         lengths = write_tokens(folder / "tokens", texts, tokens)
         for label in recipes:
-            check_enough(label, find(parts(label)[0], sets[label], trace=False).recipe, lengths)
+            check_enough(label, find(name_and_sets(label)[0], sets[label], trace=False).recipe, lengths)
         for seed in range(1, seeds + 1):
             for number, label in enumerate(recipes):
                 if len(curves[label]) >= seed:
                     continue
                 run_dir = folder / f"{number}-{seed}"
-                run = our_run(parts(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label])
+                run = our_run(
+                    name_and_sets(label)[0], folder / "tokens", run_dir, seed, {"--target-loss": 0.1}, sets[label]
+                )
                 curves[label].append(
-                    [(trained[label][point["step"]], finite(point["val_loss"])) for point in run["curve"]]
+                    [(trained[label][point["step"]], or_nan(point["val_loss"])) for point in run["curve"]]
                 )
                 if json_:
                     found = {"shorter": shorter, "beginning": BEGINNING, "curves": curves, "compared": compare(curves)}
                     write_whole(json_, json.dumps(found, indent=1) + "\n")
     rows = compare(curves)
-    show(Console(), table(rows))
+    print_table(Console(), table(rows))
     if svg:
         points = {label: [(tokens / 1e6, loss) for tokens, loss in found[0]] for label, found in curves.items()}
         goal = rows[recipes[0]]["loss"]
         loss_plot.curves_svg(svg, points, goal, "width 128, same tokens in the same order", "million tokens")
 
 
-def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple[int, float]]]]:
+def read_curves(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple[int, float]]]]:
     """Return the curves that ``json_file`` has, by recipe; the first is of seed 1.
 
     Raises:
@@ -137,14 +137,14 @@ def earlier(json_file: Path | None, shorter: float) -> dict[str, list[list[tuple
     return {label: [[(t, loss) for t, loss in curve] for curve in curves] for label, curves in found["curves"].items()}
 
 
-def parts(label: str) -> list[str]:
+def name_and_sets(label: str) -> list[str]:
     """Split ``NAME[:FIELD=VALUE ...]``; a value may have colons of its own."""
     return re.split(r":(?=[A-Z][A-Z0-9_]*=)", label)
 
 
 def settings(label: str, shorter: float) -> list[str]:
     """Return the ``--set`` of a recipe at this size, ``NAME[:FIELD=VALUE ...]``."""
-    name, *own = parts(label)
+    name, *own = name_and_sets(label)
     sized = name if name in SETS else find(name, trace=False).recipe.parent
     if sized not in SETS:
         raise BadInput(f"recipe '{name}' has no small size here, nor its parent; those that have: {', '.join(SETS)}")
@@ -166,7 +166,7 @@ def settings(label: str, shorter: float) -> list[str]:
 
 def tokens_after(label: str, sets: Sequence[str]) -> list[int]:
     """Return the tokens that a run has trained on after 0, 1, 2, ... steps."""
-    recipe = find(parts(label)[0], sets, trace=False).recipe
+    recipe = find(name_and_sets(label)[0], sets, trace=False).recipe
     steps = (recipe.tokens_per_step(stage) for stage in recipe.stages for _ in range(stage.steps))
     return list(accumulate(steps, initial=0))
 

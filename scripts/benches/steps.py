@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jspeed.data import Shards
 from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import batch_rows, replicated
-from jspeed.plan.target import facts_of
+from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
@@ -65,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Settings:
     """What all measurements share."""
 
     mesh: Mesh
@@ -75,19 +75,29 @@ class Setting:
     shards: Shards | None
 
 
-def measured(recipe: Recipe, recipe_hash: str, setting: Setting) -> Iterator[Row]:
+class Timing(NamedTuple):
+    """What was measured of a stage's steps, in seconds."""
+
+    alone: list[float]  # of each step that is waited for
+    in_a_row: float  # of a step among as many that are not
+    wait: float  # for data, a step
+    loss: float  # of the last step
+    profile: Profile | str
+
+
+def measure_recipe(recipe: Recipe, recipe_hash: str, setting: Settings) -> Iterator[Row]:
     """Measure the stages of a recipe one after the other, on one training state."""
     state = None
-    for index in chosen(len(recipe.stages)):
+    for index in stages_to_measure(len(recipe.stages)):
         row, _, state = measure_stage(recipe, recipe_hash, index, setting, state)
         yield row
 
 
 def measure_stage(
-    recipe: Recipe, recipe_hash: str, index: int, setting: Setting, state: State | None = None
+    recipe: Recipe, recipe_hash: str, index: int, setting: Settings, state: State | None = None
 ) -> tuple[Row, list[str], State]:
     """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps, the last state)."""
-    mesh, stage, best = setting.mesh, recipe.stages[index], peak(setting.mesh)
+    mesh, stage, best = setting.mesh, recipe.stages[index], peak_flops(setting.mesh)
     device = device_of(mesh, setting.attention, recipe=recipe)
     began = now()
     phases = range(recipe.period)
@@ -100,9 +110,9 @@ def measure_stage(
         init = jax.jit(lambda seed: init_state(recipe, seed, DEFAULT_LAYOUT, mesh), out_shardings=shardings)
         state = init(jax.device_put(np.uint32(1), replicated(mesh)))
     before = peak_bytes(mesh)
-    state, times = run(steps, state, recipe, stage, setting)
+    state, timing = run(steps, state, recipe, stage, setting)
     most = peak_bytes(mesh)
-    rate = recipe.tokens_per_step(stage) / times["in_a_row"]
+    rate = recipe.tokens_per_step(stage) / timing.in_a_row
     flops = flops_per_token(recipe, stage)
     row = Row(
         recipe=recipe.name,
@@ -118,9 +128,9 @@ def measure_stage(
         remat=last.remat,
         compile_seconds=compile_seconds,
         steps=setting.steps,
-        step_ms_median=1e3 * statistics.median(times["alone"]),
-        step_ms_p99=1e3 * float(np.percentile(times["alone"], 99)),
-        step_ms_in_a_row=1e3 * times["in_a_row"],
+        step_ms_median=1e3 * statistics.median(timing.alone),
+        step_ms_p99=1e3 * float(np.percentile(timing.alone, 99)),
+        step_ms_in_a_row=1e3 * timing.in_a_row,
         tokens_per_second=rate,
         tokens_per_second_per_device=rate / mesh.size,
         flops_per_token=flops,
@@ -128,17 +138,17 @@ def measure_stage(
         memory_needed=max(memory_needed(step) for step in steps),
         # The allocator's peak is the process's, XLA's trials of kernels included: only a new one is this stage's.
         memory_peak=most if most and most > (before or 0) else None,
-        data_wait_ms=1e3 * times["wait"] if setting.shards else None,
-        loss=times["loss"],
-        profile=times["profile"],
+        data_wait_ms=1e3 * timing.wait if setting.shards else None,
+        loss=timing.loss,
+        profile=timing.profile,
     )
     return row, [str(step.as_text()) for step in steps], state
 
 
 def run(
-    steps: Sequence[Callable[[State, jax.Array], Any]], state: State, recipe: Recipe, stage: Stage, setting: Setting
-) -> tuple[State, dict[str, Any]]:
-    """Run steps and return (state, seconds of each step ``alone``, of one ``in_a_row``, of a data ``wait``, ...).
+    steps: Sequence[Callable[[State, jax.Array], Any]], state: State, recipe: Recipe, stage: Stage, setting: Settings
+) -> tuple[State, Timing]:
+    """Run steps and return (the last state, what was measured).
 
     Where a recipe's steps take turns, all of a period are run and profiled together, and their time is divided by
     their number.
@@ -183,13 +193,7 @@ def run(
         in_a_row = (now() - began) / (len(steps) * setting.steps)
         seen = profile(one)
     loss = float(jax.device_get(metrics["loss"]))
-    return state, {
-        "alone": alone,
-        "in_a_row": in_a_row,
-        "wait": waits / (len(steps) * setting.steps),
-        "loss": loss,
-        "profile": seen,
-    }
+    return state, Timing(alone, in_a_row, waits / (len(steps) * setting.steps), loss, seen)
 
 
 def synthetic(recipe: Recipe, stage: Stage, seed: int = 0) -> np.ndarray:
@@ -208,15 +212,15 @@ def synthetic(recipe: Recipe, stage: Stage, seed: int = 0) -> np.ndarray:
     return tokens
 
 
-def chosen(stages: int) -> list[int]:
+def stages_to_measure(stages: int) -> list[int]:
     """Indices of the stages to measure."""
     return list(range(stages)) if stages <= ALL_STAGES else [0, stages // 2, stages - 1]
 
 
-def peak(mesh: Mesh) -> float | None:
+def peak_flops(mesh: Mesh) -> float | None:
     """Peak dense bf16 FLOP/s of one device, or None for a kind that is no target of ``jspeed plan``."""
-    facts = facts_of(mesh.devices.flat[0].device_kind)
-    return facts.peak_flops["bf16"] if facts else None
+    sheet = data_sheet_of(mesh.devices.flat[0].device_kind)
+    return sheet.peak_flops["bf16"] if sheet else None
 
 
 def peak_bytes(mesh: Mesh) -> int | None:

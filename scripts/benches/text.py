@@ -17,8 +17,7 @@ from jspeed.corpus import chunks, parallel_tokenise, process_pool
 from jspeed.corpus.sources import text_files
 from jspeed.corpus.tokenizers import bytes_tokenizer, tiktoken_encoding
 from jspeed.data.manifest import TokenizerFacts
-from jspeed.errors import BadInput
-from jspeed.fields import Wants
+from jspeed.fields import Count, Wants, integer
 from jspeed.inference.generate import Generator, Sampling
 from jspeed.inference.trained import Model
 from jspeed.parallel.mesh import make_mesh
@@ -30,7 +29,7 @@ from jspeed.run.find_recipe import find
 Texts = Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)]
 
 
-def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
+def tokenise(inputs: Texts, processes: Count = 2, rounds: Count = 5) -> None:
     """Tokens a second of prepare.py's tokenising and of a plain loop over tiktoken's encode_ordinary.
 
     Both read the same files, take each document's text from them and write its tokens to disk; neither is charged for
@@ -41,7 +40,6 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
         processes: Processes that tokenise.
         rounds: Measurements of each, in turn; medians are printed.
     """
-    at_least(1, processes=processes, rounds=rounds)
     encoding = tiktoken_encoding("gpt2")
     encode = partial(parallel_tokenise.encode, "gpt2", "before", encoding.eot_token)
     paths = [path for _, path in text_files(inputs)]
@@ -75,14 +73,14 @@ def tokenise(inputs: Texts, processes: int = 2, rounds: int = 5) -> None:
             rates["plain"].append(tokens / seconds)
             (once, first), (several, longer) = timed(lambda: ours(folder, 1)), timed(lambda: ours(folder, 5))
             rates["ours"].append((several - once) / (longer - first))
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+    medians = {name: statistics.median(values) for name, values in rates.items()}
     print(f"{tokens:,} tokens, {rounds} rounds of each in turn, medians")
     print(f"plain tiktoken loop            {medians['plain'] / 1e6:6.2f} M tokens/s")
     print(f"prepare.py, {processes} process(es)       {medians['ours'] / 1e6:6.2f} M tokens/s")
     print(f"ratio                          {medians['ours'] / medians['plain']:6.2f}")
 
 
-def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> None:
+def generate(recipe: str = "stdlib", positions: Annotated[int, integer(3)] = 256, rounds: Count = 3) -> None:
     """Tokens a second of greedy generation with the cache, and with a whole forward pass for each token.
 
     Args:
@@ -90,19 +88,17 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
         positions: Length of the text, all of it generated.
         rounds: Measurements of each, in turn; medians are printed.
     """
-    at_least(3, positions=positions)
-    at_least(1, rounds=rounds)
-    found = find(recipe, [f"LANE_LEN={positions}", f"EVAL_LEN={positions}", f"EVAL_TOKENS={positions}"])
-    params = init_parameters(found.recipe.parameters, jax.random.key(0))
+    loaded = find(recipe, [f"LANE_LEN={positions}", f"EVAL_LEN={positions}", f"EVAL_TOKENS={positions}"])
+    params = init_parameters(loaded.recipe.parameters, jax.random.key(0))
     params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     facts: TokenizerFacts = {**bytes_tokenizer().described(), "bos_id": None}
-    generator = Generator(Model(found, params, mesh, facts), 1, Sampling(0.0))
-    context = eval_context(found.recipe, device_of(mesh, "xla"))
+    generator = Generator(Model(loaded, params, mesh, facts), 1, Sampling(0.0))
+    context = eval_context(loaded.recipe, device_of(mesh, "xla"))
 
     @jax.jit
     def whole(params, tokens_BT, place):
-        return jnp.argmax(found.recipe.forward(params, tokens_BT, context)[0, place, :257])
+        return jnp.argmax(loaded.recipe.forward(params, tokens_BT, context)[0, place, :257])
 
     def cached() -> list[int]:
         return [int(token[0]) for token in generator([[1]], positions - 1)]
@@ -114,26 +110,19 @@ def generate(recipe: str = "stdlib", positions: int = 256, rounds: int = 3) -> N
             tokens[0, place + 1] = whole(params, tokens, place)
         return tokens[0, 1:].tolist()
 
-    ways: dict[str, Callable[[], list[int]]] = {"with the cache": cached, "whole forward passes": forwards}
-    same = [way() for way in ways.values()]  # also compiles
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    methods: dict[str, Callable[[], list[int]]] = {"with the cache": cached, "whole forward passes": forwards}
+    same = [method() for method in methods.values()]  # also compiles
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(rounds):
-        for name, way in ways.items():
-            seconds[name].append(timed(way)[1])
-    medians = [statistics.median(found) for found in seconds.values()]
+        for name, method in methods.items():
+            seconds[name].append(timed(method)[1])
+    medians = [statistics.median(values) for values in seconds.values()]
     print(
         f"{recipe}, {positions} positions, {rounds} rounds of each in turn, medians; same tokens: {same[0] == same[1]}"
     )
-    for name, median in zip(ways, medians, strict=True):
+    for name, median in zip(methods, medians, strict=True):
         print(f"{name:<22}{(positions - 1) / median:8.0f} tokens/s")
     print(f"ratio                 {medians[1] / medians[0]:8.1f}")
-
-
-def at_least(least: int, **numbers: int) -> None:
-    """Raise :class:`BadInput` for a flag below ``least``."""
-    for name, value in numbers.items():
-        if value < least:
-            raise BadInput(f"--{name} {value}: must be at least {least}")
 
 
 def timed(call: Callable) -> tuple:

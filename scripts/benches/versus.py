@@ -16,7 +16,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.files import write_whole
 from jspeed.plan.views.tables import Table
-from jspeed.plan.views.terminal import show
+from jspeed.plan.views.terminal import print_table
 from jspeed.record import loss_plot
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
@@ -53,14 +53,14 @@ def race(
                     curves[who].append(their_curve(command, data))
                     continue
                 run = our_run(recipe, data, Path(folder) / str(number), number + 1, flags, sets)
-                curves[who].append([(p["step"], p["timed_seconds"], finite(p["val_loss"])) for p in run["curve"]])
+                curves[who].append([(p["step"], p["timed_seconds"], or_nan(p["val_loss"])) for p in run["curve"]])
                 target, title = run["target_loss"], f"{run['recipe']} against {command[:40]}, {run['devices']['kind']}"
     needed = compare(curves["ours"], curves["theirs"])
     console = Console(highlight=False, width=150)
     for number in range(rounds):
-        show(console, curve_table(f"round {number + 1}", curves["ours"][number], curves["theirs"][number]))
+        print_table(console, curve_table(f"round {number + 1}", curves["ours"][number], curves["theirs"][number]))
     if needed:
-        show(console, needed_table(needed, rounds))
+        print_table(console, needed_table(needed, rounds))
     else:
         console.print("there is no loss that both reached")
     if json_file:
@@ -81,17 +81,7 @@ def our_run(
     recipe: str, data: Path | None, run_dir: Path, seed: int, flags: Mapping[str, object], sets: Sequence[str]
 ) -> Run:
     """Train ``recipe`` with speedrun.py, on its own data without ``data``, and return its run.json."""
-    words = [
-        sys.executable,
-        SPEEDRUN,
-        recipe,
-        "--run-dir",
-        run_dir,
-        "--seed",
-        seed,
-        "--no-progress",
-        "--no-sample",
-    ]
+    words = [sys.executable, SPEEDRUN, recipe, "--run-dir", run_dir, "--seed", seed, "--no-progress", "--no-sample"]
     for flag, value in {"--data": data, **flags}.items():
         words += [] if value is None else [flag, value]
     words += ["--set", *sets] if sets else []
@@ -102,7 +92,7 @@ def our_run(
     return read_run(run_dir / "run.json")
 
 
-def finite(loss: float | None) -> float:
+def or_nan(loss: float | None) -> float:
     """Return a loss of run.json, which has null for one that is not finite: nan."""
     return math.nan if loss is None else loss
 

@@ -9,9 +9,9 @@ import jax
 import pytest
 
 from jspeed.plan import predict
-from jspeed.plan.compile import Step, compile_stages, hardware_for, lower, memory_by_kind, with_stage
+from jspeed.plan.compile import Step, compile_stages, lower, memory_by_kind, place_on_target, with_stage
 from jspeed.plan.describe import describe_stage
-from jspeed.plan.plan import make_plan
+from jspeed.plan.make import make_plan
 from jspeed.plan.target import parse_target, without_machine_code
 from jspeed.run.compute import compiler
 from jspeed.run.find_recipe import find
@@ -33,7 +33,7 @@ def steps_of(mesh, name: str) -> list[Step]:
 def test_flops_of_r29(mesh):
     """6 for each weight of a matrix and each token, Newton-Schulz on a device's share, attention by keys seen."""
     recipe, _, _ = compiled(mesh(8), "r29")
-    hardware = hardware_for(EIGHT, "zero1")
+    placement = place_on_target(recipe, EIGHT, "zero1")
     tokens, width, up, vocabulary = 49152, 768, 3072, 50304
     matmuls = 6 * tokens * (44 * width * width + 24 * width * up + vocabulary * width)
     newton_schulz = 5 * (6 * 3 * 2 * width**3 + 3 * (2 * 2 * width**2 * up + 2 * width**3))
@@ -41,7 +41,7 @@ def test_flops_of_r29(mesh):
         keys = [sum(min(t + 1, window) for t in range(2048)) / 2048 for window in stage.windows]
         del keys[7]  # the layer without attention
         attention = 2 * 7 * tokens * width * sum(keys)  # two matmuls forward and five backward
-        described = describe_stage(recipe, hardware, 1, step)
+        described = describe_stage(recipe, placement, 1, step)
         assert described["flops"] == pytest.approx(matmuls + newton_schulz + attention, rel=0.01)
         assert described["flops_by_part"]["attention scores"] == pytest.approx(attention, rel=1e-6)
         assert described["flops_by_part"]["optimizer"] == pytest.approx(newton_schulz, rel=1e-5)  # and the gates
@@ -53,20 +53,20 @@ def test_flops_of_r29(mesh):
         assert collectives == {"all-gather": 5, "reduce-scatter": 5}
 
 
-@pytest.mark.parametrize("name", [published.recipe for published in predict.PUBLISHED])
+@pytest.mark.parametrize("name", [published.recipe for published in predict.MEASURED])
 def test_rooflines_of_published_programs(mesh, name):
     """The numbers that the calibration stands on follow from the compiled programs, within what a compiler changes."""
     steps = steps_of(mesh, name)
-    [published] = [p for p in predict.PUBLISHED if p.recipe == name]
-    seconds = sum(step.stage.steps * predict.times(step.kernels, EIGHT)[0].total for step in steps)
+    [published] = [p for p in predict.MEASURED if p.recipe == name]
+    seconds = sum(step.stage.steps * predict.simulate(step.kernels, EIGHT)[0].total for step in steps)
     assert 1e3 * seconds / sum(step.stage.steps for step in steps) == pytest.approx(published.roofline_ms, rel=0.03)
 
 
 def test_memory_is_the_compilers(mesh):
     """Arguments and peak are those of memory_analysis; parameters, optimizer state and batch are counted by hand."""
-    hardware = hardware_for(EIGHT, "zero1")
     found = find(BAD)
-    [step] = compile_stages(found.recipe, hardware)
+    placement = place_on_target(found.recipe, EIGHT, "zero1")
+    [step] = compile_stages(found.recipe, placement)
     state = 2 * 4096 * 128 // 8 + 8 * 128 * 128 // 8
     kinds = memory_by_kind(step)
     assert kinds["parameters"] == 4 * state
@@ -80,15 +80,16 @@ def test_memory_is_the_compilers(mesh):
 def test_a_plan_needs_no_machine_code(mesh, monkeypatch):
     """The same text and memory with the pretended assembler, LLVM's least effort, and kernels of an earlier program."""
     monkeypatch.delenv("XLA_FLAGS")  # XLA has read them
-    hardware, recipe = hardware_for(EIGHT, "zero1"), find(BAD).recipe
+    recipe = find(BAD).recipe
+    placement = place_on_target(recipe, EIGHT, "zero1")
     quick = without_machine_code()
     kept = Path(quick["xla_gpu_kernel_cache_file"])
     assert quick.keys() - {"xla_gpu_kernel_cache_file"} == {"xla_gpu_cuda_data_dir", "xla_backend_optimization_level"}
     programs, sizes = [], []
     for more in (None, quick, quick):
         jax.clear_caches()
-        lowered = lower(recipe, recipe.stages[0], hardware, 1)
-        programs.append(compiler.compiled(lowered, hardware.device, more))
+        lowered = lower(recipe, recipe.stages[0], placement, 1)
+        programs.append(compiler.compiled(lowered, placement.device, more))
         sizes.append(kept.stat().st_size if kept.exists() else 0)
     assert sizes[0] < sizes[1] and sizes[2] < 1.1 * sizes[1]
     assert len({program.as_text() for program in programs}) == 1
@@ -104,19 +105,20 @@ def test_a_plan_needs_no_machine_code(mesh, monkeypatch):
     ],
 )
 def test_each_deliberate_fault_is_found(h100, sets, names):
-    plan = make_plan(find(BAD, sets), hardware_for(EIGHT, "zero1"))
-    found = {finding["name"] for finding in plan["findings"] if finding["level"] == "error"}
-    assert found - {"exposed-collective"} == names  # so small a step has no compute to overlap its collectives
+    found = find(BAD, sets)
+    plan = make_plan(found, place_on_target(found.recipe, EIGHT, "zero1"))
+    errors = {finding["name"] for finding in plan["findings"] if finding["level"] == "error"}
+    assert errors - {"exposed-collective"} == names  # so small a step has no compute to overlap its collectives
 
 
 def test_several_nodes_and_other_gpus(h100):
     found = find(BAD, ["LANES=32", "MATRICES=32"])
-    plan = make_plan(found, hardware_for(parse_target("h100x8x4"), "zero1"))
+    plan = make_plan(found, place_on_target(found.recipe, parse_target("h100x8x4"), "zero1"))
     assert (plan["devices"], plan["nodes"], plan["mesh"]) == (32, 4, {"data": 32})
     assert {one["group"] for one in plan["stages"][0]["collectives"]} == {32}
     for kind in ("a100", "b200", "h200"):
-        hardware = hardware_for(parse_target(f"{kind}x1"), "zero1")
-        [step] = compile_stages(found.recipe, hardware)
+        placement = place_on_target(found.recipe, parse_target(f"{kind}x1"), "zero1")
+        [step] = compile_stages(found.recipe, placement)
         assert sum(kernel.flops for kernel in step.kernels) > 0
 
 

@@ -3,13 +3,13 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from jax.profiler import ProfileData
 
+from jspeed.commands import main
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.find_recipe import find
@@ -80,15 +80,15 @@ def test_time_grows_with_steps(monkeypatch, count):
 
     monkeypatch.setattr(steps, "profile", lambda one: "none")
     recipe, mesh = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1])
-    setting = steps.Setting(mesh, None, None, count, None)
+    setting = steps.Settings(mesh, None, None, count, None)
 
     def step(state, tokens):
         later = Later(pool)
         return later, {"loss": later}
 
     with ThreadPoolExecutor(1) as pool:
-        _, times = steps.run([step], Later(pool), recipe, recipe.stages[0], setting)
-    assert len(times["alone"]) == count and min(times["alone"]) >= 0.02 and times["in_a_row"] >= 0.02
+        _, timing = steps.run([step], Later(pool), recipe, recipe.stages[0], setting)
+    assert len(timing.alone) == count and min(timing.alone) >= 0.02 and timing.in_a_row >= 0.02
 
 
 def test_a_recipe_is_measured_with_the_attention_that_it_trains_with(monkeypatch):
@@ -97,7 +97,7 @@ def test_a_recipe_is_measured_with_the_attention_that_it_trains_with(monkeypatch
     recipe, mesh, asked = find("stdlib", TINY).recipe, make_mesh({"data": 1}, jax.devices()[:1]), []
     monkeypatch.setattr(steps, "device_of", lambda *arguments, **named: asked.append((*arguments, named)) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        next(steps.measured(recipe, "hash", steps.Setting(mesh, "xla", None, 2, None)))
+        next(steps.measure_recipe(recipe, "hash", steps.Settings(mesh, "xla", None, 2, None)))
     assert asked == [(mesh, "xla", {"recipe": recipe})]
 
 
@@ -129,11 +129,13 @@ def test_a_step_that_does_not_fit_is_one_error_message():
     from benches import gpu
 
     mesh, recipe = make_mesh({"data": 1}, jax.local_devices()[:1]), find("stdlib").recipe
-    said = gpu.why(RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70823337560 bytes.\nmore"), recipe, mesh)
+    said = gpu.failure_reason(
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 70823337560 bytes.\nmore"), recipe, mesh
+    )
     assert said.startswith(
         "recipe stdlib does not fit into the memory of 1 x cpu: 70.8 GB were asked for at once; give"
     )
-    assert gpu.why(RuntimeError("INTERNAL: no\nmore"), recipe, mesh) == "recipe stdlib failed: INTERNAL: no"
+    assert gpu.failure_reason(RuntimeError("INTERNAL: no\nmore"), recipe, mesh) == "recipe stdlib failed: INTERNAL: no"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,7 @@ def test_a_machine_without_a_gpu_measures_its_cpu_only_if_told_to(versus, monkey
 
     ran = []
     monkeypatch.setattr(gpu, "race", lambda *_: ran.append("race"))
-    monkeypatch.setattr(gpu, "measured", lambda *_: ran.append("steps") or ())
+    monkeypatch.setattr(gpu, "measure_recipe", lambda *_: ran.append("steps") or ())
     monkeypatch.setattr(gpu, "visible_gpus", lambda _: 0)
     words = {"recipe": ("stdlib",), "set": tuple(TINY), "versus": versus, "data": tmp_path if versus else None}
     before = jax.config.values["jax_platforms"]
@@ -177,10 +179,7 @@ def test_a_machine_without_a_gpu_measures_its_cpu_only_if_told_to(versus, monkey
     assert ran == ["race" if versus else "steps"]
 
 
-@pytest.mark.parametrize(("name", "flag"), [("tokenise", "rounds"), ("generate", "rounds"), ("fused", "rounds")])
-def test_no_rounds_are_refused(name, flag):
-    from benches import fused, text
-
-    call = {"tokenise": partial(text.tokenise, ()), "generate": text.generate, "fused": fused.fused}[name]
-    with pytest.raises(BadInput, match=f"--{flag} 0: must be at least 1"):
-        call(**{flag: 0})
+@pytest.mark.parametrize("words", ["tokenise a.txt", "generate", "fused", "cpu --recipes stdlib", "gpu"])
+def test_no_rounds_are_refused(words):
+    with pytest.raises(BadInput, match="--rounds '0'"):
+        main.call(["bench", *words.split(), "--rounds", "0"])

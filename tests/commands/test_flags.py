@@ -144,7 +144,7 @@ def given(
 
 
 def test_flags_follow_from_the_signature():
-    command = Command(given, groups={"where it goes": ("path", "out")})
+    command = Command(given, groups={"where it goes": "path out"})
     words = "a b c --number=-1e3 --when later --path x/p --out o --no-sure --set A=1 B=2 --set C=3"
     assert parse(command, words.split(), "given")() == 3
     assert got == ("a", ("b", "c"), -1000.0, "later", "p", "o", False, ("A=1", "B=2", "C=3"))
@@ -180,7 +180,7 @@ def drawn(shape: Shape, dry: bool = False) -> int:
 
 
 def test_the_fields_of_a_dataclass_are_flags(capsys):
-    command = Command(drawn, groups={"size": ("height", "dry", "width"), "rest": ("set_",)})
+    command = Command(drawn, groups={"size": "height dry width", "rest": "set_"})
     assert parse(command, "a --width 2 --dry --height 3 --set A=1 B=2".split(), "drawn")() == 3
     assert got == (Shape("a", 2, 3, ("A=1", "B=2")), True)
     assert parse(command, [], "drawn")() == 3 and got == (Shape(), False)

@@ -11,6 +11,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from jspeed.commands import sample as sample_
+from jspeed.commands.evaluate import evaluate
 from jspeed.commands.export import export
 from jspeed.commands.run import write_samples
 from jspeed.corpus import named_data_sets
@@ -173,6 +174,13 @@ def test_sample_script(run, capsys, tmp_path):
             sample_.sample(run.run_dir, **arguments)
     with pytest.raises(BadInput, match="neither model.safetensors nor a whole checkpoint|has no config.json"):
         sample_.sample(tmp_path)
+
+
+def test_evaluate_script(run, capsys, tmp_path):
+    evaluate(run.run_dir, data=run.data, json_=tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert f"{figures['loss']:.4f} nats" in capsys.readouterr().out
+    assert figures["loss"] == pytest.approx(record(run)["val_loss"], rel=1e-4) and figures["accuracy"] is None
 
 
 def test_control_characters_are_printed_as_text_and_kept_in_files(run, capsys, monkeypatch):

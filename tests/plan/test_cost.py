@@ -64,7 +64,7 @@ def test_flops(kernels):
     # Documents of 2,048 tokens: token t of one sees min(t + 1, 1409) keys.
     keys = sum(min(t + 1, 1409) for t in range(2048)) / 2048
     assert attention.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
-    [_, wider] = cost.with_windows(kernels, {1409: 4096}, None)[-2:]
+    [*_, wider] = cost.kernels(TEXT.replace("1409", "4096"))
     keys = sum(min(t + 1, 4096) for t in range(49152)) / 49152
     assert wider.flops == pytest.approx(2 * 2 * 6 * 49152 * 128 * keys)
 
@@ -104,11 +104,6 @@ def test_own_attention_counts_the_blocks_it_visits(name, matmuls, packed, window
     visited = sum(np.ptp(np.flatnonzero(row)) + 1 for row in blocks) * 16 * 8
     assert call.flops == matmuls * 2 * 2 * 3 * 64 * visited
     assert call.bytes == 4 * 2 * 2 * 100 * 3 * 64 + 4 * 2 * 100 + 4 * 2 * 3 * 100  # every array once
-    if window:
-        assert (
-            cost.with_windows([call], {window: 4096}, 40)[0].flops
-            == cost.kernels(text.replace(f"window{window}", "window0"), max_doc_len=40)[0].flops
-        )
 
 
 @pytest.mark.parametrize(("name", "matmuls"), [("forward", 2), ("dmixed", 1), ("dq", 3), ("dk_dv", 3)])
@@ -119,7 +114,6 @@ def test_composed_heads_count_all_blocks_in_reach(name, matmuls):
     assert call.kind == f"attention_{'forward' if name == 'forward' else 'backward'}"
     assert cost.part_of(call, {}) == "attention scores"
     assert call.flops == matmuls * 2 * 2 * 3 * 64 * 112 * 48  # seven blocks of 16, the last one not full
-    assert cost.with_windows([call], {48: 96, 16: 32}, None) == (call,)
 
 
 @pytest.mark.parametrize(("name", "matmuls"), [("forward", 1), ("dq", 2), ("dk", 2)])
@@ -138,7 +132,6 @@ def test_the_pointer_counts_the_blocks_it_visits(name, matmuls, window):
     blocks = (seen.T if name == "dk" else seen).reshape(7, 16, 14, 8).any((1, 3))
     visited = sum(np.ptp(np.flatnonzero(row)) + 1 for row in blocks) * 16 * 8
     assert call.flops == matmuls * 2 * 2 * 64 * visited
-    assert cost.with_windows([call], {window: 2, window + 1: 2}, 40) == (call,)
 
 
 # As XLA writes calls of splash attention for a TPU, but for code and some operands. Its metadata has line ends.
@@ -274,25 +267,25 @@ def test_parts(kernels):
 
 
 def test_times_by_hand(kernels):
-    facts, fractions = H100.facts, predict.FRACTIONS
-    total, collectives = predict.times(kernels, H100)
-    copy = 2 * 2 * 49152 * 768 / (facts.hbm_bytes_per_second * fractions["memory"])
+    sheet, fractions = H100.target.data_sheet, predict.FRACTIONS
+    total, collectives = predict.simulate(kernels, H100)
+    copy = 2 * 2 * 49152 * 768 / (sheet.hbm_bytes_per_second * fractions["memory"])
     sent = 48 * 768 * 768 * 2 * 7 / 8 / (450e9 * fractions["communication"]) + predict.LATENCY
     assert total.communication == pytest.approx(sent)
     assert total.exposed_communication == pytest.approx(sent - copy)
     assert collectives[0] == pytest.approx((sent, sent - copy))
     assert total.compute + total.memory + total.exposed_communication + total.launches == pytest.approx(total.total)
-    by_flops, _ = predict.kernel_seconds(kernels[3], facts)
+    by_flops, _ = predict.kernel_seconds(kernels[3], sheet)
     assert by_flops == pytest.approx(2 * 49152 * 768 * 768 / (989.4e12 * fractions["matmul"]))
 
 
 def test_launches_and_empty_blocks(kernels, monkeypatch):
     """Record 29: 192 documents in 24 rows of 2,048, so 168 slots without a token, of 16 tiles and 6 heads each."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    runs = sum(kernel.times for kernel in kernels if not kernel.collective)
-    assert predict.times(kernels, H100)[0].launches == pytest.approx(runs * predict.GAP)
+    runs = sum(kernel.runs for kernel in kernels if not kernel.collective)
+    assert predict.simulate(kernels, H100)[0].launches == pytest.approx(runs * predict.GAP)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0")
-    total, _ = predict.times(kernels, H100)
+    total, _ = predict.simulate(kernels, H100)
     assert total.launches == pytest.approx(runs * predict.GAP_WITHOUT_GRAPHS)
     assert total.empty_blocks == pytest.approx(191 * 384 * 6 * predict.EMPTY_BLOCK / 132)  # one call, by lanes
     assert predict.launch_gap(parse_target("v6ex8")) == 0
@@ -303,10 +296,10 @@ def test_launches_and_empty_blocks(kernels, monkeypatch):
         attributes=f"backend_config={config}",
     )  # fmt: skip
     assert attention.empty_blocks(call) == 2 * 168 * 16 * 6  # a large kernel and two small ones, each half of it
-    idle = kernels[0]._replace(collective=None, times=11, empty_blocks=attention.empty_blocks(call))
-    empty = predict.times([idle], H100)[0].empty_blocks
+    idle = kernels[0]._replace(collective=None, runs=11, empty_blocks=attention.empty_blocks(call))
+    empty = predict.simulate([idle], H100)[0].empty_blocks
     assert empty == pytest.approx(11 * 2 * 168 * 16 * 6 * predict.EMPTY_BLOCK / 132)
-    whole = predict.times([idle], H100)[0]
+    whole = predict.simulate([idle], H100)[0]
     assert whole.fitted == pytest.approx(whole.total * predict.slowdown() + empty)
 
 

@@ -66,7 +66,7 @@ ENTRY %main (z: (s32[], bf16[256,256])) -> (s32[], bf16[256,256]) {
     [(TPU_LOOP, 12), (TPU_LOOP.replace("direction=LT", "direction=NE"), 1), (TPU_LOOP.replace("%twelve)", "%j)"), 1)],
 )
 def test_loops_of_a_tpu_run_as_often_as_their_condition_says(text, times):
-    assert [kernel.times for kernel in cost.kernels(text) if kernel.flops] == [times]
+    assert [kernel.runs for kernel in cost.kernels(text) if kernel.flops] == [times]
 
 
 # A layer's weights of a stack, cut out by a fusion within the matmul's, and activations that stay on the chip.

@@ -9,8 +9,8 @@ import pytest
 
 from jspeed.plan import findings
 from jspeed.plan.attention import workspace_bytes
-from jspeed.plan.cudnn import plans
-from jspeed.plan.cudnn.plans import Answer, Answers, Call
+from jspeed.plan.cudnn import ask
+from jspeed.plan.cudnn.ask import Answer, Answers, Call
 from jspeed.plan.hlo import instructions
 from jspeed.plan.target import known_targets, load_target
 
@@ -26,16 +26,16 @@ BACKWARD = [
     Call(True, 8, 12, 1024, 64, packed=False, causal=True, window=0),  # llmc
 ]
 needs_cudnn = pytest.mark.skipif(
-    os.environ.get("JSPEED_TEST_CUDNN") != "1" or plans.folder() is None or shutil.which("cc") is None,
+    os.environ.get("JSPEED_TEST_CUDNN") != "1" or ask.wheels_folder() is None or shutil.which("cc") is None,
     reason="needs the real cuDNN and a C compiler: make test-cudnn",
 )
 
 
 @pytest.fixture(scope="module")
 def asked() -> Answers:
-    site = plans.folder()
+    site = ask.wheels_folder()
     assert site
-    return plans.ask(site, load_target("h100"), BACKWARD + [call._replace(backward=False) for call in BACKWARD])
+    return ask.ask(site, load_target("h100"), BACKWARD + [call._replace(backward=False) for call in BACKWARD])
 
 
 @needs_cudnn
@@ -56,9 +56,9 @@ def test_workspace_is_what_plans_count(asked, call):
 
 @needs_cudnn
 def test_what_cudnn_refuses_is_an_error_of_the_plan():
-    site = plans.folder()
+    site = ask.wheels_folder()
     assert site
-    answers = plans.ask(site, load_target("h100"), [R29._replace(width=127), R29])
+    answers = ask.ask(site, load_target("h100"), [R29._replace(width=127), R29])
     [found] = findings.refused_by_cudnn(answers)
     assert found.level == "error" and "127" in found.text and not answers.by_call[R29].refused
 
@@ -67,10 +67,10 @@ def test_what_cudnn_refuses_is_an_error_of_the_plan():
 @pytest.mark.parametrize("kind", sorted(k for k in known_targets() if load_target(k).capability >= (8, 0)))
 def test_other_gpus(kind):
     """Packed from Hopper on, as runs call it, else causal."""
-    site, target = plans.folder(), load_target(kind)
+    site, target = ask.wheels_folder(), load_target(kind)
     assert site
     call = R29 if target.capability >= (9, 0) else BACKWARD[-1]
-    [answer] = plans.ask(site, target, [call]).by_call.values()
+    [answer] = ask.ask(site, target, [call]).by_call.values()
     counted = workspace_bytes(target.capability, call.documents, call.heads, call.length, call.width)
     assert answer.workspace_bytes == pytest.approx(counted, rel=1e-3), answer
 
@@ -84,12 +84,12 @@ def test_calls_are_asked_on_all_cores_and_answered_in_their_order(monkeypatch, t
         said = [{"version": "9.28.1"}, *({"engine": f"eng{call['window']}", "workspace": 1} for call in calls)]
         return SimpleNamespace(stdout="\n".join(map(json.dumps, said)), stderr="", returncode=0)
 
-    monkeypatch.setattr(plans, "cores", lambda: 2)
-    monkeypatch.setattr(plans.subprocess, "run", run)
+    monkeypatch.setattr(ask, "cores", lambda: 2)
+    monkeypatch.setattr(ask.subprocess, "run", run)
     (tmp_path / "driver" / "h100").mkdir(parents=True)
     (tmp_path / "driver" / "h100" / "libcudart.so.13").touch()
     calls = [R29._replace(window=window) for window in range(5)]
-    answers = plans.ask(tmp_path, load_target("h100"), calls)
+    answers = ask.ask(tmp_path, load_target("h100"), calls)
     assert sorted(shares) == [2, 3] and list(answers.by_call) == calls
     assert [answer.engine for answer in answers.by_call.values()] == [f"eng{window}" for window in range(5)]
 
@@ -118,4 +118,4 @@ ENTRY %main (p: bf16[24,6,2048,128]) -> (bf16[24,6,2048,128], bf16[24,6,2048,128
   ROOT %two = ({row}, {row}, {row}, u8[77]{{0}}) custom-call(%p), custom_call_target="{call}", backend_config={config}
 }}
 """
-    assert plans.calls([*instructions(text), *instructions(text)]) == [R29]
+    assert ask.attention_calls([*instructions(text), *instructions(text)]) == [R29]

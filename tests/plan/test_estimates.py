@@ -48,7 +48,7 @@ def test_published_parameter_counts(name, count):
 
 def said(recipe, layout, mesh, limit) -> str:
     console = Console(width=200, file=io.StringIO())
-    terminal.estimates(console, recipe, layout, mesh, limit)
+    terminal.print_estimates(console, recipe, layout, mesh, limit)
     return console.file.getvalue()
 
 

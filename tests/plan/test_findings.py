@@ -12,12 +12,14 @@ from jax.sharding import PartitionSpec as P
 from jspeed.parallel import layout as layouts
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import cost, findings
-from jspeed.plan.compile import Hardware
-from jspeed.plan.plan import make_plan, narrow_vocabulary
-from jspeed.plan.target import parse_target
+from jspeed.plan.make import make_plan
+from jspeed.recipe import leaves
 from jspeed.run.compute import program
 from jspeed.run.compute.device import Device, Placement
 from jspeed.run.find_recipe import find
+from jspeed.sizes import scored_heads
+
+from .test_plan import placement_here
 
 BAD = str(Path(__file__).with_name("faulty_recipe.py"))
 HERE = Device("cpu", "xla", "emulated", 8192, memory=10**10)
@@ -25,8 +27,8 @@ HERE = Device("cpu", "xla", "emulated", 8192, memory=10**10)
 
 def plan_here(*sets: str, layout: str = "zero1"):
     """Plan faulty_recipe.py for 8 H100s, its programs compiled for eight devices of this CPU."""
-    hardware = Hardware(make_mesh({"data": 8}), layout, HERE, parse_target("h100x8"))
-    return make_plan(find(BAD, sets), hardware)
+    found = find(BAD, sets)
+    return make_plan(found, placement_here(found.recipe, layout, at_once=8192))
 
 
 def errors(plan) -> set[str]:
@@ -142,18 +144,17 @@ def test_logits_are_arrays_over_the_vocabulary():
     assert not [*findings.wide_logits(LOGITS.replace("DIM", "272"), 1024, None)]  # the head computes in fp32
 
 
-def test_a_head_in_fp32_by_the_recipe_has_no_vocabulary_to_look_for():
-    recipe = find(BAD).recipe
-    assert narrow_vocabulary(recipe, recipe.stages[0]) == 4096
-    recipe = find(BAD, ("COMPUTE=float32",)).recipe
-    assert narrow_vocabulary(recipe, recipe.stages[0]) is None
+def test_heads_have_rows_that_are_scored_and_the_size_of_a_logit():
+    for sets, size in (((), 2), (("COMPUTE=float32",), 4)):
+        recipe = find(BAD, sets).recipe
+        assert scored_heads(recipe, recipe.stages[0]) == [(4096, size)]
 
 
 def test_a_matrix_cut_over_another_axis_is_not_replicated():
     toy = ["VOCAB=272", "BOS=5", "WIDTH=256", "LAYERS=1", "HEADS=4", "MLP_WIDTH=1024", "LANES=8", "LANE_LEN=32"]
     recipe = find("llmc", [*toy, "EVAL_LEN=32", "EVAL_TOKENS=320"]).recipe
     mesh = make_mesh({"data": 4, "model": 2})
-    specs = findings.by_path(recipe, "tp", mesh)
+    specs = dict(leaves(layouts.partitions(recipe.parameters, "tp", mesh)))
     found = findings.replicated_parameters(recipe, specs, mesh)
     assert not [f for f in found if findings.axes_of(specs[f.text.split()[0]])]
 

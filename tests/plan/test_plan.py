@@ -9,24 +9,26 @@ from typing import get_args
 
 import jax
 import pytest
+from jax.sharding import Mesh
 from rich.console import Console
 
 import jspeed.plan.compile
-import jspeed.plan.plan
+import jspeed.plan.make
 from jspeed.errors import BadInput
 from jspeed.fields import check_json
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import describe, hlo, predict
-from jspeed.plan.compile import Hardware, by_difference, compile_stages, compile_that_fits, with_stage
-from jspeed.plan.plan import candidates, make_plan, memory_summary, require_devices, search
+from jspeed.plan.compile import TargetPlacement, compile_stages, compile_that_fits, with_stage
+from jspeed.plan.make import candidates, make_plan, memory_summary, search
 from jspeed.plan.schema import Allocation, Kind, Plan
 from jspeed.plan.target import parse_target, without_machine_code
 from jspeed.plan.views import tables, terminal
-from jspeed.recipes import r89, r92
+from jspeed.recipe import Recipe
+from jspeed.recipes import r92
 from jspeed.run.compute import compiler, memory_fallbacks, program
 from jspeed.run.compute.accumulators import first_alike, updates
 from jspeed.run.compute.compiler import DoesNotFit
-from jspeed.run.compute.device import Device, Placement
+from jspeed.run.compute.device import Device
 from jspeed.run.compute.division import place
 from jspeed.run.find_recipe import find
 from jspeed.sizes import parameter_count
@@ -37,30 +39,35 @@ SMALL = ["VOCAB=1024", "MATRICES=1", "LANE_LEN=512", "LANES=16"]
 FOUND = find(str(Path(__file__).with_name("faulty_recipe.py")), SMALL)
 
 
-def hardware_for(layout: str = "zero1", memory: int = 10**10) -> Hardware:
-    device = Device("cpu", "xla", "emulated", 64, memory)
-    return Hardware(make_mesh({"data": 8}), layout, device, parse_target("h100x8"))
-
-
-def taking(hardware, micro_batch):
-    return replace(hardware, device=replace(hardware.device, micro_batch=micro_batch))
+def placement_here(
+    recipe: Recipe = FOUND.recipe,
+    layout: str = "zero1",
+    memory: int = 10**10,
+    at_once: int = 64,
+    micro_batch: int | None = None,
+    mesh: Mesh | None = None,
+    platform: str = "cpu",
+) -> TargetPlacement:
+    """Eight devices of this CPU in the place of eight H100s, which take ``at_once`` tokens or ``micro_batch``."""
+    device = Device(platform, "xla", "emulated", at_once, memory)
+    placed = place(recipe, mesh or make_mesh({"data": 8}), layout, device, micro_batch)
+    return TargetPlacement(cluster=parse_target("h100x8"), **vars(placed))
 
 
 @pytest.fixture(scope="module")
 def plan():
     """The plan and, as "step", the compiled step that it is made of."""
     with pytest.MonkeyPatch.context() as patch:
-        steps = compile_stages(FOUND.recipe, hardware_for())
-        patch.setattr(jspeed.plan.plan, "compile_stages", lambda *_: steps)
-        return make_plan(FOUND, hardware_for()) | {"step": steps[0]}
+        steps = compile_stages(FOUND.recipe, placement_here())
+        patch.setattr(jspeed.plan.make, "compile_stages", lambda *_: steps)
+        return make_plan(FOUND, placement_here()) | {"step": steps[0]}
 
 
 @pytest.fixture(scope="module")
 def rows():
     """Where one micro-batch does not fit, a smaller one is tried."""
-    [large] = search(FOUND, [taking(hardware_for(), 1024)])
-    tight = hardware_for(memory=large["peak_bytes"] - 1)
-    return search(FOUND, [taking(tight, 1024)])
+    [large] = search(FOUND, [placement_here(at_once=1024)])
+    return search(FOUND, [placement_here(memory=large["peak_bytes"] - 1, at_once=1024)])
 
 
 def test_keys(plan, rows):
@@ -102,7 +109,7 @@ def test_numbers(plan):
     assert sum(row["seconds"] for row in plan["bottlenecks"]) == pytest.approx(kernels / 100 * predict.slowdown())
     shares = [row["share"] for row in plan["bottlenecks"]]
     assert shares == sorted(shares, reverse=True)
-    price = parse_target("h100x8").facts.dollars_per_hour
+    price = parse_target("h100x8").target.data_sheet.dollars_per_hour
     assert plan["predicted_cost"]["low"] == pytest.approx(8 * price * plan["predicted_seconds"][0] / 3600)
 
 
@@ -110,36 +117,38 @@ def test_out_of_memory_says_what_fits(plan, rows):
     """Found by compiling with fewer lanes; the steps of the test are real, so is what they need."""
     small = plan["stages"][0]["memory_bytes"]["peak"]
     large = next(row["peak_bytes"] for row in rows if row["micro_batch_tokens"] == 1024)
-    hardware = hardware_for(memory=(small + large) // 2)
+    placement = placement_here(memory=(small + large) // 2)
     step = replace(plan["step"], parts=1, memory=plan["step"].memory | {"peak": large})
-    fits, summary = memory_summary(FOUND.recipe, hardware, [step])
+    fits, summary = memory_summary(FOUND.recipe, placement, [step])
     assert not fits
     assert "micro-batch of 1,024 tokens" in summary and "--micro-batch 512 needs" in summary
-    fits, summary = memory_summary(FOUND.recipe, hardware_for(memory=small), [plan["step"]])
+    fits, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [plan["step"]])
     assert fits and summary.startswith("fits: ")
-    _, summary = memory_summary(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], head_chunk=64)])
+    _, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [replace(plan["step"], head_chunk=64)])
     assert summary.endswith("with a micro-batch of 512 tokens, the head's loss in chunks of 64")
-    _, summary = memory_summary(FOUND.recipe, hardware_for(memory=small), [replace(plan["step"], remat=True)])
+    _, summary = memory_summary(FOUND.recipe, placement_here(memory=small), [replace(plan["step"], remat=True)])
     assert summary.endswith("with a micro-batch of 512 tokens, layers recomputed for their gradients")
 
 
 def test_the_ideal_of_a_step_with_remat_recomputes_too(plan, monkeypatch):
     """Else its recomputed matmuls would be redundant."""
     layouts = []
-    monkeypatch.setattr(jspeed.plan.plan, "compile_stages", lambda *_: [replace(plan["step"], remat=True)])
-    monkeypatch.setattr(
-        jspeed.plan.plan, "ideal_flops", lambda recipe, hardware, _: layouts.append(hardware.layout) or {}
-    )
-    monkeypatch.setattr(jspeed.plan.plan, "trace_last", lambda *_: None)
-    monkeypatch.setattr(jspeed.plan.plan, "check_shard_map", lambda _: [])
-    assert make_plan(FOUND, hardware_for())["layout"] == "zero1" and layouts == ["zero1+remat"]
+
+    def trace_step(recipe, stage, placement, parts):
+        layouts.append(placement.layout)
+        return SimpleNamespace(jaxpr=SimpleNamespace(eqns=[]))
+
+    monkeypatch.setattr(jspeed.plan.make, "compile_stages", lambda *_: [replace(plan["step"], remat=True)])
+    monkeypatch.setattr(program, "trace_step", trace_step)
+    monkeypatch.setattr(jspeed.plan.make, "check_shard_map", lambda _: [])
+    assert make_plan(FOUND, placement_here())["layout"] == "zero1" and layouts == ["zero1+remat"] * 2
 
 
 def test_the_text_of_a_program_is_read_once(plan):
-    """Stages that share a program, and sums of three, ask for the same again."""
+    """Stages that share a program ask for the same again."""
     hlo.instructions.cache_clear()
     step = with_stage(plan["step"], FOUND.recipe.stages[0])
-    stage = describe.describe_stage(FOUND.recipe, hardware_for(), 1, replace(step, changed=(step, plan["step"])))
+    stage = describe.describe_stage(FOUND.recipe, placement_here(), 1, step)
     assert stage["flops"] == plan["stages"][0]["flops"] and hlo.instructions.cache_info().misses == 0
 
 
@@ -150,17 +159,17 @@ def test_search_ends_with_what_does_not_fit(rows):
 def test_search_recomputes_layers_from_the_largest_micro_batch_on(monkeypatch):
     """What training falls back to at last, its smallest micro-batch with remat, is not the best with remat."""
 
-    def until_it_fits(recipe, hardware):
-        remat = hardware.layout.endswith("+remat")
+    def until_it_fits(recipe, placement):
+        remat = placement.layout.endswith("+remat")
         for tokens in (1024, 512):
-            row = {"layout": hardware.layout, "micro_batch_tokens": tokens, "fits": remat, "peak_bytes": 1}
+            row = {"layout": placement.layout, "micro_batch_tokens": tokens, "fits": remat, "peak_bytes": 1}
             yield row | {"predicted_ms": [1, 2]}
             if remat:
                 return
-        yield row | {"layout": hardware.layout + "+remat", "fits": True, "predicted_ms": [3, 4]}
+        yield row | {"layout": placement.layout + "+remat", "fits": True, "predicted_ms": [3, 4]}
 
-    monkeypatch.setattr(jspeed.plan.plan, "search_layout", until_it_fits)
-    found = search(replace(FOUND, recipe=replace(FOUND.recipe, alike=True)), [hardware_for()])
+    monkeypatch.setattr(jspeed.plan.make, "search_layout", until_it_fits)
+    found = search(replace(FOUND, recipe=replace(FOUND.recipe, alike=True)), [placement_here()])
     first, *others = [(row["layout"].endswith("+remat"), row["micro_batch_tokens"], row["fits"]) for row in found]
     assert first == (True, 1024, True) and sorted(others) == [(False, 512, False), (False, 1024, False)]
 
@@ -177,21 +186,21 @@ def test_search_goes_on_where_the_compiler_refuses_a_program(monkeypatch, rows):
 
     monkeypatch.setattr(compiler, "compiled", refuses)
     monkeypatch.setattr(memory_fallbacks, "bytes_freed_by_chunks", lambda *_: 0)
-    fits, refused = search(FOUND, [taking(hardware_for(), 1024)])
+    fits, refused = search(FOUND, [placement_here(at_once=1024)])
     assert fits == next(row for row in rows if row["fits"])
     assert (refused["fits"], refused["peak_bytes"], refused["predicted_ms"]) == (False, 12 * 10**9, None)
     console = Console(file=io.StringIO(), width=140)
-    terminal.show(console, tables.searched({"search": [fits, refused]}))
+    terminal.print_table(console, tables.searched({"search": [fits, refused]}))
     assert "12.00 GB" in console.file.getvalue()
 
 
 def test_candidates_are_layouts_that_can_share_the_lanes(monkeypatch):
     """Four lanes: data=4,model=2 takes them, data=8 does not, and is left out."""
 
-    def here(cluster, layout, axes):
-        return replace(hardware_for(layout), mesh=make_mesh(axes or {"data": 8}))
+    def here(recipe, cluster, layout, axes):
+        return placement_here(recipe, layout, mesh=make_mesh(axes or {"data": 8}))
 
-    monkeypatch.setattr(jspeed.plan.plan, "hardware_for", here)
+    monkeypatch.setattr(jspeed.plan.make, "place_on_target", here)
     recipe = find("llmc", [*TOYS["llmc"], "LANES=4"]).recipe
     meshes = [dict(one.mesh.shape) for one in candidates(recipe, parse_target("h100x8"))]
     assert {"data": 4, "model": 2} in meshes and {"data": 8} not in meshes
@@ -199,8 +208,8 @@ def test_candidates_are_layouts_that_can_share_the_lanes(monkeypatch):
 
 def test_tables_and_comparison(plan, rows):
     console = Console(file=io.StringIO(), width=140)
-    terminal.plan(plan | {"search": rows}, console)
-    terminal.show(console, tables.compared(plan, plan))
+    terminal.print_plan(plan | {"search": rows}, console)
+    terminal.print_table(console, tables.compared(plan, plan))
     text = console.file.getvalue()
     for word in (
         "predicted ms",
@@ -220,7 +229,7 @@ def test_tables_and_comparison(plan, rows):
 
 def test_lanes_that_do_not_divide_are_one_error_message():
     with pytest.raises(BadInput, match="--set LANES=64"):
-        require_devices(replace(FOUND.recipe, lanes=60), hardware_for())
+        placement_here(replace(FOUND.recipe, lanes=60))
 
 
 @pytest.fixture
@@ -228,8 +237,8 @@ def tried(monkeypatch):
     """What is lowered, (tokens of a lane or less, chunk of the head's loss), and needs so many bytes: nothing is."""
     found = []
 
-    def lower(recipe, stage, hardware, parts, phase=-1, head_chunk=None):
-        tokens = recipe.tokens_per_step(stage) // hardware.mesh.shape["data"] // parts
+    def lower(recipe, stage, placement, parts, phase=-1, head_chunk=None):
+        tokens = recipe.tokens_per_step(stage) // placement.mesh.shape["data"] // parts
         found.append((tokens, head_chunk))
         return SimpleNamespace(as_text=lambda: str((tokens, head_chunk)), need=1000 * tokens - 10 * (head_chunk or 0))
 
@@ -249,11 +258,10 @@ def test_a_plan_compiles_as_a_run_does(monkeypatch):
         return compile_it(lowered)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_here)
-    recipe, gpu = FOUND.recipe, Device("cuda", "xla", "missing", 512, memory=10**10)
-    hardware = replace(hardware_for(), device=gpu)
-    compile_that_fits(recipe, recipe.stages[0], hardware)
-    program.fit(recipe, place(recipe, hardware.mesh, hardware.layout, gpu), 0)
-    program.compile_evaluation(recipe, Placement(hardware.mesh, hardware.layout, gpu), 512, 8)
+    recipe, placement = FOUND.recipe, placement_here(at_once=512, platform="cuda")
+    compile_that_fits(recipe, placement, 0)
+    program.fit(recipe, placement, 0)
+    program.compile_evaluation(recipe, placement, 512, 8)
     (options, planned), (_, run), _ = given
     of_run = [also for also, _ in given[1:]]
     assert of_run[0] and of_run == [of_run[0]] * 2 and planned == run
@@ -264,7 +272,7 @@ def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
     """Where a lane does not fit: its head's loss in chunks if they can free as much, then pieces, then these."""
     monkeypatch.setattr(memory_fallbacks, "HEAD_CHUNK", 48)
     recipe = find("r29", [*TOYS["r29"], "LANE_LEN=128", "MAX_DOCS=129", "VOCAB=100"]).recipe
-    [stage], mesh = recipe.stages, hardware_for().mesh
+    [stage], mesh = recipe.stages, placement_here().mesh
     # Logits and their gradient, fp32, of a lane, of a half and a quarter with a document more, but of 48 tokens.
     assert [memory_fallbacks.bytes_freed_by_chunks(recipe, stage, mesh, parts) for parts in (1, 2, 4)] == [
         64_000,
@@ -274,7 +282,7 @@ def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
 
     def found(memory, micro_batch=None):
         tried.clear()
-        taken = compile_that_fits(recipe, stage, hardware_for(memory=memory), micro_batch)
+        taken = compile_that_fits(recipe, placement_here(recipe, memory=memory, micro_batch=micro_batch), 0)
         return taken.parts, taken.head_chunk
 
     assert found(128_000) == (1, None) and tried == [(128, None)]
@@ -288,34 +296,19 @@ def test_a_plan_takes_what_training_would_find(tried, monkeypatch):
 
 
 def test_stages_of_several_lengths_take_their_own(tried):
-    recipe, hardware = find("r89", trace=False).recipe, hardware_for(memory=12_288_000)
-    for stage, tokens in zip(recipe.stages, (8192, 8192, 12_288, 12_288), strict=True):
-        taken = compile_that_fits(recipe, stage, taking(hardware, 65_536))
-        assert recipe.tokens_per_step(stage) // 8 // taken.parts == tokens and taken.head_chunk is None
+    recipe = find("r89", trace=False).recipe
+    placement = placement_here(recipe, memory=12_288_000, at_once=65_536)
+    for number, tokens in enumerate((8192, 8192, 12_288, 12_288)):
+        taken = compile_that_fits(recipe, placement, number)
+        assert recipe.tokens_per_step(recipe.stages[number]) // 8 // taken.parts == tokens and taken.head_chunk is None
 
 
-def test_steps_that_are_one_program_and_steps_that_are_sums():
-    """Record 92 updates tables every second step, later every fourth: 28 steps, 24 programs, 16 of them compiled.
+def test_steps_that_are_one_program():
+    """Record 92 updates tables every second step, later every fourth: 28 steps, 24 programs.
 
-    The first of the second stage is that of the third, and seven are sums of three others.
+    The first of the second stage is that of the third.
     """
     recipe = r92.RECIPE
     found = [[first_alike(recipe, stage, phase) for phase in range(4)] for stage in recipe.stages]
     assert found == [[0, 1, 0, 1]] * 2 + [[0, 1, 2, 3]] * 5
-    numbers = [4 * stage + phase for stage, phases in enumerate(found) for phase in sorted(set(phases))]
-    sums = by_difference(recipe, numbers)
-    second = {4 * stage + 1: (4 * stage, 4 * 3 + 1, 4 * 3) for stage in (4, 5, 6)}
-    third = {4 * stage + 2: (4 * stage, 4 * 2 + 2, 4 * 2) for stage in (3, 4, 5, 6)}
-    assert len(numbers) == 24 and sums == second | third and len(sums) == 7
     assert updates(recipe, recipe.stages[1], 0) == updates(recipe, recipe.stages[2], 0)
-    assert not by_difference(r89.RECIPE, list(range(r89.RECIPE.period * len(r89.STAGES))))
-
-
-def test_a_sum_of_stages():
-    gather, scatter = ({"kind": kind, "bytes": 1, "axis": "data", "dtype": "bf16", "source": "a"} for kind in "gs")
-    a, more, less = (
-        {"flops": {"bf16": 5.0}, "collectives": [gather]},
-        {"flops": {"bf16": 3.0, "f32": 1.0}, "collectives": [gather, scatter]},
-        {"flops": {"bf16": 2.0}, "collectives": [gather]},
-    )
-    assert describe._sum(a, more, less) == {"flops": {"bf16": 6.0, "f32": 1.0}, "collectives": [gather, scatter]}

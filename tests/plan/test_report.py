@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jspeed.plan.views import tables
-from jspeed.plan.views.plot import plan_svg
-from jspeed.plan.views.terminal import plan_html
+from jspeed.plan.views.plot import write_svg
+from jspeed.plan.views.terminal import write_html
 
 MARKUP = """<script>alert("1")</script> & 'r29' $x$ <b>\x00"""
 STAGE = {
@@ -107,7 +107,7 @@ def read(tmp_path: Path):
     """What writes a plan's page and reads it."""
 
     def written(plan) -> Reader:
-        plan_html(tmp_path / "plan.html", plan)
+        write_html(tmp_path / "plan.html", plan)
         return Reader((tmp_path / "plan.html").read_text())
 
     return written
@@ -130,7 +130,7 @@ def marked_up(value):
 
 
 def test_the_picture_has_every_number_that_matters(tmp_path: Path) -> None:
-    plan_svg(tmp_path / "plan.svg", PLAN)
+    write_svg(tmp_path / "plan.svg", PLAN)
     texts = drawn(tmp_path / "plan.svg")
     for expected in ("r29 on h100x8", "stage 1", "stage 2", "68 to 97 ms", "71 to 101 ms", "compute", "memory",
                      "exposed communication", "all communication", "JAX may take 78.15 GB", "peak 21.50 GB",
@@ -161,7 +161,7 @@ def test_markup_in_any_text_is_shown_as_text(read, tmp_path: Path) -> None:
     assert set(found.tags) == set(plain.tags) and set(found.attributes) == set(plain.attributes)
     for expected in ("r29<script>", "stage 1<script>", "<i>kernel", "<i>kind", "<i>fact", "<i>axis", "<b>"):
         assert expected in found.text
-    plan_svg(tmp_path / "plan.svg", plan)
+    write_svg(tmp_path / "plan.svg", plan)
     assert any(
         text.startswith("r29<script>alert") and "$x$" in text and len(text) == 50
         for text in drawn(tmp_path / "plan.svg")
@@ -187,8 +187,8 @@ def test_the_same_plan_is_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mon
     before = copy.deepcopy(PLAN)
     for name, setting in (("a", 10), ("b", 23)):
         monkeypatch.setitem(matplotlib.rcParams, "font.size", setting)  # the user's own style
-        plan_svg(tmp_path / f"{name}.svg", PLAN)
-        plan_html(tmp_path / f"{name}.html", PLAN)
+        write_svg(tmp_path / f"{name}.svg", PLAN)
+        write_html(tmp_path / f"{name}.html", PLAN)
     for kind in ("svg", "html"):
         assert (tmp_path / f"a.{kind}").read_bytes() == (tmp_path / f"b.{kind}").read_bytes()
     assert before == PLAN and matplotlib.rcParams["font.size"] == 23

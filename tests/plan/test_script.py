@@ -49,18 +49,21 @@ def test_refuses(arguments, words):
     assert words in str(caught.value)
 
 
+WHOLE = {"against": "r29", "search_": True, "strict": True, "svg": Path("f"), "html": Path("f")}
+
+
 @pytest.mark.parametrize("given", [{"recipe": "llmc", "compile": False}, {"recipe": "gpt2-xl"}])
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("against", "r29"), ("json_", Path("f")), ("svg", Path("f")), ("html", Path("f")), ("search_", True)]
-    + [("strict", True), ("bytes_", True)],
-)
-def test_flags_of_a_compiled_plan_are_refused_without_one(given, flag, value, tmp_path, monkeypatch):
+def test_flags_of_a_compiled_plan_are_refused_without_one(given, tmp_path, monkeypatch):
     """Once ignored: nothing was compared and no file written."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BadInput, match=f"--{flag.rstrip('_').replace('_', '-')} would have no effect"):
-        planned.plan(**given, **{flag: value})
+    with pytest.raises(BadInput, match="--against, --search, --strict, --svg, --html, --bytes, --json would have no"):
+        planned.plan(**given, **WHOLE, bytes_=True, json_=Path("f"))
     assert not list(tmp_path.iterdir())
+
+
+def test_bytes_refuse_what_they_do_not_use():
+    with pytest.raises(BadInput, match="one step alone, so --against, --search, --strict, --svg, --html would have no"):
+        planned.plan("llmc", bytes_=True, **WHOLE)
 
 
 def test_a_mesh_of_two_axes_needs_no_compiler(capsys, monkeypatch):
@@ -81,26 +84,15 @@ def test_gpt2_is_a_recipe(capsys):
     assert "124,439,808" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("strict", True), ("search_", True), ("against", "r29"), ("svg", Path("f")), ("html", Path("f"))],
-)
-def test_bytes_refuse_what_they_do_not_use(flag, value):
-    with pytest.raises(BadInput, match=f"one step alone, so --{flag.rstrip('_')} would have no effect"):
-        planned.plan("llmc", bytes_=True, **{flag: value})
-
-
 def test_both_sides_of_a_comparison_take_the_same_micro_batch(monkeypatch):
     seen = []
 
-    def make_plan(found, hardware, micro_batch):
-        seen.append((found.recipe.name, micro_batch))
-        return PLAN | {}
+    def place_on_target(recipe, cluster, layout, axes, micro_batch):
+        seen.append((recipe.name, micro_batch))
 
     monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
-    monkeypatch.setattr("jspeed.plan.compile.hardware_for", lambda *_: None)
-    monkeypatch.setattr("jspeed.plan.plan.require_devices", lambda *_: None)
-    monkeypatch.setattr("jspeed.plan.plan.make_plan", make_plan)
+    monkeypatch.setattr("jspeed.plan.compile.place_on_target", place_on_target)
+    monkeypatch.setattr("jspeed.plan.make.make_plan", lambda *_: PLAN | {})
     assert planned.plan("r21", against="r29", micro_batch=49_152) == 0
     assert seen == [("r21", 49_152), ("r29", 49_152)]
 
@@ -109,9 +101,8 @@ def test_both_sides_of_a_comparison_take_the_same_micro_batch(monkeypatch):
 def test_the_last_line_leads_to_the_report(name, tmp_path, monkeypatch, capsys):
     """Where compiling is left out: the plan is that of another test."""
     monkeypatch.setattr("jspeed.plan.target.missing", lambda target: None)
-    monkeypatch.setattr("jspeed.plan.compile.hardware_for", lambda *_: None)
-    monkeypatch.setattr("jspeed.plan.plan.require_devices", lambda *_: None)
-    monkeypatch.setattr("jspeed.plan.plan.make_plan", lambda *_: PLAN | {})
+    monkeypatch.setattr("jspeed.plan.compile.place_on_target", lambda *_: None)
+    monkeypatch.setattr("jspeed.plan.make.make_plan", lambda *_: PLAN | {})
     monkeypatch.chdir(tmp_path)
     assert planned.plan(recipe="stdlib", html=Path(name) if name else None) == 0
     last = capsys.readouterr().out.splitlines()[-1]

@@ -42,14 +42,14 @@ def test_targets(name: str, capability: tuple[int, int], kind: str):
 )
 def test_facts_by_the_name_that_jax_gives_a_device(kind: str, peak: float | None):
     """An H100 PCIe is no H100 SXM: it has 0.76 of the peak."""
-    found = target.facts_of(kind)
+    found = target.data_sheet_of(kind)
     assert (found and found.peak_flops["bf16"]) == (peak if peak is None else pytest.approx(peak, rel=1e-3))
 
 
 @pytest.mark.parametrize("path", sorted(target.TARGETS.glob("*.txtpb")), ids=lambda path: path.stem)
 def test_facts_agree_with_the_compiler_s_target_config(path: Path):
     """Every fact has a source, and size and bandwidth are those of the text, to what vendors round."""
-    facts, text = target.load_facts(path.stem), path.read_text()
+    facts, text = target.load_target(path.stem).data_sheet, path.read_text()
     assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"}
     [size] = re.findall(r"device_memory_size: (\d+)", text)
     [bandwidth] = re.findall(r"memory_bandwidth: (\d+)", text)
@@ -76,7 +76,8 @@ def test_clusters(text: str, nodes: int, per_node: int):
 
 @pytest.mark.parametrize("name", ["v4", "v5e", "v5p", "v6e"])
 def test_tpus(name: str):
-    found, facts = target.load_target(name), target.load_facts(name)
+    found = target.load_target(name)
+    facts = found.data_sheet
     assert found.device_kind.startswith("TPU v") and found.capability == (0, 0)
     assert set(facts.sources) == set(facts._fields) - {"per_node", "sources"} and set(facts.peak_flops) == {"bf16"}
     for text in (f"{name}x3", f"{name}x8x2", f"{name}x1024"):

@@ -13,7 +13,7 @@ from jspeed.plan.target import parse_target
 from jspeed.plan.views import terminal
 
 from .test_cost import TEXT
-from .test_plan import FOUND, hardware_for
+from .test_plan import FOUND, placement_here
 
 H100 = parse_target("h100x8")
 # From the program of record 89 with OWN_KERNELS=on, shortened; the last one is a copy, no matmul.
@@ -44,7 +44,7 @@ custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/trans
 
 def test_lines_are_sums_over_their_kernels_most_bytes_first():
     kernels = cost.kernels(TEXT)
-    rows = describe.by_line(kernels, H100.facts)
+    rows = describe.by_line(kernels, H100.target.data_sheet)
     computing = [kernel for kernel in kernels if not kernel.collective]
     assert sum(row["bytes"] for row in rows) == sum(kernel.bytes for kernel in computing)
     assert [row["bytes"] for row in rows] == sorted((row["bytes"] for row in rows), reverse=True)
@@ -83,11 +83,11 @@ def test_so_has_one_of_two_fp8_types_whose_result_is_written_both_ways():
 
 
 def test_the_last_step_of_a_recipe_by_line():
-    found = describe.describe_traffic(FOUND.recipe, hardware_for())
+    found = describe.describe_traffic(FOUND.recipe, placement_here())
     assert json.loads(json.dumps(found)) == found  # all of it is plain
     check_json(found, Traffic)
     assert found["bytes"] == pytest.approx(sum(row["bytes"] for row in found["lines"]))
     assert found["fitted_ms"] > 0 and any(row["source"].startswith("faulty_recipe.py:") for row in found["lines"])
     console = Console(file=io.StringIO(), width=120)
-    terminal.traffic(found, console)
+    terminal.print_traffic(found, console)
     assert found["lines"][0]["source"] in console.file.getvalue()

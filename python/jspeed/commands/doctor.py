@@ -72,7 +72,7 @@ def collect() -> dict[str, Any]:
         "packages": {name: installed_version(name) for name in PACKAGES},
         "machine": {"cores": cores(), "memory": memory, "system": f"{platform.system()} {platform.machine()}"},
         **devices,
-        **kept(),
+        **cache_and_data(),
         "extras": {
             name: {"installed": any(map(installed, modules)), "gives": gives}
             for name, (modules, gives) in EXTRAS.items()
@@ -138,7 +138,7 @@ def explain(device: "Device", capability: str | None) -> tuple[str, str]:
     return reason, reasons[device.fp8]
 
 
-def kept() -> dict[str, Any]:
+def cache_and_data() -> dict[str, Any]:
     """Return where prepared data and compiled programs are kept, their sizes, the room there is, and the data sets."""
     try:
         folder = cache_folder()

@@ -1,14 +1,20 @@
 """``jspeed evaluate``: validation loss of a trained model, HellaSwag, or lm-eval's tasks."""
 
+from __future__ import annotations
+
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from jspeed.commands.flags import Command, check_folders, refuse
 from jspeed.fields import Axes, Count, File, Folder, Wants
 from jspeed.files import write_whole
 from jspeed.standard_streams import without_logs
+
+if TYPE_CHECKING:
+    from jspeed.inference.trained import Model
 
 
 def evaluate(
@@ -37,21 +43,15 @@ def evaluate(
         json_: Also write the figures here.
     """
     check_folders({"--json": json_})
-    on_shards: dict[str, object] = {"--data": data, "--tokens": tokens, "--accuracy": accuracy or None}
+    shard_flags: dict[str, object] = {"--data": data, "--tokens": tokens, "--accuracy": accuracy}
     if tasks is not None:
-        why, idle = "--tasks asks lm-eval", on_shards | {"--hellaswag": hellaswag_}
+        why, idle = "--tasks asks lm-eval", shard_flags | {"--hellaswag": hellaswag_}
     elif hellaswag_ is not None:
-        why, idle = "--hellaswag scores its own items", on_shards
+        why, idle = "--hellaswag scores its own items", shard_flags
     else:
         why, idle = "without --hellaswag or --tasks there are no items", {"--items": items}
-    refuse([flag for flag, given in idle.items() if given is not None], why)
+    refuse(idle, why)
     with without_logs():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        from jspeed.corpus.tokenizers import unit_of
-        from jspeed.inference.harness import run_tasks
-        from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag, validate
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
@@ -59,38 +59,60 @@ def evaluate(
 
     use_compile_cache()
     loaded = load_model(model, mesh_for(mesh))
-    report: dict[str, Any]
     if tasks is not None:
-        report = run_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
-        for name, figures in report.items():
-            for metric, value in figures.items():
-                if isinstance(value, float) and "_stderr" not in metric:
-                    error = figures.get(metric.replace(",", "_stderr,"))
-                    spread = f" +- {error:.4f}" if isinstance(error, float) else ""
-                    print(f"{name}: {metric.removesuffix(',none')} {value:.4f}{spread}")
+        report = on_tasks(loaded, [name.strip() for name in tasks.split(",")], items)
     elif hellaswag_ is not None:
-        path = fetch_hellaswag() if hellaswag_ == "download" else Path(hellaswag_)
-        chosen = read_hellaswag(path)[:items]
-        columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-            task = bar.add_task("items", total=len(chosen))
-            for scored in hellaswag(loaded, chosen):
-                bar.update(task, completed=scored.items)
-        done, right, right_mean = scored
-        report = {"items": done, "acc": right / done, "acc_norm": right_mean / done}
-        print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
+        report = on_hellaswag(loaded, hellaswag_, items)
     else:
-        folder = data_folder(loaded.recipe, data)
-        result = validate(loaded, folder, tokens, accuracy)
-        report = dict(vars(result))
-        print(
-            f"{result.loss:.4f} nats/{unit_of(loaded.facts)}, "
-            f"{result.bits_per_byte:.4f} bits/byte on {result.tokens:,} tokens "
-            f"({result.bytes:,} bytes) of {folder}"
-            + ("" if result.accuracy is None else f"; accuracy {result.accuracy:.4f}")
-        )
+        report = on_shards(loaded, data_folder(loaded.recipe, data), tokens, accuracy)
     if json_:
         write_whole(json_, json.dumps(report, indent=2) + "\n")
+
+
+def on_tasks(model: Model, tasks: Sequence[str], items: int | None) -> dict[str, Any]:
+    """Run lm-eval's ``tasks``; print and return their figures, by task."""
+    from jspeed.inference.harness import run_tasks
+
+    report = run_tasks(model, tasks, items)
+    for name, figures in report.items():
+        for metric, value in figures.items():
+            if isinstance(value, float) and "_stderr" not in metric:
+                error = figures.get(metric.replace(",", "_stderr,"))
+                spread = f" +- {error:.4f}" if isinstance(error, float) else ""
+                print(f"{name}: {metric.removesuffix(',none')} {value:.4f}{spread}")
+    return report
+
+
+def on_hellaswag(model: Model, file: str, items: int | None) -> dict[str, Any]:
+    """Score HellaSwag under a progress bar; print and return the accuracies. ``file`` is a path, or ``download``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag
+
+    chosen = read_hellaswag(fetch_hellaswag() if file == "download" else Path(file))[:items]
+    columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task("items", total=len(chosen))
+        for scored in hellaswag(model, chosen):
+            bar.update(task, completed=scored.items)
+    done, right, right_mean = scored
+    print(f"HellaSwag, {done:,} items: acc {right / done:.4f}, acc_norm {right_mean / done:.4f} (chance 0.25)")
+    return {"items": done, "acc": right / done, "acc_norm": right_mean / done}
+
+
+def on_shards(model: Model, folder: Path, tokens: int | None, accuracy: bool) -> dict[str, Any]:
+    """Measure the loss on validation shards; print and return it, in nats and in bits per byte."""
+    from jspeed.corpus.tokenizers import unit_of
+    from jspeed.inference.score import validate
+
+    result = validate(model, folder, tokens, accuracy)
+    print(
+        f"{result.loss:.4f} nats/{unit_of(model.facts)}, {result.bits_per_byte:.4f} bits/byte on "
+        f"{result.tokens:,} tokens ({result.bytes:,} bytes) of {folder}"
+        + ("" if result.accuracy is None else f"; accuracy {result.accuracy:.4f}")
+    )
+    return dict(vars(result))
 
 
 COMMAND = Command(

@@ -28,11 +28,14 @@ USAGE: dict[Any, str] = {None: " {}", "?": " [{}]", "+": " {} ...", "*": " [{} .
 
 @dataclass(frozen=True)
 class Command:
-    """A function as a command, examples ("ARGUMENTS  # why"), and its flags by group; others go under "options"."""
+    """A function as a command, examples ("ARGUMENTS  # why"), and names of parameters by group, with spaces between.
+
+    Flags of other parameters go under "options".
+    """
 
     call: Callable[..., int | None]
     examples: tuple[str, ...] = ()
-    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
     rest: str = ""  # the parameter that takes the words from the first positional one on, unparsed
 
 
@@ -76,7 +79,7 @@ def parse(command: Command, words: Sequence[str], prog: str) -> Callable[[], int
     parser = _Parser(prog, _docstring(command.call)[0], command.examples)
     places: dict[str, Any] = {}
     for title, names in command.groups.items():
-        places |= dict.fromkeys(names, parser.add_argument_group(title))
+        places |= dict.fromkeys(names.split(), parser.add_argument_group(title))
     flags, usage = {"--help"}, f"{prog} [-h] [FLAGS]"
     for name, hint, default, text in _parameters(command.call):
         action = _add(places.get(name, parser), name, hint, default, text, unparsed=name == command.rest)
@@ -206,10 +209,13 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     return about.strip(), {name: " ".join(text.split()) for name, text in texts}
 
 
-def refuse(flags: Sequence[str], why: str) -> None:
-    """Raise :class:`BadInput` when ``flags`` were given that would have no effect."""
-    if flags:
-        raise BadInput(f"{why}, so {', '.join(flags)} would have no effect; leave that out")
+def refuse(flags: Mapping[str, object], why: str) -> None:
+    """Raise :class:`BadInput` for flags, by name, that have a value: it would have no effect.
+
+    None, False and an empty tuple are what a flag has that was not given.
+    """
+    if given := [name for name, value in flags.items() if value is not None and value is not False and value != ()]:
+        raise BadInput(f"{why}, so {', '.join(given)} would have no effect; leave that out")
 
 
 def check_folders(files: Mapping[str, Path | None]) -> None:

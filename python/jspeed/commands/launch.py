@@ -53,9 +53,9 @@ COMMAND = Command(
         "--dry-run --nnodes 2 --nproc-per-node 8 --master-addr node0 run r29  # what each node would start",
     ),
     {
-        "placement": ("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "standalone"),
-        "failure": ("max_restarts", "grace"),
-        "output": ("dry_run", "prefix", "results"),
+        "placement": "nnodes node_rank nproc_per_node master_addr master_port standalone",
+        "failure": "max_restarts grace",
+        "output": "dry_run prefix results",
     },
     rest="command",
 )

@@ -38,7 +38,7 @@ def add_(run_dir: Runs, records: RecordsFolder = None, weights: Annotated[str | 
         weights: Also say, with its SHA-256, that model.safetensors of each run is kept for whoever asks, as
             WHERE/RUN_DIR/model.safetensors: an address or a path. The file itself is not copied.
     """
-    folder, own = places(records)
+    folder, own = find_records(records)
     addition = store.check_runs(run_dir, folder, weights)
     notes = dict.fromkeys(note for run in addition.runs.values() for note in remarks(run, folder))
     with interruptible():
@@ -65,7 +65,7 @@ def verify_(
     """
     if record is not None and not record.exists():
         raise BadInput(f"{record} does not exist; give a file or folder of the records, or none for all")
-    folder, own = places(records)
+    folder, own = find_records(records)
     loaded = store.read(folder)
     problems = verify.verify(loaded, now())
     if own and not problems:
@@ -99,7 +99,7 @@ def show_(track: Annotated[str | None, Wants("TRACK")] = None, records: RecordsF
     from jspeed.leaderboard import judge
     from jspeed.leaderboard.views import terminal
 
-    folder, _ = places(records)
+    folder, _ = find_records(records)
     if records is None and not folder.exists():
         print(f"No records yet in {folder}/; add a finished run with: jspeed leaderboard add RUN_DIR")
         return
@@ -121,7 +121,7 @@ def compare_(a: Side, b: Side, diff: bool = True, records: RecordsFolder = None)
 
     from jspeed.leaderboard import compare, judge
 
-    loaded = store.load(places(records)[0])
+    loaded = store.load(find_records(records)[0])
     tracks, raced = judge.board_and_rounds(loaded)
     one, two = (compare.find_side(text, tracks, loaded.sources) for text in (a, b))
     console = Console(highlight=False)
@@ -141,7 +141,7 @@ def page_(out: Folder | None = None, records: Folder | None = None) -> None:
         out: Folder to write; default: the repository's own, site/, and the block in README.md.
         records: The records folder; one that is not the repository's own needs --out.
     """
-    folder, own = places(records)
+    folder, own = find_records(records)
     loaded = store.load(folder)
     if out is not None:
         write_page(loaded, out)
@@ -199,7 +199,7 @@ def reproduce_(
         from jspeed.series.reproduce import reproduce
 
     words = split_words("--flags", flags)
-    folder, _ = places(records)
+    folder, _ = find_records(records)
     loaded, around = store.load(folder), repository()
     side = compare.find_side(recipe, judge.board(loaded), loaded.sources)
     if side.entry is None or side.track is None or side.entry["recipe_sha256"] not in loaded.sources:
@@ -218,7 +218,7 @@ def split_words(flag: str, text: str) -> list[str]:
         raise BadInput(f"{flag} {shown(text)}: {str(error).lower()}; quote as in a shell") from None
 
 
-def places(records: Path | None) -> tuple[Path, Path | None]:
+def find_records(records: Path | None) -> tuple[Path, Path | None]:
     """Return the records folder, and the repository that it belongs to, or None."""
     around = repository()
     folder = records or (around / "records" if around else Path("records"))

@@ -49,7 +49,7 @@ HONOURED = {
     "JAX_DEBUG_LOG_MODULES", "JAX_DUMP_IR_MODES", "JAX_DUMP_IR_TO", "JAX_EXPLAIN_CACHE_MISSES", "JAX_LOG_COMPILES",
     "JAX_LOGGING_LEVEL", "JAX_TRACEBACK_FILTERING",
 }  # fmt: skip
-OTHERS = re.compile("JAX_.*|CHECK_VMA|EAGER_CONSTANT_FOLDING")  # the last two are JAX's too
+JAX_VARIABLES = re.compile("JAX_.*|CHECK_VMA|EAGER_CONSTANT_FOLDING")  # the last two are JAX's too
 
 
 def main(name: str = "") -> None:
@@ -70,7 +70,7 @@ def leave_out_settings(environment: MutableMapping[str, str]) -> None:
 
     XLA_FLAGS, which can change rounding, stays: a run records it.
     """
-    for name in sorted(filter(OTHERS.fullmatch, environment.keys() - HONOURED)):
+    for name in sorted(filter(JAX_VARIABLES.fullmatch, environment.keys() - HONOURED)):
         say(f"note: {name}={environment.pop(name)} is left out: jspeed's numbers depend on no setting of JAX")
 
 

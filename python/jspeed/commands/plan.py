@@ -1,13 +1,11 @@
 """``jspeed plan``: memory, kernels, communication, predicted time and findings of a recipe on absent GPUs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from jspeed.commands.flags import Command, check_folders, refuse
 from jspeed.errors import BadInput
@@ -16,13 +14,6 @@ from jspeed.files import write_whole
 from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.recipe_names import known_recipes
 from jspeed.standard_streams import without_logs
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from jspeed.plan.compile import Hardware
-    from jspeed.plan.schema import Plan
-    from jspeed.run.find_recipe import LoadedRecipe
 
 
 def plan(
@@ -66,13 +57,13 @@ def plan(
         import jax
 
         from jspeed.parallel.mesh import check_xla_flags, parse_mesh
-        from jspeed.plan.compile import hardware_for
+        from jspeed.plan.compile import place_on_target
         from jspeed.plan.describe import describe_traffic
         from jspeed.plan.estimates import PUBLISHED, abstract_mesh, published
-        from jspeed.plan.plan import require_devices
+        from jspeed.plan.make import candidates, make_plan, search
         from jspeed.plan.target import missing, parse_target
-        from jspeed.plan.views import terminal
-        from jspeed.plan.views.plot import plan_svg
+        from jspeed.plan.views import tables, terminal
+        from jspeed.plan.views.plot import write_svg
         from jspeed.run.find_recipe import find
 
     check_xla_flags()
@@ -83,60 +74,42 @@ def plan(
     size = recipe in PUBLISHED and recipe not in known_recipes()
     if size or not compile:
         why = f"the published size {recipe} is not compiled" if size else "--no-compile compiles nothing"
-        refuse(given(whole | {"--bytes": bytes_, "--json": json_}), why)
+        refuse(whole | {"--bytes": bytes_, "--json": json_}, why)
     elif bytes_:
-        refuse(given(whole), "--bytes compiles one step alone")
+        refuse(whole, "--bytes compiles one step alone")
     cluster, axes = parse_target(target), parse_mesh(mesh) if mesh is not None else None
     loaded = published(recipe, set) if size else find(recipe, set)
     absent = missing(cluster.target)
     if size or not compile or absent:
         devices = abstract_mesh(axes or {"data": cluster.devices}, cluster.devices)
-        terminal.estimates(console, loaded.recipe, layout, devices, cluster.usable_bytes, micro_batch)
+        terminal.print_estimates(console, loaded.recipe, layout, devices, cluster.usable_bytes, micro_batch)
         if absent and compile and not size:
             raise BadInput(absent)
         return 0
-    hardware = hardware_for(cluster, layout, axes)
-    require_devices(loaded.recipe, hardware)
+    placement = place_on_target(loaded.recipe, cluster, layout, axes, micro_batch)
     if bytes_:
-        moved = describe_traffic(loaded.recipe, hardware, micro_batch)
-        terminal.traffic(moved, console)
+        moved = describe_traffic(loaded.recipe, placement)
+        terminal.print_traffic(moved, console)
         write_json(json_, moved)
         return 0
-    other = find(against) if against else None
+    if other := find(against) if against else None:
+        beside = place_on_target(other.recipe, cluster, layout, axes, micro_batch)
+    made = make_plan(loaded, placement)
+    terminal.print_plan(made, console)
+    if search_:
+        made["search"] = search(loaded, candidates(loaded.recipe, cluster))
+        terminal.print_table(console, tables.searched(made))
     if other:
-        require_devices(other.recipe, hardware)
-    made = show_plan(console, loaded, other, hardware, micro_batch, search_)
+        made["against"] = make_plan(other, beside)
+        terminal.print_table(console, tables.compared(made["against"], made))
     write_json(json_, made)
     if svg:
-        plan_svg(svg, made)
+        write_svg(svg, made)
     if html:
-        terminal.plan_html(html, made)
+        terminal.write_html(html, made)
     print(f"report: {html.absolute().as_uri()}" if html else "for a report with all stages: --html FILE")
     failed = not made["fits"] or any(finding["level"] == "error" for finding in made["findings"])
     return 1 if strict and failed else 0
-
-
-def show_plan(
-    console: Console,
-    loaded: LoadedRecipe,
-    other: LoadedRecipe | None,
-    hardware: Hardware,
-    micro_batch: int | None,
-    search_layouts: bool,
-) -> Plan:
-    """Make and print a plan, then, where asked for, the search of layouts and the comparison with another recipe."""
-    from jspeed.plan.plan import candidates, make_plan, search
-    from jspeed.plan.views import tables, terminal
-
-    made = make_plan(loaded, hardware, micro_batch)
-    terminal.plan(made, console)
-    if search_layouts:
-        made["search"] = search(loaded, candidates(loaded.recipe, hardware.cluster))
-        terminal.show(console, tables.searched(made))
-    if other:
-        made["against"] = make_plan(other, hardware, micro_batch)
-        terminal.show(console, tables.compared(made["against"], made))
-    return made
 
 
 def add_installed_compiler() -> None:
@@ -144,11 +117,6 @@ def add_installed_compiler() -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of what is missing without a GPU
     if "jax" not in sys.modules and (compiler := Path(sys.prefix, "aot")).is_dir():
         sys.path.append(str(compiler))
-
-
-def given(flags: Mapping[str, object]) -> list[str]:
-    """The flags that have a value, neither False nor None."""
-    return [flag for flag, value in flags.items() if value]
 
 
 def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
@@ -166,5 +134,5 @@ COMMAND = Command(
         "mine.py --target h100x8x4 --search  # the best layout and micro-batch on four nodes",
         "gpt2-xl --target a100x8  # a published size",
     ),
-    {"hardware": ("target", "layout", "mesh", "micro_batch"), "output": ("strict", "json_", "svg", "html")},
+    {"hardware": "target layout mesh micro_batch", "output": "strict json_ svg html"},
 )

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress import TransferSpeedColumn as Speed
 
+from jspeed import corpus
 from jspeed.commands.flags import Command, group_of
-from jspeed.corpus import Progress as Count
 from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenise import Files, Fraction, Processes, Tokenising
@@ -34,7 +34,7 @@ def _default(name: str) -> Path:
 
 
 def _prepare(
-    folder: Path, work: Callable[[Path, Count], object], unit: str = "bytes", recipe: str | None = None
+    folder: Path, work: Callable[[Path, corpus.Progress], object], unit: str = "bytes", recipe: str | None = None
 ) -> None:
     """Call ``work(folder, progress)`` under a progress bar, then print what the folder holds, how fast it was made, and
     how to train ``recipe`` on it."""

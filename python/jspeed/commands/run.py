@@ -80,16 +80,13 @@ def run(
         from jspeed.series.preregistered import run_series
 
     if show_recipe:
-        refuse(["--set"] if options.set_ else [], "--show-recipe prints the file as it is")
+        refuse({"--set": options.set_}, "--show-recipe prints the file as it is")
         print(find(options.recipe_or_default, options.set_, trace=False).source, end="")
         return 0
     if show_layout or show_tiles is not None:
         several: dict[str, object] = {"--plan": plan, "--coordinator": options.coordinator}
         several |= {"--processes": options.processes, "--process-id": options.process_id}
-        shown = "--show-layout" if show_layout else "--show-tiles"
-        refuse(
-            [name for name, given in several.items() if given is not None], f"{shown} prints for one process and stops"
-        )
+        refuse(several, f"{'--show-layout' if show_layout else '--show-tiles'} prints for one process and stops")
         found, placed = load_recipe_and_placement(options)
         if show_layout:
             layout_table(Console(highlight=False), found.recipe, placed)
@@ -112,15 +109,9 @@ COMMAND = Command(
         "--run-dir runs/long --checkpoint-every 500 --resume  # resumes where it was stopped",
     ),
     {
-        "training": ("data", "seed", "show_recipe", "target_loss", "set_", "init_from"),
-        "placement": (
-            *("layout", "mesh", "show_layout", "show_tiles", "micro_batch", "attention"),
-            *("coordinator", "processes", "process_id"),
-        ),
-        "length": (
-            *("steps", "max_minutes", "checkpoint_every", "keep_checkpoints", "keep_best", "stop_at_target"),
-            *("resume", "plan"),
-        ),
-        "output": ("run_dir", "progress", "log", "accuracy", "profile", "sample"),
+        "training": "data seed show_recipe target_loss set_ init_from",
+        "placement": "layout mesh show_layout show_tiles micro_batch attention coordinator processes process_id",
+        "length": "steps max_minutes checkpoint_every keep_checkpoints keep_best stop_at_target resume plan",
+        "output": "run_dir progress log accuracy profile sample",
     },
 )

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def sample(
         mesh: Spread the parameters over these devices, for example data=8.
     """
     with without_logs():
-        from jspeed.inference.generate import GREEDY, Generator, Sampling, joined, write
+        from jspeed.inference.generate import GREEDY, Generator, Sampling, write
         from jspeed.inference.trained import load_model
         from jspeed.parallel.mesh import mesh_for
         from jspeed.run.compute.compile_cache import use_compile_cache
@@ -59,31 +60,45 @@ def sample(
     text = read_prompt(prompt, prompt_file)
     use_compile_cache()
     loaded = load_model(model, mesh_for(mesh))
-    asked = loaded.recipe.sample
-    count = number if number is not None else asked.number if text is None else 1
-    length = tokens if tokens is not None else asked.tokens
-    if not count:
+    defaults = loaded.recipe.sample
+    if number is None:
+        number = defaults.number if text is None else 1
+    if not number:
         raise BadInput(f"recipe {loaded.recipe.name} samples nothing by itself; give --prompt or --number")
-    chosen = asked.temperature if temperature is None else temperature
-    if 0 <= chosen < GREEDY:
+    if temperature is None:
+        temperature = defaults.temperature
+    if temperature < GREEDY:
         draws = {"--top-k": top_k, "--top-p": top_p, "--seed": seed or None}
-        refuse([flag for flag, given in draws.items() if given is not None], f"--temperature {chosen:g} draws nothing")
-    sampling = Sampling(chosen, asked.top_k if top_k is None else top_k, top_p, seed, bos)
-    prompts = [asked.prompt if text is None else text] * count
-    if loaded.gpt2 and bos and prompts[0] and (first := loaded.facts["bos_id"]) is not None:
+        refuse(draws, f"--temperature {temperature:g} draws nothing")
+    sampling = Sampling(temperature, defaults.top_k if top_k is None else top_k, top_p, seed, bos)
+    if text is None:
+        text = defaults.prompt
+    if loaded.gpt2 and bos and text and (first := loaded.facts["bos_id"]) is not None:
         name = "<|endoftext|>" if loaded.facts["tokenizer"] == "gpt2" else f"token {first}"
         say(f"note: {name} comes before the prompt, as before a document in training; --no-bos leaves it out")
-    texts, begun = list(prompts), False
+    length = defaults.tokens if tokens is None else tokens
     stops = list(filter(None, [as_given("--stop", stop)]))
-    for new in write(Generator(loaded, count, sampling), prompts, length, stops):
-        print(escaped(("" if begun else prompts[0]) + new[0]), end="", flush=True)
+    prompts = [text] * number
+    print_texts(prompts, write(Generator(loaded, number, sampling), prompts, length, stops))
+
+
+def print_texts(prompts: Sequence[str], pieces: Iterable[Sequence[str]]) -> None:
+    """Print the first text while it is generated, then the others; stop when stdout is closed.
+
+    ``pieces``: what is new of each text, token by token.
+    """
+    from jspeed.inference.generate import joined
+
+    texts = list(prompts)
+    for number, new in enumerate(pieces):
+        print(escaped(new[0] if number else prompts[0] + new[0]), end="", flush=True)
         if not stdout_open():
             return
-        begun, texts = True, [text + more for text, more in zip(texts, new, strict=True)]
+        texts = [text + piece for text, piece in zip(texts, new, strict=True)]
     print()
-    if count > 1:
-        alone = escaped(joined(texts[1:]))
-        print(alone if "\n" not in texts[0].strip("\n") else f"{'-' * 15}\n{alone}")
+    if len(texts) > 1:
+        others = escaped(joined(texts[1:]))
+        print(others if "\n" not in texts[0].strip("\n") else f"{'-' * 15}\n{others}")
     sys.stdout.flush()
 
 
@@ -120,5 +135,5 @@ COMMAND = Command(
         'runs/mine --prompt "The sea" --number 3 --temperature 0.8  # three texts that begin so',
         'gpt2/ --prompt "The sea" --temperature 0 --no-bos  # the greedy text of a GPT-2, as other tools give it',
     ),
-    {"sampling": ("number", "tokens", "temperature", "top_k", "top_p", "seed", "stop", "bos")},
+    {"sampling": "number tokens temperature top_k top_p seed stop bos"},
 )

@@ -1,16 +1,16 @@
-"""FLOPs of attention custom calls, which HLO does not contain: cuDNN's, jspeed's own, splash attention's on TPUs.
+"""FLOPs, workspace and idle blocks of attention's custom calls, which HLO does not state.
 
-Attention counts the keys that mask, window and longest document leave: 2 matmuls forward, 5 backward, which recomputes
-the scores. jspeed's own attention kernels count whole blocks of keys, as they multiply them, and 7 matmuls backward:
-scores are recomputed in each of two kernels. So does splash attention on TPUs, whose blocks do not end with documents,
-and what it reads again for each block counts again. Composed heads count all blocks that a window reaches, masked or
-not, in 2 matmuls forward and 7 backward; the pointer counts as own attention, in 1 and 4.
+Each pair of a query and a key that is computed counts, once for each matmul of the kernel:
+
+- cuDNN: keys that mask, window and longest document leave; 2 matmuls forward, 5 backward (scores are recomputed).
+- own kernels: whole blocks of such keys; 2 and 7 (scores are recomputed in both backward kernels).
+- splash attention (TPUs): the same, but documents end no block; a block is read again for each pair.
+- composed heads: all blocks that a window reaches; 2 and 7. The pointer: as own kernels; 1 and 4.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from jspeed.plan.hlo import Instruction
@@ -24,21 +24,24 @@ CUDNN: dict[str, Kind] = {
 }
 TILE = 128  # tokens of a block of cuDNN's kernels for Hopper
 MATMULS = {"attention_forward": 2, "attention_backward": 5}
-EMPTY_KERNELS = {"forward": 1, "backward": 2}  # of cuDNN: a large one, and backward two small ones, each half of it
-# The kernels of model/kernels/fused_attention.py: their names, and how many matmuls they do for each pair of blocks.
-TRITON = "__gpu$xla.gpu.triton"
-OWN = re.compile(r"attention_(forward|dq|dk_dv)_(packed|causal)_window(\d+)_blocks(\d+)x(\d+)")
-OWN_MATMULS = {"forward": 2, "dq": 3, "dk_dv": 4}
-# Those of model/kernels/composed_heads.py, for a block of tokens and all that it visits.
-COMPOSED = re.compile(r"composed_heads_(forward|dmixed|dq|dk_dv)_(\d+)x(\d+)_blocks(\d+)x(\d+)")
-COMPOSED_MATMULS = {"forward": 2, "dmixed": 1, "dq": 3, "dk_dv": 3}
-# Those of model/kernels/pointer_attention.py: one head, whose values are no matrix.
-POINTER = re.compile(r"pointer_(forward|dq|dk)_(\d+)_window(\d+)_blocks(\d+)x(\d+)")
-POINTER_MATMULS = {"forward": 1, "dq": 2, "dk": 2}
-# JAX's kernels for TPUs: the scope that model/kernels/splash_attention.py names, then the kernel's own name.
-TPU = "tpu_custom_call"
-SPLASH = re.compile(r"splash_window(\d+)_blocks(\d+)\b.*splash_mha_(fwd|dq|dkv)")
-SPLASH_MATMULS = {"fwd": 2, "dq": 3, "dkv": 4}
+# cuDNN's kernels whose blocks take an SM to themselves. Backward also has two small ones, of whose blocks an SM holds
+# two or more (cuDNN 9.28 for sm_90: compute_dot_do_o_ragged, convert_dq_to_16bits_ragged): together they count as one.
+EMPTY_KERNELS = {"forward": 1, "backward": 2}
+TRITON = "__gpu$xla.gpu.triton"  # own kernels for GPUs
+TPU = "tpu_custom_call"  # JAX's splash attention
+# Names of kernels, as model/kernels/fused_attention.py, composed_heads.py, pointer_attention.py and splash_attention.py
+# give them: a kernel takes blocks of ``own`` tokens, each of which visits blocks of ``visited`` tokens.
+BLOCKS = r"blocks(?P<own>\d+)x(?P<visited>\d+)"
+OWN = re.compile(rf"attention_(?P<kernel>forward|dq|dk_dv)_(?P<mask>packed|causal)_window(?P<window>\d+)_{BLOCKS}")
+COMPOSED = re.compile(rf"composed_heads_(?P<kernel>forward|dmixed|dq|dk_dv)_(?P<heads>\d+)x(?P<width>\d+)_{BLOCKS}")
+POINTER = re.compile(rf"pointer_(?P<kernel>forward|dq|dk)_(?P<width>\d+)_window(?P<window>\d+)_{BLOCKS}")
+SPLASH = re.compile(r"splash_window(?P<window>\d+)_blocks(?P<own>\d+)\b.*splash_mha_(?P<kernel>fwd|dq|dkv)")
+BLOCK_MATMULS = {  # of each kernel, for a pair of blocks
+    OWN: {"forward": 2, "dq": 3, "dk_dv": 4},
+    COMPOSED: {"forward": 2, "dmixed": 1, "dq": 3, "dk_dv": 3},
+    POINTER: {"forward": 1, "dq": 2, "dk": 2},
+    SPLASH: {"fwd": 2, "dq": 3, "dkv": 4},
+}
 
 
 class Call(NamedTuple):
@@ -61,68 +64,64 @@ class Call(NamedTuple):
         return f"{way}, {what}, {self.heads} heads of {self.width}, window {self.window or 'none'}"
 
 
-def kind_of(step: Instruction) -> Kind | None:
+class Blocks(NamedTuple):
+    """What a call computes of a kernel that computes whole blocks."""
+
+    matmuls: int  # for a pair of blocks
+    channels: int  # of a token, in all lanes and heads
+    length: int  # tokens of a lane
+    own: int  # tokens of a block of queries, or of keys in the backward pass
+    visited: int  # tokens of a block that it visits
+    pairs: int  # of blocks
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of a call."""
+        return self.matmuls * 2 * self.channels * self.own * self.visited * self.pairs
+
+
+def kind_of(op: Instruction) -> Kind | None:
     """Whether a kernel is ``attention_forward``, ``attention_backward``, or neither."""
-    if step.target == TRITON:
-        for pattern in (OWN, COMPOSED, POINTER):
-            if match := pattern.search(step.attributes):
-                return "attention_forward" if match[1] == "forward" else "attention_backward"
-    if step.target == TPU and (match := SPLASH.search(step.op_name)):
-        return "attention_forward" if match[3] == "fwd" else "attention_backward"
-    return CUDNN.get(step.target)
+    if match := _match(op):
+        return "attention_forward" if match["kernel"] in ("forward", "fwd") else "attention_backward"
+    return CUDNN.get(op.target)
 
 
-def flops_of(kind: str, step: Instruction, max_doc_len: int | None, windows: Mapping[int, int] | None = None) -> float:
-    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention.
-
-    ``windows`` maps windows that were compiled to others; those of composed heads and of the pointer are not among
-    them and stay.
-    """
-    if step.target == TPU:
-        return _splash(step)[0]
-    if step.target == TRITON:
-        if match := COMPOSED.search(step.attributes):
-            return _composed(step, match)
-        if match := POINTER.search(step.attributes):
-            return _pointer(step, match, max_doc_len)
-        return _own(step, max_doc_len, windows or {})
-    config = _fmha(step)
+def flops_of(op: Instruction, max_doc_len: int | None) -> float:
+    """FLOPs of one call of cuDNN attention, of one of jspeed's own kernels, or of splash attention."""
+    if match := _match(op):
+        return _blocks(op, match, max_doc_len).flops
+    config = _fmha(op)
     batch, heads, queries, keys = map(int, config["intermediate_tensor_shape"]["dimensions"])
-    width = step.arrays[0].dims[-1]
-    window = int(config["sliding_window_length"])
-    window = (windows or {}).get(window, window)
+    width = op.arrays[0].dims[-1]
     packed = int(config["max_seg_per_batch"]) > 1
     seen = float(keys)
     if "CAUSAL" in config["mask_type"]:
         lane = Stage(steps=1, lane_len=queries, max_doc_len=max_doc_len if packed else None)
-        seen = mean_context(lane, window or None)
-    return MATMULS[kind] * 2 * batch * heads * queries * seen * width
+        seen = mean_context(lane, int(config["sliding_window_length"]) or None)
+    return MATMULS[CUDNN[op.target]] * 2 * batch * heads * queries * seen * width
 
 
-def call_of(step: Instruction) -> Call:
+def call_of(op: Instruction) -> Call:
     """What cuDNN is asked for by one of its calls."""
-    config = _fmha(step)
+    config = _fmha(op)
     batch, heads, queries, _ = map(int, config["intermediate_tensor_shape"]["dimensions"])
     slots = int(config["max_seg_per_batch"])
-    backward, causal = CUDNN[step.target] == "attention_backward", "CAUSAL" in config["mask_type"]
+    backward, causal = CUDNN[op.target] == "attention_backward", "CAUSAL" in config["mask_type"]
     window = int(config["sliding_window_length"])
-    return Call(backward, batch * slots, heads, queries, step.arrays[0].dims[-1], slots > 1, causal, window)
+    return Call(backward, batch * slots, heads, queries, op.arrays[0].dims[-1], slots > 1, causal, window)
 
 
-def empty_blocks(step: Instruction) -> int:
+def empty_blocks(op: Instruction) -> int:
     """Thread blocks of a call of cuDNN's attention that find nothing to do, as many as take an SM to themselves.
 
-    There is one for every tile of queries of every slot for a document, as if each were as long as a row of the arrays;
-    those of as many slots as there are rows have a token. The backward pass is three kernels: compute_dot_do_o_ragged
-    (sums of dO x O), the gradients, convert_dq_to_16bits_ragged (dQ's conversion). In cuDNN 9.28's code for sm_90 the
-    large kernels, forward and backward, have 384 threads of 168 registers, so that an SM holds one block. The small
-    ones have 32 registers a thread and 1 kB of shared memory: whatever their blocks' size, at most 1,024 threads, an SM
-    holds two or more. They count as two, as FlashAttention 3 bounds its own (hopper/flash_bwd_preprocess_kernel.h).
+    A kernel has one for every tile of queries of every slot for a document, as if each were as long as a row of the
+    arrays; those of as many slots as there are rows have a token. Kernels: see EMPTY_KERNELS.
     """
-    if step.target not in CUDNN:
+    if op.target not in CUDNN:
         return 0
-    call = call_of(step)
-    rows = call.documents // int(_fmha(step)["max_seg_per_batch"])
+    call = call_of(op)
+    rows = call.documents // int(_fmha(op)["max_seg_per_batch"])
     kernels = EMPTY_KERNELS["backward" if call.backward else "forward"]
     return kernels * (call.documents - rows) * call.heads * -(-call.length // TILE)
 
@@ -130,50 +129,54 @@ def empty_blocks(step: Instruction) -> int:
 def workspace_bytes(capability: tuple[int, int], documents: int, heads: int, length: int, width: int) -> int:
     """Bytes of workspace of cuDNN's backward pass over ``documents`` slots of ``length`` tokens each, packed or not.
 
-    dQ's sum, twice before Hopper, and one number a query, fp32: what cuDNN's plans ask for, 9.19 and 9.28 for Hopper
-    and Blackwell, 9.28 for Ampere and Ada, of head widths 64 to 256, to 50 kB and 512 bytes a document (``make
-    test-cudnn``). The forward pass asks for none.
+    The sum of dQ, twice before Hopper, and one number a query, fp32. cuDNN itself asks for at most 50 kB and 512 bytes
+    a document more (``make test-cudnn``). The forward pass asks for none.
     """
     sums = 1 if capability >= (9, 0) else 2
     return 4 * documents * heads * length * (sums * width + 1)
 
 
-def workspace(step: Instruction) -> int:
+def workspace(op: Instruction) -> int:
     """Bytes of scratch memory of a call of cuDNN's attention: its last result, which nothing reads."""
-    last = step.arrays[-1] if step.target in CUDNN else None
+    last = op.arrays[-1] if op.target in CUDNN else None
     return last.bytes if last and last.dtype == "u8" else 0
 
 
-def read_again(step: Instruction) -> int:
+def read_again(op: Instruction) -> int:
     """Bytes that a call reads more often than once: splash attention reads a block of two arrays for each pair."""
-    return _splash(step)[1] if step.target == TPU else 0
+    if op.target != TPU or not (match := _match(op)):
+        return 0
+    blocks = _blocks(op, match, None)
+    return 4 * blocks.channels * (blocks.pairs * blocks.own - blocks.length)
 
 
-def _own(step: Instruction, max_doc_len: int | None, windows: Mapping[int, int]) -> float:
-    """All of every pair of blocks that are visited, if all documents have ``max_doc_len`` tokens."""
-    match = OWN.search(step.attributes)
-    assert match
-    lanes, length, heads, width = step.arrays[0].dims
-    window, own, visited = map(int, match.groups()[2:])
-    window = windows.get(window, window) or length
-    document = min(length, max_doc_len or length) if match[2] == "packed" else length
-    pairs = _pairs(match[1] == "dk_dv", length, document, window, own, visited)
-    return OWN_MATMULS[match[1]] * 2 * lanes * heads * width * own * visited * pairs
+def _match(op: Instruction) -> re.Match[str] | None:
+    """What the name of a kernel that computes whole blocks says of it; None for all others."""
+    if op.target == TPU:
+        return SPLASH.search(op.op_name)
+    patterns = (OWN, COMPOSED, POINTER) if op.target == TRITON else ()
+    return next((match for pattern in patterns if (match := pattern.search(op.attributes))), None)
 
 
-def _composed(step: Instruction, match: re.Match[str]) -> float:
-    """All that every block of tokens visits, before the lane and after it too; the first result is ``[B, T, ...]``."""
-    lanes, length = step.arrays[0].dims[:2]
-    heads, width, own, visited = map(int, match.groups()[1:])
-    return COMPOSED_MATMULS[match[1]] * 2 * lanes * heads * width * -(-length // own) * own * visited
-
-
-def _pointer(step: Instruction, match: re.Match[str], max_doc_len: int | None) -> float:
-    """As :func:`_own`; every result is ``[B, T, ...]``, and the window does not count the query."""
-    lanes, length = step.arrays[0].dims[:2]
-    width, window, own, visited = map(int, match.groups()[1:])
-    pairs = _pairs(match[1] == "dk", length, min(length, max_doc_len or length), window + 1, own, visited)
-    return POINTER_MATMULS[match[1]] * 2 * lanes * width * own * visited * pairs
+def _blocks(op: Instruction, match: re.Match[str], max_doc_len: int | None) -> Blocks:
+    """The blocks of a call, if all documents have ``max_doc_len`` tokens; own kernels' results are ``[B, T, ...]``."""
+    named = match.groupdict()
+    own = int(match["own"])
+    visited, window = int(named.get("visited", own)), int(named.get("window", 0))
+    if match.re is SPLASH:
+        *rows, length, width = next(array.dims for array in op.arrays if array.dtype == "bf16")
+        channels = math.prod(rows) * width
+    else:
+        lanes, length, *rest = op.arrays[0].dims
+        channels = lanes * (math.prod(rest) if match.re is OWN else int(named.get("heads", 1)) * int(match["width"]))
+    document = min(length, max_doc_len or length) if match.re is POINTER or named.get("mask") == "packed" else length
+    if match.re is COMPOSED:  # each block visits one stretch, before the lane and after it too
+        pairs = -(-length // own)
+    else:
+        by_keys = match["kernel"] in ("dk_dv", "dk", "dkv")
+        keys = window + 1 if match.re is POINTER else window or length  # the pointer's do not count the query
+        pairs = _pairs(by_keys, length, document, keys, own, visited)
+    return Blocks(BLOCK_MATMULS[match.re][match["kernel"]], channels, length, own, visited, pairs)
 
 
 def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, visited: int) -> int:
@@ -190,18 +193,7 @@ def _pairs(by_keys: bool, length: int, document: int, window: int, own: int, vis
     return pairs
 
 
-def _splash(step: Instruction) -> tuple[int, int]:
-    """FLOPs of a call of splash attention, and bytes read again: a block of two arrays for each pair of blocks."""
-    match = SPLASH.search(step.op_name)
-    assert match
-    window, block = int(match[1]), int(match[2])
-    *rows, length, width = next(array.dims for array in step.arrays if array.dtype == "bf16")
-    pairs = _pairs(match[3] == "dkv", length, length, window or length, block, block)
-    channels = math.prod(rows) * width
-    return SPLASH_MATMULS[match[3]] * 2 * channels * block * block * pairs, 4 * channels * (pairs * block - length)
-
-
-def _fmha(step: Instruction) -> dict:
+def _fmha(op: Instruction) -> dict:
     """What XLA tells cuDNN about one attention call."""
-    config, _ = json.JSONDecoder().raw_decode(step.attributes.partition("backend_config=")[2])
+    config, _ = json.JSONDecoder().raw_decode(op.attributes.partition("backend_config=")[2])
     return config["cudnn_fmha_backend_config"]

@@ -2,72 +2,36 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from jspeed.plan import attention, hlo, predict
-from jspeed.plan.compile import (
-    Hardware,
-    Step,
-    compile_that_fits,
-    largest_buffers,
-    memory_by_kind,
-    step_of,
-    with_backend,
-)
+from jspeed.plan.compile import Step, TargetPlacement, compile_that_fits, largest_buffers, memory_by_kind, read_step
 from jspeed.plan.cost import Kernel, part_of
 from jspeed.plan.schema import BufferRow, CollectiveRow, Kind, LineRow, Pass, StagePlan, Traffic
-from jspeed.plan.target import Facts, pretend
+from jspeed.plan.target import DataSheet, pretend
 from jspeed.recipe import Recipe, leaves
 from jspeed.sizes import flops_per_token, is_matrix, scored_shape
 from jspeed.stage import Stage
 
-ADD_UP = "flops flops_by_dtype flops_by_part bytes_moved kernels collectives time_ms roofline_ms fitted_ms".split()
 
-
-def describe_stage(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> StagePlan:
-    """One stage of the plan; of a step with ``changed`` all that adds up is a sum."""
-    plan: Any = _of_program(recipe, hardware, number, step)
-    if step.changed:
-        other, less = (_of_program(recipe, hardware, number, each) for each in step.changed)
-        plan |= {name: _sum(plan[name], dict(other)[name], dict(less)[name]) for name in ADD_UP}
-        plan["predicted_ms"] = [*predict.predicted_range(plan["fitted_ms"])]
-    return plan
-
-
-def _sum(a: Any, more: Any, less: Any) -> Any:
-    """``a + more - less`` of numbers, dicts of them, or lists, whose items that ``less`` has are taken out of ``more``.
-
-    Of dicts keys that only ``less`` has stay as they are in ``a``.
-    """
-    if isinstance(a, dict):
-        return {key: _sum(a.get(key, 0), more.get(key, 0), less.get(key, 0)) for key in {**a, **more}}
-    if isinstance(a, list):
-        return a + [item for item in more if _key(item) not in map(_key, less)]
-    return a + more - less
-
-
-def _key(collective: CollectiveRow) -> tuple[Any, ...]:
-    return tuple(collective[name] for name in ("kind", "bytes", "axis", "dtype", "source"))
-
-
-def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> StagePlan:
-    """One stage of the plan, of the program of ``step``."""
-    cluster, stage, kernels = hardware.cluster, step.stage, step.kernels
-    total, collectives = predict.times(kernels, cluster)
+def describe_stage(recipe: Recipe, placement: TargetPlacement, number: int, step: Step) -> StagePlan:
+    """One stage of the plan, or one of a stage's programs: the ``number``-th."""
+    cluster, stage, kernels = placement.cluster, step.stage, step.kernels
+    total, collectives = predict.simulate(kernels, cluster)
     computing = [kernel for kernel in kernels if not kernel.collective]
     matrices = matrices_of(recipe, stage)
     by_part: defaultdict[str, float] = defaultdict(float)
     by_dtype: defaultdict[str, float] = defaultdict(float)
     for kernel in computing:
         if kernel.flops:
-            by_part[part_of(kernel, matrices)] += kernel.times * kernel.flops
-            by_dtype[kernel.dtype] += kernel.times * kernel.flops
+            by_part[part_of(kernel, matrices)] += kernel.runs * kernel.flops
+            by_dtype[kernel.dtype] += kernel.runs * kernel.flops
     largest: list[BufferRow] = [
         {
             "bytes": buffer.array.bytes,
             "dtype": buffer.array.dtype,
             "dims": list(buffer.array.dims),
-            "source": hlo.short(buffer.instruction.source),
+            "source": hlo.file_and_line(buffer.instruction.source),
             "op": buffer.instruction.op_name.rsplit("/", 1)[-1] or buffer.instruction.opcode,
         }
         for buffer in largest_buffers(step)
@@ -78,7 +42,7 @@ def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> 
         "steps": stage.steps,
         "tokens_per_step": tokens,
         "micro_batches": step.parts,
-        "micro_batch_tokens": tokens // hardware.mesh.shape["data"] // step.parts,
+        "micro_batch_tokens": tokens // placement.mesh.shape["data"] // step.parts,
         "head_chunk": step.head_chunk,
         "remat": step.remat,
         "compiled": not step.shared,
@@ -86,15 +50,15 @@ def _of_program(recipe: Recipe, hardware: Hardware, number: int, step: Step) -> 
         "memory_by_kind": memory_by_kind(step),
         "attention_workspace_bytes": max((attention.workspace(k.instruction) for k in computing), default=0),
         "largest_buffers": largest,
-        "flops": sum(kernel.times * kernel.flops for kernel in computing),
+        "flops": sum(kernel.runs * kernel.flops for kernel in computing),
         "flops_by_dtype": by_dtype,
         "flops_by_part": dict(sorted(by_part.items(), key=lambda item: -item[1])),
         "model_flops": flops_per_token(recipe, stage) * tokens / cluster.devices,
-        "bytes_moved": sum(kernel.times * kernel.bytes for kernel in computing),
+        "bytes_moved": sum(kernel.runs * kernel.bytes for kernel in computing),
         "kernels": {
-            kind: sum(k.times for k in computing if k.kind == kind) for kind in get_args(Kind) if kind != "collective"
+            kind: sum(k.runs for k in computing if k.kind == kind) for kind in get_args(Kind) if kind != "collective"
         },
-        "collectives": describe_collectives(kernels, collectives, hardware),
+        "collectives": describe_collectives(kernels, collectives, placement),
         "time_ms": {name: 1e3 * seconds for name, seconds in total._asdict().items()},
         "roofline_ms": 1e3 * total.total,
         "fitted_ms": 1e3 * total.fitted,
@@ -119,12 +83,12 @@ def matrices_of(recipe: Recipe, stage: Stage) -> dict[str, tuple[int, int]]:
 
 
 def describe_collectives(
-    kernels: Sequence[Kernel], times: Mapping[int, tuple[float, float]], hardware: Hardware
+    kernels: Sequence[Kernel], seconds: Mapping[int, tuple[float, float]], placement: TargetPlacement
 ) -> list[CollectiveRow]:
-    """Every collective, in schedule order; ``times`` as :func:`jspeed.plan.predict.times` returns it."""
+    """Every collective, in schedule order; ``seconds`` as :func:`jspeed.plan.predict.simulate` returns them."""
     rows: list[CollectiveRow] = []
-    mesh = dict(hardware.mesh.shape)
-    for index, (takes, exposed) in times.items():
+    mesh = dict(placement.mesh.shape)
+    for index, (takes, exposed) in seconds.items():
         kernel = kernels[index]
         collective = kernel.collective
         assert collective
@@ -136,26 +100,26 @@ def describe_collectives(
                 "axis": ",".join(collective.along(mesh)) or next(iter(mesh)),
                 "group": collective.group,
                 "async": collective.overlaps,
-                "count": kernel.times,
+                "count": kernel.runs,
                 "dtype": collective.arrays[0].dtype,
-                "ms": 1e3 * takes / kernel.times,
-                "compute_ms_between": 1e3 * sum(max(predict.kernel_seconds(k, hardware.cluster.facts)) for k in beside),
-                "exposed_ms": 1e3 * exposed / kernel.times,
-                "source": hlo.short(collective.instruction.source),
+                "ms": 1e3 * takes / kernel.runs,
+                "compute_ms_between": 1e3
+                * sum(max(predict.kernel_seconds(k, placement.cluster.target.data_sheet)) for k in beside),
+                "exposed_ms": 1e3 * exposed / kernel.runs,
+                "source": hlo.file_and_line(collective.instruction.source),
             }
         )
     return rows
 
 
-def describe_traffic(recipe: Recipe, hardware: Hardware, micro_batch: int | None = None) -> Traffic:
+def describe_traffic(recipe: Recipe, placement: TargetPlacement) -> Traffic:
     """Compile the step of the last stage that updates all parameters: sums of what it moves, and :func:`by_line`."""
-    hardware = with_backend(hardware, recipe)
-    with pretend(hardware.cluster.target):
-        step = step_of(recipe.stages[-1], compile_that_fits(recipe, recipe.stages[-1], hardware, micro_batch))
-    stage = describe_stage(recipe, hardware, 1, step)
+    with pretend(placement.cluster.target):
+        step = read_step(recipe.stages[-1], compile_that_fits(recipe, placement, -1))
+    stage = describe_stage(recipe, placement, 1, step)
     return {
         "recipe": recipe.name,
-        "target": hardware.cluster.name,
+        "target": placement.cluster.name,
         "kernels": sum(stage["kernels"].values()),
         "bytes": stage["bytes_moved"],
         "flops": stage["flops"],
@@ -165,25 +129,25 @@ def describe_traffic(recipe: Recipe, hardware: Hardware, micro_batch: int | None
         "peak_bytes": step.memory["peak"],
         "roofline_ms": stage["roofline_ms"],
         "fitted_ms": stage["fitted_ms"],
-        "lines": by_line(step.kernels, hardware.cluster.facts),
+        "lines": by_line(step.kernels, placement.cluster.target.data_sheet),
     }
 
 
-def by_line(kernels: Iterable[Kernel], facts: Facts) -> list[LineRow]:
+def by_line(kernels: Iterable[Kernel], sheet: DataSheet) -> list[LineRow]:
     """Return what the kernels of each source line cost, most bytes first; collectives are left out."""
     rows: dict[tuple[str, str, str], LineRow] = {}
     for kernel in kernels:
         if kernel.collective:
             continue
-        source = hlo.short(kernel.instruction.source) or "the compiler"
+        source = hlo.file_and_line(kernel.instruction.source) or "the compiler"
         pass_ = pass_of(kernel.instruction.op_name)
         row = rows.setdefault(
             (source, pass_, kernel.kind),
             {"source": source, "pass": pass_, "kind": kernel.kind, "kernels": 0, "bytes": 0.0, "seconds": 0.0},
         )
-        row["kernels"] += kernel.times
-        row["bytes"] += kernel.times * kernel.bytes
-        row["seconds"] += kernel.times * max(predict.kernel_seconds(kernel, facts))
+        row["kernels"] += kernel.runs
+        row["bytes"] += kernel.runs * kernel.bytes
+        row["seconds"] += kernel.runs * max(predict.kernel_seconds(kernel, sheet))
     return sorted(rows.values(), key=lambda row: -row["bytes"])
 
 

@@ -5,11 +5,10 @@ training. What a step adds is an estimate by formula; a plan that compiles the s
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
@@ -19,7 +18,7 @@ from jspeed.parallel.mesh import row_shards
 from jspeed.recipe import ParamSpec, Recipe, Stage, leaves, without_lazy
 from jspeed.run.compute.device import GPU_MICRO_BATCH, Device
 from jspeed.run.compute.division import lanes_of_device, micro_batches
-from jspeed.run.compute.program import state_shardings
+from jspeed.run.compute.program import local_bytes, state_shardings
 from jspeed.run.find_recipe import LoadedRecipe, find
 from jspeed.sizes import is_matrix
 
@@ -102,11 +101,11 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
             gathered += at_once * _itemsize(spec)
         gradients += at_once * _itemsize(spec) + (4 * summed if parts > 1 else 0)
     return Memory(
-        parameters=_local_bytes(state["params"]),
-        optimizer=_local_bytes({name: part for name, part in state.items() if name != "params"}),
+        parameters=local_bytes(state["params"]),
+        optimizer=local_bytes({name: part for name, part in state.items() if name != "params"}),
         batch=recipe.lanes // row_shards(mesh) * (stage.lane_len + 1) * recipe.data.dtype.itemsize,
         gathered=gathered,
-        gradients=gradients + _local_bytes(without_lazy(recipe, state["params"])),
+        gradients=gradients + local_bytes(without_lazy(recipe, state["params"])),
         activations=activation_bytes(recipe, tokens),
     )
 
@@ -122,20 +121,11 @@ def activation_bytes(recipe: Recipe, tokens: int) -> int:
     """Bytes of activations saved for the backward pass of ``tokens``: an estimate from the table of parameters.
 
     Input and output of every matrix, one looked-up row of every table, and twice the logits (they and their gradient
-    exist at once). For a GPT-2 that is 32 bytes x width x layers a token in bf16: Korthikanti et al. 2022 (arXiv
-    2205.05198, equation 1: 34) without dropout masks, whose attention keeps no scores. XLA recomputes part of it and
-    keeps other things, such as inputs of norms; nothing is rematerialised on purpose. :func:`memory` with it lies
-    14 % below what XLA needs for a step of llmc on eight H100s, 12 % below for r29, 1 % above for track3.
+    exist at once). For a GPT-2 that is 32 bytes x width x layers a token in bf16, as in Korthikanti et al. 2022 (arXiv
+    2205.05198, equation 1) without dropout masks. :func:`memory` with it lies 14 % below to 1 % above what XLA needs
+    for steps of llmc, r29 and track3 on eight H100s.
     """
     return sum(_kept_for_backward(spec) for _, spec in leaves(recipe.parameters)) * tokens
-
-
-def _local_bytes(tree: Any) -> int:
-    def local(leaf: Any) -> int:
-        sharding = cast(NamedSharding, leaf.sharding)
-        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
-    return sum(map(local, cast(Iterable[Any], jax.tree.leaves(tree))))
 
 
 def _itemsize(spec: ParamSpec) -> int:

@@ -14,10 +14,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec
 
 from jspeed.jax_versions import source_line
-from jspeed.parallel.layout import SMALL, partition, sharded_dim
+from jspeed.parallel.layout import SMALL, partitions, sharded_dim
 from jspeed.plan import hlo
 from jspeed.plan.cost import Kernel, in_optimizer
-from jspeed.plan.cudnn.plans import Answers
+from jspeed.plan.cudnn.ask import Answers
 from jspeed.plan.schema import CollectiveRow, Level, MatmulRow
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.compute.known_faults import MIN_SCATTER_UPDATES, scalar_scatters
@@ -42,7 +42,7 @@ class Finding(NamedTuple):
 
 
 def ideal_flops(
-    jaxpr: Any, times: int = 1, spread: Mapping[Any, Iterable[str]] = EMPTY, mesh: Mapping[str, int] = EMPTY
+    jaxpr: Any, runs: int = 1, spread: Mapping[Any, Iterable[str]] = EMPTY, mesh: Mapping[str, int] = EMPTY
 ) -> dict[str, float]:
     """FLOPs of the matmuls of a traced program by source line, unsharded, each loop counted by its length.
 
@@ -55,9 +55,9 @@ def ideal_flops(
             (contracting, _), _ = eqn.params["dimension_numbers"]
             depth = math.prod(eqn.invars[0].aval.shape[dim] for dim in contracting)
             parts = math.prod(mesh[axis] for axis in spread.get(eqn.outvars[0], ()))
-            flops = 2.0 * times * parts * depth * math.prod(eqn.outvars[0].aval.shape)
+            flops = 2.0 * runs * parts * depth * math.prod(eqn.outvars[0].aval.shape)
             by_source[source_line(eqn)] += flops
-        inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        inner = runs * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         sizes = eqn.params["mesh"].shape if eqn.primitive.name == "shard_map" else mesh
         for body in jaxprs_in_params(eqn.params):
             for where, flops in ideal_flops(body, inner, spread, sizes).items():
@@ -75,8 +75,8 @@ def matmuls(kernels: Iterable[Kernel], ideal: Mapping[str, float], devices: int)
                 {"source": kernel.instruction.source, "name": "", "dtype": kernel.dtype, "shape": [], "count": 0,
                  "flops": 0.0, "redundancy": None},
             )  # fmt: skip
-            row["count"] += kernel.times
-            row["flops"] += kernel.times * kernel.flops * devices
+            row["count"] += kernel.runs
+            row["flops"] += kernel.runs * kernel.flops * devices
             row["shape"] = max(row["shape"], list(kernel.dims), key=lambda dims: math.prod(dims) if dims else 0)
             row["name"] = row["name"] or kernel.instruction.op_name.rsplit("/", 1)[-1]
     for row in by_source.values():
@@ -94,7 +94,7 @@ def redundant(rows: Sequence[MatmulRow], kernels: Iterable[Kernel]) -> Iterator[
         if factor and factor > MAX_REDUNDANCY and row["flops"] > MIN_SHARE * whole:
             name = "replicated-muon" if row["source"] in muon else "redundant-matmul"
             why = "every device runs Newton-Schulz on the same matrices"
-            text = f"{hlo.short(row['source'])}: {factor:.2f} times the FLOPs it needs; "
+            text = f"{hlo.file_and_line(row['source'])}: {factor:.2f} times the FLOPs it needs; "
             text += why if row["source"] in muon else "devices repeat the same matmul"
             yield Finding(name, "error", text, factor, MAX_REDUNDANCY)
 
@@ -123,10 +123,10 @@ def mesh_axis_use(
 def replicated_parameters(recipe: Recipe, specs: Mapping[str, PartitionSpec], mesh: Any) -> Iterator[Finding]:
     """Large parameters that are sharded over no axis: by the layout, or because their axes do not divide.
 
-    ``specs`` are those of the layout (:func:`by_path`).
+    ``specs`` are those of the layout, by path.
     """
     devices = mesh.shape["data"]
-    best = by_path(recipe, "zero1", mesh)
+    best = dict(leaves(partitions(recipe.parameters, "zero1", mesh)))
     for path, spec in leaves(recipe.parameters):
         if devices == 1 or spec.size < SMALL or axes_of(specs[path]):
             continue
@@ -152,7 +152,7 @@ def wide_logits(text: str, tokens: int, vocabulary: int | None) -> Iterator[Find
     buffers = hlo.buffers(text, 4 * tokens * vocabulary) if vocabulary else []
     wide = [b for b in buffers if b.array.dtype in ("f32", "f64") and vocabulary in b.array.dims]
     if wide:
-        where = sorted({hlo.short(buffer.instruction.source) for buffer in wide})
+        where = sorted({hlo.file_and_line(buffer.instruction.source) for buffer in wide})
         gigabytes = max(buffer.array.bytes for buffer in wide) / 1e9
         text = f"{len(wide)} fp32 arrays of logits size, {gigabytes:.1f} GB each, made at {', '.join(where[:3])}"
         yield Finding("fp32-logits", "error", text, float(len(wide)), 0.0)
@@ -186,14 +186,9 @@ def slow_scatters(text: str) -> Iterator[Finding]:
     """Scatters of single fp32 numbers, for a jaxlib that compiles them to compare-and-swap (has_cas_scatter)."""
     sources = {step.name: step.source for step in hlo.instructions(text)}
     for name, updates in scalar_scatters(text):
-        where = hlo.short(sources[name])
+        where = hlo.file_and_line(sources[name])
         said = f"{where}: {updates} scalar fp32 additions by compare-and-swap; add in rows of 4 or more, or sort"
         yield Finding("cas-scatter", "error", said, float(updates), float(MIN_SCATTER_UPDATES))
-
-
-def by_path(recipe: Recipe, layout: str, mesh: Any) -> dict[str, PartitionSpec]:
-    """How every parameter is sharded, by its path."""
-    return {path: partition(spec, layout, mesh) for path, spec in leaves(recipe.parameters)}
 
 
 def axes_of(spec: PartitionSpec) -> frozenset[str]:

@@ -127,20 +127,20 @@ def running(text: str) -> list[Instruction]:
     return [instruction for name in reached for instruction in computations[name]]
 
 
-def paired(steps: Sequence[Instruction]) -> list[Instruction]:
+def paired(ops: Sequence[Instruction]) -> list[Instruction]:
     """Merge each ``x-start`` with its ``x-done`` into one asynchronous ``x`` at the position of the start."""
     origin: dict[str, str] = {}  # of a done or update -> its start
     results: dict[str, tuple[Array, ...]] = {}
-    for step in steps:
-        if step.opcode.endswith(("-done", "-update")):
-            origin[step.name] = origin.get(step.operands[0], step.operands[0])
-            results[origin[step.name]] = step.arrays
+    for op in ops:
+        if op.opcode.endswith(("-done", "-update")):
+            origin[op.name] = origin.get(op.operands[0], op.operands[0])
+            results[origin[op.name]] = op.arrays
     return [
-        step._replace(opcode=step.opcode.removesuffix("-start"), arrays=results[step.name], asynchronous=True)
-        if step.opcode.endswith("-start")
-        else step
-        for step in steps
-        if step.name not in origin
+        op._replace(opcode=op.opcode.removesuffix("-start"), arrays=results[op.name], asynchronous=True)
+        if op.opcode.endswith("-start")
+        else op
+        for op in ops
+        if op.name not in origin
     ]
 
 
@@ -153,17 +153,17 @@ def entry(text: str) -> str:
 
 def collectives(text: str) -> list[Collective]:
     """Return every collective; one in a loop is listed once, however often the loop runs."""
-    steps = paired(instructions(text))
-    wrapped = {name for step in steps if step.opcode == "async" for name in step.calls}
+    ops = paired(instructions(text))
+    wrapped = {name for op in ops if op.opcode == "async" for name in op.calls}
     header = text[: text.index("\n")]
     devices = int(_word(header, "num_partitions=") or 1) * int(_word(header, "replica_count=") or 1)
     listed = []
-    for step in steps:
-        if step.opcode in COLLECTIVES:
-            members = _members(step.attributes, devices)
-            whole = step.bytes * (len(members) if step.opcode == "reduce-scatter" else 1)
-            overlaps = (step.asynchronous or step.computation in wrapped) and '"is_sync":true' not in step.attributes
-            listed.append(Collective(step.opcode, step.arrays, whole, members, overlaps, step))
+    for op in ops:
+        if op.opcode in COLLECTIVES:
+            members = _members(op.attributes, devices)
+            whole = op.bytes * (len(members) if op.opcode == "reduce-scatter" else 1)
+            overlaps = (op.asynchronous or op.computation in wrapped) and '"is_sync":true' not in op.attributes
+            listed.append(Collective(op.opcode, op.arrays, whole, members, overlaps, op))
     return listed
 
 
@@ -171,7 +171,7 @@ def collectives(text: str) -> list[Collective]:
 def arguments(text: str) -> tuple[Instruction, ...]:
     """Return the arguments of the program."""
     main = entry(text)
-    return tuple(step for step in instructions(text) if step.opcode == "parameter" and step.computation == main)
+    return tuple(op for op in instructions(text) if op.opcode == "parameter" and op.computation == main)
 
 
 @lru_cache(PROGRAMS)
@@ -182,10 +182,10 @@ def buffers(text: str, at_least_bytes: int = 1) -> tuple[Buffer, ...]:
     in-place update is listed although it writes into its operand: for the peak ask ``memory_analysis()``.
     """
     found = [
-        Buffer(array, step)
-        for step in running(text)
-        if step.opcode not in NO_BUFFER
-        for array in step.arrays
+        Buffer(array, op)
+        for op in running(text)
+        if op.opcode not in NO_BUFFER
+        for array in op.arrays
         if array.bytes >= at_least_bytes
     ]
     return tuple(sorted(found, key=lambda buffer: -buffer.array.bytes))
@@ -299,6 +299,6 @@ def _word(text: str, key: str) -> str:
     return re.split(r"[,\s}]", text.partition(key)[2], maxsplit=1)[0]
 
 
-def short(source: str) -> str:
+def file_and_line(source: str) -> str:
     """``file:line`` without the folders."""
     return source.rsplit("/", 1)[-1]

@@ -1,9 +1,7 @@
 """Predict a step's time from its kernels: rooflines, launches, overlapped communication, a fit to published step times.
 
-Bound: no kernel runs faster than its FLOPs at the peak rate or its bytes at the bandwidth. Guesses: the fraction of the
-peak that a kernel reaches (FRACTIONS), and the ratio of a measured step to its roofline (:func:`slowdown`), one number
-that is fitted on published step times of other programs for the same schedules. Those launch kernels too, but start no
-blocks that find nothing to do: the time of these is added to what is fitted.
+roofline = kernels, each at a fraction (FRACTIONS) of peak FLOP/s or of bandwidth + exposed communication + launch gaps;
+predicted time = roofline x :func:`slowdown` + empty blocks of attention, which the programs of the fit do not have.
 """
 
 import math
@@ -13,16 +11,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jspeed.plan import hlo
-from jspeed.plan.attention import MATMULS as ATTENTION_MATMULS
 from jspeed.plan.cost import Kernel
 from jspeed.plan.hlo import Collective
 from jspeed.plan.schema import BottleneckRow, Bound
-from jspeed.plan.target import Cluster, Facts
+from jspeed.plan.target import Cluster, DataSheet
 
-# Fractions of the peak that single kernels reach. Matmuls: cuBLAS at 768 to 3,072 columns stays well below the 0.75 to
-# 0.8 of large squares. Attention: cuDNN does 582 TFLOP/s (0.59) forward on H100 at 8,192 keys
-# (tritonbench issue 141), less backward and in short windows; the same is assumed of our own kernels, which nothing has
-# timed. Memory: copies reach 0.9. Communication: NCCL's bus bandwidth on one node of H100 is 330 to 370 of 450 GB/s.
+# Fractions of the peak that single kernels are assumed to reach; own attention kernels count as cuDNN's. Measured by
+# others: matmuls of large squares 0.75 to 0.8, cuDNN forward with 8,192 keys 0.59 (tritonbench issue 141), copies 0.9,
+# NCCL's bus bandwidth on one node of H100s 330 to 370 of 450 GB/s.
 FRACTIONS = {
     "matmul": 0.65,
     "fp8_matmul": 0.55,
@@ -36,9 +32,8 @@ LAUNCH = 2e-6  # minimum time of a kernel
 # Idle time between two kernels, in a CUDA graph and without. NVIDIA measured 3.4 and 3.8 us a kernel of 2.9 us on a
 # V100 (https://developer.nvidia.com/blog/cuda-graphs/, 2019); no such figures of an H100 are known here.
 GAP, GAP_WITHOUT_GRAPHS = 0.5e-6, 0.9e-6
-# Of an SM, for a block that finds nothing to do: it is placed, reads the length of its document, and ends. A large
-# kernel of attention has one block on an SM at a time. Nothing published was found: a GPU tells it by the difference of
-# the backends cudnn and cudnn_lanes (scripts/gpu_day.sh).
+# Of an SM, for a block that reads the length of its document and ends. No figure is published; scripts/gpu_day.sh
+# measures it, as the difference of the backends cudnn and cudnn_lanes.
 EMPTY_BLOCK = 1e-6
 LATENCY = 15e-6  # latency of a collective within a node
 HOP = 8e-6  # added latency for every further node of a ring
@@ -66,7 +61,7 @@ class Times(NamedTuple):
         return self.total * slowdown() + self.empty_blocks
 
 
-class Published(NamedTuple):
+class MeasuredStep(NamedTuple):
     """A step time that others measured on 8 H100s, for a schedule that is a recipe here."""
 
     recipe: str
@@ -76,17 +71,17 @@ class Published(NamedTuple):
     source: str
 
 
-PUBLISHED = (
-    Published("r29", 97.98, 90.01, True, "modded-nanogpt record 29 (PyTorch)"),
-    Published("r21", 100.0, 89.64, True, "modded-nanogpt record 21 (PyTorch)"),
-    Published("llmc", 140.0, 143.34, True, "modded-nanogpt record 1 (llm.c)"),
-    Published("track3", 155.0, 123.37, False, "modded-nanogpt track 3 baseline (PyTorch)"),
+MEASURED = (
+    MeasuredStep("r29", 97.98, 90.01, True, "modded-nanogpt record 29 (PyTorch)"),
+    MeasuredStep("r21", 100.0, 89.64, True, "modded-nanogpt record 21 (PyTorch)"),
+    MeasuredStep("llmc", 140.0, 143.34, True, "modded-nanogpt record 1 (llm.c)"),
+    MeasuredStep("track3", 155.0, 123.37, False, "modded-nanogpt track 3 baseline (PyTorch)"),
 )
 
 
 def slowdown() -> float:
     """Measured over roofline milliseconds: the geometric mean over the published programs that are fitted."""
-    ratios = [math.log(p.measured_ms / p.roofline_ms) for p in PUBLISHED if p.used_to_fit]
+    ratios = [math.log(p.measured_ms / p.roofline_ms) for p in MEASURED if p.used_to_fit]
     return math.exp(sum(ratios) / len(ratios))
 
 
@@ -97,22 +92,21 @@ def predicted_range(fitted: float) -> tuple[float, float]:
 
 
 def calibration() -> list[dict[str, Any]]:
-    """Each of PUBLISHED with the range that is predicted for it, and the error of the fitted time."""
-    fitted = [p.roofline_ms * slowdown() for p in PUBLISHED]
+    """Each of MEASURED with the range that is predicted for it, and the error of the fitted time."""
+    fitted = [p.roofline_ms * slowdown() for p in MEASURED]
     return [
         {**p._asdict(), "predicted_ms": list(predicted_range(ms)), "error": ms / p.measured_ms - 1}
-        for p, ms in zip(PUBLISHED, fitted, strict=True)
+        for p, ms in zip(MEASURED, fitted, strict=True)
     ]
 
 
-def kernel_seconds(kernel: Kernel, facts: Facts) -> tuple[float, float]:
+def kernel_seconds(kernel: Kernel, sheet: DataSheet) -> tuple[float, float]:
     """(seconds by FLOPs, seconds by bytes) of one run of a kernel; it takes the larger of them."""
-    by_bytes = kernel.bytes / (facts.hbm_bytes_per_second * FRACTIONS["memory"])
+    by_bytes = kernel.bytes / (sheet.hbm_bytes_per_second * FRACTIONS["memory"])
     if not kernel.flops:
         return 0.0, max(by_bytes, LAUNCH)
-    fastest = facts.peak_flops.get("bf16" if kernel.kind in ATTENTION_MATMULS else rate_name(kernel.dtype, facts))
-    assert fastest
-    return kernel.flops / (fastest * FRACTIONS[kernel.kind]), max(by_bytes, LAUNCH)
+    rate = "bf16" if kernel.kind.startswith("attention") else rate_name(kernel.dtype, sheet)
+    return kernel.flops / (sheet.peak_flops[rate] * FRACTIONS[kernel.kind]), max(by_bytes, LAUNCH)
 
 
 def launch_gap(cluster: Cluster) -> float:
@@ -132,11 +126,11 @@ def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) 
     for steps, kernels in runs:
         for kernel in kernels:
             if not kernel.collective:
-                by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
-                file = hlo.short(kernel.instruction.source).partition(":")[0]
+                by_flops, by_bytes = kernel_seconds(kernel, cluster.target.data_sheet)
+                file = hlo.file_and_line(kernel.instruction.source).partition(":")[0]
                 bound: Bound = "compute" if by_flops > by_bytes else "memory"
                 key = file or "the compiler", bound
-                spent[key] = spent.get(key, 0.0) + steps * kernel.times * max(by_flops, by_bytes)
+                spent[key] = spent.get(key, 0.0) + steps * kernel.runs * max(by_flops, by_bytes)
     total = sum(spent.values())
     return [
         {"source": file, "bound": what, "seconds": seconds * slowdown(), "share": seconds / total}
@@ -144,11 +138,11 @@ def bottlenecks(runs: Iterable[tuple[int, Sequence[Kernel]]], cluster: Cluster) 
     ]
 
 
-def rate_name(dtype: str, facts: Facts) -> str:
+def rate_name(dtype: str, sheet: DataSheet) -> str:
     """The name of the peak rate of a matmul of ``dtype``; a type without one counts as bf16."""
     known = {"f32": "tf32", "f16": "bf16", "bf16": "bf16", "f8": "f8", "f64": "f32"}
     name = known.get(dtype, "bf16")
-    return name if name in facts.peak_flops else "bf16"
+    return name if name in sheet.peak_flops else "bf16"
 
 
 def collective_seconds(collective: Collective, cluster: Cluster) -> float:
@@ -156,17 +150,17 @@ def collective_seconds(collective: Collective, cluster: Cluster) -> float:
 
     An all-reduce moves twice the bytes of the others. The device ids of a node are consecutive.
     """
-    facts = cluster.facts
+    sheet = cluster.target.data_sheet
     nodes = len({device // cluster.per_node for device in collective.members})
-    bandwidth = facts.nvlink_bytes_per_second
+    bandwidth = sheet.nvlink_bytes_per_second
     if nodes > 1:
-        bandwidth = min(bandwidth, facts.network_bytes_per_second * collective.group / nodes)
+        bandwidth = min(bandwidth, sheet.network_bytes_per_second * collective.group / nodes)
     rounds = 2 if collective.kind == "all-reduce" else 1
     moved = rounds * collective.bytes * (collective.group - 1) / max(1, collective.group)
     return moved / (bandwidth * FRACTIONS["communication"]) + LATENCY + HOP * (nodes - 1)
 
 
-def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int, tuple[float, float]]]:
+def simulate(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int, tuple[float, float]]]:
     """Simulate the schedule with a compute stream and a communication stream.
 
     Returns the sums and, by the index of each collective in ``kernels``, (its seconds, its exposed seconds). A loop
@@ -190,20 +184,20 @@ def times(kernels: Sequence[Kernel], cluster: Cluster) -> tuple[Times, dict[int,
             break
         kernel = kernels[index]
         if kernel.collective:
-            takes = kernel.times * collective_seconds(kernel.collective, cluster)
+            takes = kernel.runs * collective_seconds(kernel.collective, cluster)
             free = max(now, free) + takes
             ends[index], collectives[index] = free, (takes, 0.0)
             communication += takes
             continue
-        by_flops, by_bytes = kernel_seconds(kernel, cluster.facts)
-        takes = kernel.times * max(by_flops, by_bytes)
+        by_flops, by_bytes = kernel_seconds(kernel, cluster.target.data_sheet)
+        takes = kernel.runs * max(by_flops, by_bytes)
         now += takes
         if by_flops > by_bytes:
             compute += takes
         else:
             memory += takes
     computing = [kernel for kernel in kernels if not kernel.collective]
-    launches = launch_gap(cluster) * sum(kernel.times for kernel in computing)
-    blocks = sum(kernel.times * kernel.empty_blocks for kernel in computing)
+    launches = launch_gap(cluster) * sum(kernel.runs for kernel in computing)
+    blocks = sum(kernel.runs * kernel.empty_blocks for kernel in computing)
     empty = blocks * EMPTY_BLOCK / cluster.target.cores if blocks else 0.0
     return Times(compute, memory, communication, exposed, launches, empty), collectives

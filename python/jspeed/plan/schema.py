@@ -61,7 +61,7 @@ class StagePlan(MicroBatch):
     steps: int
     tokens_per_step: int  # of all devices
     micro_batches: int  # in a step
-    compiled: bool  # False: it shares another program, or is a sum of several
+    compiled: bool  # False: it shares another program
     memory_bytes: dict[Allocation, Bytes]  # as the compiler allocates it
     memory_by_kind: dict[str, Bytes]  # the values sum to the peak
     attention_workspace_bytes: Bytes  # of the call of cuDNN that takes most, while it runs; part of the temporaries
@@ -140,7 +140,7 @@ class Plan(TypedDict):
     memory_limit_bytes: Bytes  # what JAX may take
     fits: bool
     fit: str  # what it needs, or what would fit
-    facts: dict[str, Any]  # the fields of jspeed.plan.target.Facts, each with its source
+    facts: dict[str, Any]  # the fields of jspeed.plan.target.DataSheet, each with its source
     fractions: dict[str, float]  # of the peak that is assumed to be reached
     calibration: list[dict[str, Any]]  # :func:`jspeed.plan.predict.calibration`
     stages: list[StagePlan]
@@ -149,7 +149,7 @@ class Plan(TypedDict):
     fitted_seconds: Seconds  # of the run
     bottlenecks: list[BottleneckRow]  # largest first
     predicted_cost: Cost
-    cudnn: dict[str, Any] | None  # version, and calls: words and :class:`.cudnn.plans.Answer`; None: not asked
+    cudnn: dict[str, Any] | None  # version, and calls: words and :class:`.cudnn.ask.Answer`; None: not asked
     findings: list[dict[str, Any]]  # :class:`jspeed.plan.findings.Finding`
     matmuls: list[MatmulRow]  # most FLOPs first
     warnings: list[str]

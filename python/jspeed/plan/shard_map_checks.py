@@ -37,10 +37,9 @@ class Seen(NamedTuple):
     spread: dict[Any, frozenset[str]]  # of a matmul's result in a shard_map: along which axes devices have others
 
 
-def check_shard_map(jaxpr: Any, batch: int = 1) -> list[Finding]:
-    """Return what :func:`walk` finds wrong: the first arguments are the state, the last ``batch`` ones data."""
-    count = len(jaxpr.in_avals)
-    return list(walk(jaxpr, [n >= count - batch for n in range(count)]).findings.values())
+def check_shard_map(jaxpr: Any) -> list[Finding]:
+    """Return what :func:`walk` finds wrong in a step, whose last argument is data and all others its state."""
+    return list(walk(jaxpr, [*[False] * (len(jaxpr.in_avals) - 1), True]).findings.values())
 
 
 def walk(jaxpr: Any, data: Sequence[bool]) -> Seen:
@@ -162,4 +161,4 @@ def _bodies(eqn: Any) -> list[Any]:
 
 
 def _where(eqn: Any) -> str:
-    return hlo.short(source_line(eqn)) or "an unknown line"
+    return hlo.file_and_line(source_line(eqn)) or "an unknown line"

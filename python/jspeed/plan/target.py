@@ -39,10 +39,24 @@ done
 """
 
 
+class DataSheet(NamedTuple):
+    """Peak rates and sizes of one kind of GPU or TPU, each with its public source."""
+
+    per_node: int  # devices that NVLink (ICI, PCIe) joins
+    hbm_bytes: int
+    hbm_bytes_per_second: float
+    nvlink_bytes_per_second: float  # within a node, one direction; ICI of TPUs, PCIe where there is no NVLink
+    network_bytes_per_second: float  # one direction, a GPU
+    dollars_per_hour: float
+    peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
+    sources: dict[str, str]
+
+
 class Target(NamedTuple):
     """One kind of GPU or TPU, as passed to the compiler."""
 
     name: str
+    data_sheet: DataSheet
     text: str = ""  # of a GPU: stream_executor.GpuTargetConfigProto as text
     capability: tuple[int, int] = (0, 0)  # of a GPU: compute capability, (9, 0)
     cudnn: int = 0  # of a GPU, as cuDNN numbers its versions: 91002 is 9.10.2
@@ -61,25 +75,11 @@ class Target(NamedTuple):
         return re.findall(r'device_description_str: "([^"]*)"', self.text)[0]
 
 
-class Facts(NamedTuple):
-    """Peak rates and sizes of one kind of GPU or TPU, each with its public source."""
-
-    per_node: int  # devices that NVLink (ICI, PCIe) joins
-    hbm_bytes: int
-    hbm_bytes_per_second: float
-    nvlink_bytes_per_second: float  # within a node, one direction; ICI of TPUs, PCIe where there is no NVLink
-    network_bytes_per_second: float  # one direction, a GPU
-    dollars_per_hour: float
-    peak_flops: dict[str, float]  # dense, by dtype: bf16, f8 (where there is any), tf32, f32
-    sources: dict[str, str]
-
-
 class Cluster(NamedTuple):
     """Nodes of GPUs of one kind, such as ``h100x8x4``: 4 nodes of 8."""
 
     name: str
     target: Target
-    facts: Facts
     nodes: int
     per_node: int
 
@@ -91,42 +91,38 @@ class Cluster(NamedTuple):
     @property
     def usable_bytes(self) -> int:
         """Bytes of one device's memory that a step may take."""
-        return int((TPU_MEMORY_FRACTION if self.target.tpu else USABLE * MEMORY_FRACTION) * self.facts.hbm_bytes)
+        return int(
+            (TPU_MEMORY_FRACTION if self.target.tpu else USABLE * MEMORY_FRACTION) * self.target.data_sheet.hbm_bytes
+        )
 
 
 def load_target(name: str) -> Target:
-    """Return the target called ``name``. Raises :class:`BadInput` with the names there are."""
+    """Return the target called ``name``, from its files. Raises :class:`BadInput` with the names there are."""
     if name not in known_targets():
         known = ", ".join(known_targets())
         raise BadInput(f"target {name} is unknown{nearest(name, known_targets())}; known targets: {known}")
-    if tpu := _read(name).get("tpu"):
-        return Target(name, tpu=tpu)
+    described = tomllib.loads((TARGETS / f"{name}.toml").read_text())
+    tpu = described.pop("tpu", None)
+    data_sheet = DataSheet(**described)
+    if tpu:
+        return Target(name, data_sheet, tpu=tpu)
     text = (TARGETS / f"{name}.txtpb").read_text()
     major, minor = _fields(text, "cuda_compute_capability", "major", "minor")
     dnn = _fields(text, "dnn_version_info", "major", "minor", "patch")
-    return Target(name, text, (major, minor), dnn[0] * 10000 + dnn[1] * 100 + dnn[2])
+    return Target(name, data_sheet, text, (major, minor), dnn[0] * 10000 + dnn[1] * 100 + dnn[2])
 
 
-def load_facts(name: str) -> Facts:
-    """Return the rates, sizes and bandwidths of the target called ``name``, from its ``.toml`` beside its text."""
-    return Facts(**{key: value for key, value in _read(name).items() if key != "tpu"})
-
-
-def facts_of(device_kind: str) -> Facts | None:
-    """Return the facts of a device by JAX's name of it, whose board counts; None for one that is no target."""
-    name = "h200" if device_kind == "NVIDIA H200" else None  # as CUDA calls it; XLA's target config says more
-    names = [name] if name else [known for known in known_targets() if load_target(known).device_kind == device_kind]
-    return load_facts(names[0]) if names else None
+def data_sheet_of(device_kind: str) -> DataSheet | None:
+    """Return the data sheet of a device by JAX's name of it, whose board counts; None for one that is no target."""
+    if device_kind == "NVIDIA H200":  # as CUDA calls it; XLA's target config says more
+        return load_target("h200").data_sheet
+    targets = map(load_target, known_targets())
+    return next((target.data_sheet for target in targets if target.device_kind == device_kind), None)
 
 
 def known_targets() -> list[str]:
     """Names of all targets."""
     return sorted(path.stem for path in TARGETS.glob("*.toml"))
-
-
-def _read(name: str) -> dict[str, Any]:
-    with (TARGETS / f"{name}.toml").open("rb") as file:
-        return tomllib.load(file)
 
 
 def parse_target(text: str) -> Cluster:
@@ -140,7 +136,7 @@ def parse_target(text: str) -> Cluster:
     kind = max(named, key=len, default=text.split("x")[0] or text)
     counts = text.removeprefix(kind).split("x")[1:]
     target = load_target(kind)
-    facts = load_facts(kind)
+    per_node = target.data_sheet.per_node
     if not 1 <= len(counts) <= 2 or not all(re.fullmatch("[1-9][0-9]{0,6}", count) for count in counts):
         raise BadInput(
             f"--target {text} has no number of GPUs; write {kind}x8 for one node of 8 or {kind}x8x4 for 4 nodes of 8"
@@ -151,14 +147,12 @@ def parse_target(text: str) -> Cluster:
     if target.tpu and (nodes > 1 or str(devices) not in target.tpu["topologies"]):
         sizes = ", ".join(f"{kind}x{chips}" for chips in target.tpu["topologies"])
         raise BadInput(f"--target {text}: slices of {kind} chips that can be planned for are {sizes}")
-    if devices > facts.per_node:
-        if nodes > 1 or devices % facts.per_node:
-            whole = -(-devices * nodes // facts.per_node)
-            raise BadInput(
-                f"--target {text}: a node holds {facts.per_node} {kind} GPUs; write {kind}x{facts.per_node}x{whole}"
-            )
-        nodes, devices = devices // facts.per_node, facts.per_node
-    return Cluster(text, target, facts, nodes, devices)
+    if devices > per_node:
+        if nodes > 1 or devices % per_node:
+            whole = -(-devices * nodes // per_node)
+            raise BadInput(f"--target {text}: a node holds {per_node} {kind} GPUs; write {kind}x{per_node}x{whole}")
+        nodes, devices = devices // per_node, per_node
+    return Cluster(text, target, nodes, devices)
 
 
 def missing(target: Target | None = None) -> str | None:
@@ -215,10 +209,9 @@ def pretend(target: Target) -> AbstractContextManager[None]:
 def without_machine_code() -> dict[str, Any]:
     """Return XLA's options to compile without machine code, which nothing of a plan reads, in less than half the time.
 
-    XLA writes assembly for each kernel and starts NVIDIA's assembler, ptxas, for it. Something of that name that writes
-    nothing takes its place, and LLVM does not optimise what it would get. Kernels, memory and schedule are decided
-    before. A kernel that an earlier program of this thread has is not compiled again: XLA keeps them in a file, which
-    two threads must not write. Options that XLA_FLAGS sets are left out; all are where NVIDIA's wheel is not found.
+    Kernels, memory and schedule are decided before XLA starts NVIDIA's assembler, ptxas; a script that writes nothing
+    takes its place, LLVM does not optimise, and a kernel that an earlier program of this thread has is taken from a
+    file. Options that XLA_FLAGS sets are left out; all are where NVIDIA's wheel is not found.
     """
     if (folder := _pretended_cuda()) is None:
         return {}

@@ -14,13 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from types import FrameType
+from typing import NamedTuple
 
 from jspeed.cluster.rank import find_rank
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import flag
 from jspeed.leaderboard import formatting, stats
-from jspeed.record import preregistration
-from jspeed.record.preregistration import ROUND
+from jspeed.record.preregistration import (
+    NAME,
+    ROUND,
+    Kind,
+    make_preregistration,
+    parse_seeds,
+    read_preregistration,
+    write_preregistration,
+)
 from jspeed.record.remarks import remarks
 from jspeed.record.run_json import read_run
 from jspeed.record.schema import Run
@@ -31,7 +39,22 @@ from jspeed.run.setup import load_recipe
 
 RUN = (sys.executable, "-P", "-m", "jspeed", "run")  # -P: a folder that is called jspeed is not imported
 OWN = ("recipe", "seed", "steps", "run_dir")  # what make_runs says of each run itself
+REFUSED = {  # options that a series does not take, and why
+    "resume": "the same --plan command continues a series",
+    "init_from": "planned runs start from their seeds",
+    **dict.fromkeys(("coordinator", "processes", "process_id"), "runs are made in one process each"),
+    "seed": "the plan gives the seeds",
+}
 P = 0.01  # below it the last line of a series says significant; the board uses the track's own rule
+
+
+class SeriesRun(NamedTuple):
+    """A run of a series: of a recipe by name or path, with the name, hash and seed that its plan.json states."""
+
+    recipe_or_path: str
+    recipe: str
+    recipe_hash: str
+    seed: int
 
 
 def run_series(options: Options, text: str) -> int:
@@ -39,18 +62,13 @@ def run_series(options: Options, text: str) -> int:
 
     Raises BadInput for a malformed ``text``, for another plan in the folder, and when a run has bad input.
     """
-    if options.resume:
-        raise BadInput("--plan and --resume: give the --plan command again without --resume to continue")
-    if options.init_from is not None:
-        raise BadInput("--plan and --init-from: planned runs start from their seeds; leave --init-from out")
-    if options.coordinator is not None or options.processes is not None or options.process_id is not None:
-        raise BadInput("--plan makes its runs in one process each; leave --coordinator and its like out")
-    if options.seed != Options.seed:
-        raise BadInput(f"--plan {text} and --seed {options.seed}: the plan gives the seeds; leave --seed out")
+    for name, why in REFUSED.items():
+        if getattr(options, name) != getattr(Options, name):
+            raise BadInput(f"--plan and {flag(name)}: {why}; leave {flag(name)} out")
     check_options(options)
     recipe = options.recipe_or_default
     loaded = load_recipe(options)
-    runs = [(recipe, loaded.recipe.name, loaded.hash, seed) for seed in preregistration.parse_seeds(text)]
+    runs = [SeriesRun(recipe, loaded.recipe.name, loaded.hash, seed) for seed in parse_seeds(text)]
     folder = options.run_dir or default_folder(loaded.recipe.name)
     made = make_runs(folder, "seeds", options.steps, runs, arguments(options))
     notes = dict.fromkeys(f"note: {remark}" for run in made for remark in remarks(run))
@@ -78,21 +96,20 @@ def race(a: str, b: str, rounds: int, folder: Path | None, steps: int | None, fl
     if loaded[a].hash == loaded[b].hash:
         raise BadInput(f"{a} and {b} are the same recipe; give two that differ")
     seeds = [(each, 2 * n + late) for n in range(1, rounds + 1) for each, late in ((a, -1), (b, -1), (b, 0), (a, 0))]
-    runs = [(each, loaded[each].recipe.name, loaded[each].hash, seed) for each, seed in seeds]
+    runs = [SeriesRun(each, loaded[each].recipe.name, loaded[each].hash, seed) for each, seed in seeds]
     folder = folder or default_folder(f"{loaded[a].recipe.name}-{loaded[b].recipe.name}")
     made = make_runs(folder, "race", steps, runs, flags)
-    whole = [
-        turn for turn in zip(*[iter(made)] * ROUND, strict=True) if all(run["val_loss"] is not None for run in turn)
-    ]
-    complete = f"{len(whole)} round{'s' if len(whole) != 1 else ''} of A B B A"
-    print(f"{folder}: plan.json and {len(made)} runs, {complete}")
+    turns = zip(*[iter(made)] * ROUND, strict=True)
+    complete = [turn for turn in turns if all(run["val_loss"] is not None for run in turn)]
+    count = f"{len(complete)} round{'s' if len(complete) != 1 else ''} of A B B A"
+    print(f"{folder}: plan.json and {len(made)} runs, {count}")
     for name, own in ((a, [0, 3]), (b, [1, 2])):
-        print(f"{name}: {summary([turn[place] for turn in whole for place in own])}" if whole else f"{name}: no round")
-    if whole:
-        times = [[run["timed_seconds"] for run in turn] for turn in whole]
+        print(f"{name}: {summary([turn[n] for turn in complete for n in own]) if complete else 'no round'}")
+    if complete:
+        times = [[run["timed_seconds"] for run in turn] for turn in complete]
         ratio = stats.paired_ratio([((t[0], t[3]), (t[1], t[2])) for t in times])
-        print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {complete}")
-    return 0 if whole else 1
+        print(f"{b} takes {formatting.ratio(*ratio[:3])} x the time of {a}; {count}")
+    return 0 if complete else 1
 
 
 def _data(flags: Sequence[str]) -> Path | None:
@@ -103,53 +120,51 @@ def _data(flags: Sequence[str]) -> Path | None:
 
 def make_runs(
     folder: Path,
-    kind: preregistration.Kind,
+    kind: Kind,
     steps: int | None,
-    runs: Sequence[tuple[str, str, str, int]],
+    runs: Sequence[SeriesRun],
     flags: Sequence[str],
     script: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Run]:
-    """Write the plan of ``runs``, each (name or path, recipe, hash, seed), and make those that are missing.
+    """Preregister ``runs`` in plan.json and make those that are missing.
 
     ``script`` is the speedrun.py of another commit, run in another ``environment``. Returns all runs in order. Raises
     BadInput for a run that fails, and SystemExit with the code of one that was told to stop.
     """
     if find_rank(os.environ):
         raise BadInput("a series makes its runs in one process each; start it without a launcher")
-    plan = preregistration.make_preregistration(kind, utc_now(), steps, [run[1:] for run in runs])
-    path = folder / preregistration.NAME
+    preregistration = make_preregistration(kind, utc_now(), steps, [run[1:] for run in runs])
+    path = folder / NAME
     if path.exists():
-        before = preregistration.read_preregistration(path)
-        if any(before[name] != plan[name] for name in ("kind", "steps", "runs")):
+        earlier = read_preregistration(path)
+        if any(earlier[name] != preregistration[name] for name in ("kind", "steps", "runs")):
             raise BadInput(f"{path} holds another plan; give the same command to continue it, or another --run-dir")
-        plan = before
     else:
         writable_folder(folder, "run directory")
-        preregistration.write_preregistration(folder, plan)
-    for run, (recipe, *_) in zip(plan["runs"], runs, strict=True):
-        run_dir = folder / run["folder"]
+        write_preregistration(folder, preregistration)
+    folders = [folder / run["folder"] for run in preregistration["runs"]]
+    for run, run_dir in zip(runs, folders, strict=True):
         again: list[str] = []
         if (run_dir / "run.json").exists():
             if read_run(run_dir)["status"] != "interrupted":
                 continue
             if newest(run_dir / "checkpoints")[0] is None:
                 print(
-                    f"note: {run['folder']} was interrupted and has no checkpoint: it stays without a result",
-                    flush=True,
+                    f"note: {run_dir.name} was interrupted and has no checkpoint: it stays without a result", flush=True
                 )
                 continue
             again = ["--resume"]
-        print(f"--- {run['folder']}", flush=True)
-        command = [*(RUN if script is None else (sys.executable, str(script))), recipe, *flags]
-        command += ["--seed", str(run["seed"]), "--run-dir", str(run_dir)]
+        print(f"--- {run_dir.name}", flush=True)
+        command = [*(RUN if script is None else (sys.executable, str(script))), run.recipe_or_path, *flags]
+        command += ["--seed", str(run.seed), "--run-dir", str(run_dir)]
         command += [*again, *(["--steps", str(steps)] if steps else [])]
         code = run_child(command, environment)
         if code in (130, 143):
             raise SystemExit(code)
         if code not in (0, 1):
             raise BadInput(f"{run_dir}: the run ended with exit code {code}, as said above; the plan is not complete")
-    return [read_run(folder / run["folder"]) for run in plan["runs"]]
+    return [read_run(run_dir) for run_dir in folders]
 
 
 def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
@@ -213,5 +228,5 @@ def summary(runs: Sequence[Run]) -> str:
     line += f"; sd {sd:.4f}, {formatting.chance(p)}"
     if p <= P:
         return line
-    more = stats.more_runs(mean, sd, n, target, P, known=False)
-    return f"{line}: not significant" + (f" yet, needs about {more} more" if more else "")
+    needed = stats.more_runs(mean, sd, n, target, P, known=False)
+    return f"{line}: not significant" + (f" yet, needs about {needed} more" if needed else "")

@@ -15,20 +15,14 @@ from jspeed.files import write_whole
 from jspeed.leaderboard import formatting, stats
 from jspeed.leaderboard.board import Entry, by_seed, losses, mean_of
 from jspeed.record.schema import Run
-from jspeed.series.preregistered import default_folder, make_runs
+from jspeed.series.preregistered import SeriesRun, default_folder, make_runs
 
 NATIVE = ("rust", "Cargo.toml", "Cargo.lock")  # what the extension is made of
 P = 0.001  # two-sided: below it the mean loss differs from the record's
 
 
 def reproduce(
-    repository: Path,
-    entry: Entry,
-    source: str,
-    sigma: float | None,
-    n: int,
-    folder: Path | None,
-    flags: list[str],
+    repository: Path, entry: Entry, source: str, sigma: float | None, n: int, folder: Path | None, flags: list[str]
 ) -> int:
     """Make ``n`` runs of the board's ``entry``, whose recipe's text is ``source``, at its commit; 0 if they agree.
 
@@ -41,18 +35,16 @@ def reproduce(
     known = sorted(recorded)
     seeds = [*known[:n], *range(known[-1] + 1, known[-1] + 1 + n - len(known[:n]))]
     folder = (folder or default_folder(f"{entry['recipe']}-again")).absolute()
-    runs = [(entry["recipe"], entry["recipe_hash"], seed) for seed in seeds]
     stopped = next((run["steps"] for run in recorded.values() if run["status"] == "stopped"), None)
     with worktree(repository, entry["git"]["commit"]) as tree:
         recipe = tree.parent / f"{entry['recipe'].replace('-', '_')}.py"  # outside, so that the tree stays clean
         write_whole(recipe, source)
         sets = [f"{name}={value!r}" for name, value in sorted(entry["overrides"].items()) if name.isupper()]
         flags = [*flags, "--target-loss", str(entry["target_loss"]), *(["--set", *sets] if sets else [])]
-        wanted = [(str(recipe), *run) for run in runs]
+        runs = [SeriesRun(str(recipe), entry["recipe"], entry["recipe_hash"], seed) for seed in seeds]
         path = f"{tree / 'python'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-        made = make_runs(
-            folder, "seeds", stopped, wanted, flags, tree / "scripts" / "speedrun.py", os.environ | {"PYTHONPATH": path}
-        )
+        environment = os.environ | {"PYTHONPATH": path}
+        made = make_runs(folder, "seeds", stopped, runs, flags, tree / "scripts" / "speedrun.py", environment)
     agrees, lines = compare_losses(entry, made, sigma)
     print(f"{folder}: plan.json and {len(made)} runs at {formatting.commit(entry['git'])}", *lines, sep="\n")
     return 0 if agrees else 1
@@ -64,22 +56,24 @@ def compare_losses(entry: Entry, made: list[Run], sigma: float | None) -> tuple[
     repeated = [run["val_loss"] for run in made if run["val_loss"] is not None]
     if not repeated:
         return False, ["no run converged"]
-    here = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
-    before, known = mean_of(entry["seconds"]), losses(entry["runs"])
+    seconds = fmean(run["timed_seconds"] for run in made if run["val_loss"] is not None)
+    recorded_seconds, recorded_losses = mean_of(entry["seconds"]), losses(entry["runs"])
     equal = sum(run["seed"] in recorded and recorded[run["seed"]]["val_loss"] == run["val_loss"] for run in made)
     lines = [
-        f"mean loss {fmean(repeated):.4f} (n = {len(repeated)}); record: {fmean(known):.4f} (n = {len(known)})",
+        f"mean loss {fmean(repeated):.4f} (n = {len(repeated)}); "
+        f"record: {fmean(recorded_losses):.4f} (n = {len(recorded_losses)})",
         f"{equal} of {len(made)} final losses equal the record's exactly",
-        f"mean time {formatting.seconds(here)}; record: {formatting.seconds(before)}, ratio {here / before:.3f}",
+        f"mean time {formatting.seconds(seconds)}; record: {formatting.seconds(recorded_seconds)}, "
+        f"ratio {seconds / recorded_seconds:.3f}",
     ]
     if not sigma:
         lines.append("the track has no sigma yet (of a run's loss, over seeds), so only equal losses agree")
         return equal == len(made), lines
-    one_sided = stats.better_than(repeated, known, sigma).p
+    one_sided = stats.better_than(repeated, recorded_losses, sigma).p
     p = 2 * min(one_sided, 1 - one_sided)
     agrees = p > P and len(repeated) == len(made)
-    say = "they agree" if agrees else "they do not agree"
-    lines.append(f"{say}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
+    verdict = "they agree" if agrees else "they do not agree"
+    lines.append(f"{verdict}: two-sided {formatting.chance(p)} with sigma = {sigma:.4f}, of a run's loss over seeds")
     return agrees, lines
 
 

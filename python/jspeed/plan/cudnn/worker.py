@@ -1,4 +1,4 @@
-"""Run by file name (:mod:`jspeed.plan.cudnn.plans`): reads calls of attention from stdin, writes cuDNN's answers.
+"""Run by file name (:mod:`jspeed.plan.cudnn.ask`): reads calls of attention from stdin, writes cuDNN's answers.
 
 It stands alone because a refusal of cuDNN can end its process, and because the libraries must be found when it starts.
 """
@@ -22,14 +22,14 @@ def main(folder: str) -> None:
     device = cudnn.create_device_properties(json.dumps(properties))
     for call in calls:
         try:
-            engine, workspace = plan(cudnn, device, **call)
+            engine, workspace = execution_plan(cudnn, device, **call)
             answer: dict[str, Any] = {"engine": engine, "workspace": workspace}
         except Exception as error:
             answer = {"refused": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"}
         print(json.dumps(answer), flush=True)
 
 
-def plan(
+def execution_plan(
     cudnn: Any, device: Any, backward: bool, documents: int, heads: int, length: int, width: int, packed: bool,
     causal: bool, window: int
 ) -> tuple[str, int]:  # fmt: skip

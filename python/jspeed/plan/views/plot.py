@@ -30,7 +30,7 @@ ALL_COMMUNICATION = GREEN  # hidden or not
 MIB = 2**20  # bytes; the legend leaves out what is smaller
 
 
-def plan_svg(path: Path, plan: Plan) -> None:
+def write_svg(path: Path, plan: Plan) -> None:
     """Draw ``plan`` to ``path``, on white. Raises BadInput when that cannot be written.
 
     Above, for every stage, milliseconds of one step: compute-bound kernels, memory-bound kernels and exposed

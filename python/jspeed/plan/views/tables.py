@@ -75,7 +75,7 @@ def stages(plan: Plan) -> Table:
         "One device, one step, milliseconds; (1/2) is the first of two. Compute and memory are compute-bound and "
         "memory-bound kernels. Idle: between kernels, which is part of the roofline as is exposed communication, and "
         "in blocks of attention that find nothing to do. Peak: of memory. micro-batch: tokens x number; in parentheses "
-        "the tokens of a head-loss chunk; remat: layers are recomputed. *: shares another program, or adds several up."
+        "the tokens of a head-loss chunk; remat: layers are recomputed. *: shares another program."
     )
     return listing("stages", rows, note)
 

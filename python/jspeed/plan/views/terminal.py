@@ -28,7 +28,7 @@ def make_console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
-def plan(made: Plan, console: Console, whole: bool = False) -> None:
+def print_plan(made: Plan, console: Console, whole: bool = False) -> None:
     """Print a plan: the tables of the last stage that a reader wants first, or the ``whole``."""
     step, cost = made["predicted_step_ms"], made["predicted_cost"]
     mesh = ",".join(f"{axis}={size}" for axis, size in made["mesh"].items())
@@ -39,7 +39,7 @@ def plan(made: Plan, console: Console, whole: bool = False) -> None:
     if whole:
         console.print(" ".join((f"recipe {made['recipe_hash']}", *made["sets"])), style="dim")
     console.print(made["fit"], style=None if made["fits"] else "red")
-    show(console, tables.stages(made))
+    print_table(console, tables.stages(made))
     console.print(
         f"predicted: {step[0]:.1f} to {step[1]:.1f} ms a step, "
         f"{tables.range_text(made['predicted_seconds'], 's')} to the target "
@@ -53,7 +53,7 @@ def plan(made: Plan, console: Console, whole: bool = False) -> None:
     console.print("bottlenecks: " + "; ".join(largest))
     for table in tables.tables(made if whole else {**made, "stages": made["stages"][-1:]}):
         if whole or table.title not in PAGE_ONLY:
-            show(console, table)
+            print_table(console, table)
     if len(made["stages"]) > 1 and not whole:
         console.print(f"tables are of {made['stages'][-1]['name']}", style="dim")
     for finding in made["findings"]:
@@ -66,14 +66,14 @@ def plan(made: Plan, console: Console, whole: bool = False) -> None:
     console.print("guesses: " + "; ".join(made["guesses"]), style="dim")
 
 
-def plan_html(path: Path, made: Plan) -> None:
+def write_html(path: Path, made: Plan) -> None:
     """Write a whole plan to ``path`` as one page without a script. Raises BadInput when it cannot."""
     console = Console(highlight=False, record=True, file=io.StringIO(), width=160)
-    plan(made, console, whole=True)
+    print_plan(made, console, whole=True)
     write_whole(path, console.export_html())
 
 
-def estimates(
+def print_estimates(
     console: Console, recipe: Recipe, layout: str, mesh: Mesh, limit: int, micro_batch: int | None = None
 ) -> None:
     """Print what needs no compiler, with its formulas: counts of ``recipe``, and the memory of its longest stage.
@@ -105,7 +105,7 @@ def estimates(
                       ("fits", why, need.fits(limit))])  # fmt: skip
 
 
-def traffic(moved: Traffic, console: Console) -> None:
+def print_traffic(moved: Traffic, console: Console) -> None:
     """Print :func:`jspeed.plan.describe.describe_traffic`: its sums and its first 40 lines."""
     console.print(
         f"{moved['recipe']} on {moved['target']}: {moved['bytes'] / 1e9:.1f} GB and {moved['flops'] / 1e12:.2f} TFLOP "
@@ -113,10 +113,10 @@ def traffic(moved: Traffic, console: Console) -> None:
         f"{moved['peak_bytes'] / 1e9:.1f} GB of memory, micro-batch {tables.micro_batch(moved)}"
     )
     note = "One device, the last stage's step; seconds of the roofline; collectives are left out."
-    show(console, tables.listing("bytes moved", moved["lines"][:40], note))
+    print_table(console, tables.listing("bytes moved", moved["lines"][:40], note))
 
 
-def show(console: Console, table: tables.Table) -> None:
+def print_table(console: Console, table: tables.Table) -> None:
     """Print a table with its title above and its note under it; nothing for one without rows."""
     if not table.rows:
         return

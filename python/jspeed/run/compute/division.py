@@ -34,7 +34,8 @@ def lanes_of_device(recipe: Recipe, stage: Stage, mesh: Mesh) -> int:
     if recipe.lanes % devices:
         raise BadInput(
             f"global batch of {recipe.tokens_per_step(stage)} tokens ({recipe.lanes} lanes of {stage.lane_len}) cannot "
-            f"be divided over {devices} devices on the data axis; use a number of devices that divides {recipe.lanes}"
+            f"be divided over {devices} devices on the data axis; use a number of devices that divides {recipe.lanes}, "
+            f"or --set LANES={-(-recipe.lanes // devices) * devices}"
         )
     return recipe.lanes // mesh.shape["data"]
 

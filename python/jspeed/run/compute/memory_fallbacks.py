@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jspeed.recipe import Recipe, Stage, leaves
+from jspeed.recipe import Recipe, Stage
 from jspeed.run.compute.division import divisions, lanes_of_device, piece_length
-from jspeed.sizes import scored_shape
+from jspeed.sizes import scored_heads
 
 HEAD_CHUNK = 4096  # tokens: 0.8 GB of logits and gradients in bf16 for GPT-2's vocabulary; need not divide a row
 
@@ -84,11 +83,7 @@ def bytes_freed_by_chunks(recipe: Recipe, stage: Stage, mesh: Mesh, parts: int) 
     lanes = lanes_of_device(recipe, stage, mesh)
     if parts < lanes or mesh.shape.get("pipe", 1) > 1:
         return 0
-    heads = [spec for _, spec in leaves(recipe.parameters) if "vocab" in spec.axes]
-    logits = [
-        scored_shape(spec, stage)[spec.axes.index("vocab")] * jnp.dtype(spec.compute or spec.dtype).itemsize
-        for spec in heads
-    ]
+    logits = [rows * size for rows, size in scored_heads(recipe, stage)]
     return 2 * max(0, piece_length(stage, parts // lanes) - HEAD_CHUNK) * max(logits, default=0)
 
 

@@ -205,7 +205,12 @@ def fit(recipe: Recipe, placement: Placement, number: int, phase: int = -1) -> A
 def idle_state_bytes(recipe: Recipe, placement: Placement) -> int:
     """Bytes of optimizer state and accumulators that stay on a device during an evaluation."""
     state, _ = state_shardings(recipe, placement.layout, placement.mesh)
-    arrays = jax.tree.leaves([part for name, part in state.items() if name != "params"])
+    return local_bytes([part for name, part in state.items() if name != "params"])
+
+
+def local_bytes(tree: Any) -> int:
+    """Bytes that one device holds of the arrays in ``tree``, which have shardings."""
+    arrays: list[Any] = jax.tree.leaves(tree)
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 

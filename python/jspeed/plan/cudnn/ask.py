@@ -36,12 +36,12 @@ class Answers(NamedTuple):
     by_call: dict[Call, Answer]
 
 
-def calls(steps: Iterable[Instruction]) -> list[Call]:
+def attention_calls(ops: Iterable[Instruction]) -> list[Call]:
     """The different calls among instructions, forward before backward, smallest first."""
-    return sorted({attention.call_of(step) for step in steps if step.target in attention.CUDNN})
+    return sorted({attention.call_of(op) for op in ops if op.target in attention.CUDNN})
 
 
-def folder() -> Path | None:
+def wheels_folder() -> Path | None:
     """Where ``make test-cudnn`` put the wheels; None where it did not."""
     site = Path(sys.prefix, "cudnn")
     return site if (site / "installed").is_file() else None
