@@ -64,7 +64,7 @@ UNDER_ALL = {
     "stage",
     "standard_streams",
 }
-WITHOUT_JAX = {"corpus", "leaderboard", "record"}
+WITHOUT_JAX = {"corpus", "data", "leaderboard", "record"}
 MOST_MODULES = 14
 
 

@@ -28,7 +28,7 @@ HEADER_BYTES: Final[int]
 def header(tokens: int, wide: bool = False) -> bytes:
     """Return the header of a shard with so many uint16 tokens, or uint32 ones if ``wide``."""
 
-def canonical_mask(tokens: Sequence[bytes], size: int, threads: int = 1) -> NDArray[np.uint8]:
+def canonical_mask(tokens: Sequence[bytes], size: int) -> NDArray[np.uint8]:
     """Return which token can never be directly after which other one in what GPT-2's tokenizer writes.
 
     Bit x of row p, uint8 ``[size, size / 8]``, the least significant bit first, is set where token x never follows
@@ -37,8 +37,8 @@ def canonical_mask(tokens: Sequence[bytes], size: int, threads: int = 1) -> NDAr
     which anything can follow and which can follow anything, as ids from ``len(tokens)`` on can.
 
     Raises:
-        BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, ``threads`` is 0, or a token is not
-            made of two earlier ones.
+        BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, or a token is not made of two
+            earlier ones.
     """
 
 _Tokens = NDArray[np.uint16] | NDArray[np.uint32]

@@ -45,6 +45,12 @@ def first_line(error: BaseException, most: int = 200) -> str:
     return lines[0][:most] if lines else type(error).__name__
 
 
+def type_and_line(error: BaseException) -> str:
+    """Return an exception's type and the first line of its text: ``ValueError: not a number``."""
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line}"
+
+
 @contextmanager
 def exit_codes() -> Iterator[None]:
     """Map exceptions to exit codes: :class:`BadInput` 2 with its message, Ctrl-C 130, all else 70 with a traceback."""

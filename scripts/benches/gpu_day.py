@@ -22,7 +22,7 @@ import numpy as np
 from benches import gpu_measurements as measure
 from benches.gpu_measurements import TOY, sets_of
 from jspeed import accelerators
-from jspeed.errors import BadInput, first_line, run_script
+from jspeed.errors import BadInput, run_script, type_and_line
 from jspeed.model import fp8
 from jspeed.plan import predict
 from jspeed.plan.attention import EMPTY_KERNELS, TILE
@@ -88,7 +88,7 @@ class Day:
         try:
             facts: Mapping[str, Any] = call()
         except Exception as error:  # whatever a library raises is the result
-            facts = {"failed": f"{type(error).__name__}: {first_line(error)}"}
+            facts = {"failed": type_and_line(error)}
         gc.collect()
         self.write(name, seconds=round(now() - began, 1), **facts)
 

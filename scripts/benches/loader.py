@@ -193,12 +193,11 @@ def memory(shards: Shards) -> Iterator[Row]:
 def masks(times: int) -> Iterator[Row]:
     """Seconds to build the canonical mask of GPT-2's vocabulary, which tiktoken must have or be able to fetch."""
     pairs = gpt2_byte_pairs()
-    for threads in (1, 2):
-        began = time.process_time()
-        took = median(times, partial(canonical_mask, pairs, 50_304, threads)) / 1e3
-        each = (time.process_time() - began) / times
-        yield Row(f"canonical mask, CPU time of {threads} thread(s)", each, "s", 1, f"316 MB, mean of {times}")
-        yield Row(f"canonical mask, {threads} thread(s)", took, "s", None, f"median of {times}")
+    began = time.process_time()
+    took = median(times, partial(canonical_mask, pairs, 50_304)) / 1e3
+    each = (time.process_time() - began) / times
+    yield Row("canonical mask, CPU time", each, "s", 1, f"316 MB, mean of {times}")
+    yield Row("canonical mask", took, "s", None, f"median of {times}")
 
 
 def memmap(shards: Shards, steps: int) -> Iterator[np.ndarray]:

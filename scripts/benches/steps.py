@@ -15,9 +15,8 @@ from jax.sharding import Mesh
 
 from benches.kernel_profile import Profile, profile
 from jspeed.data import Shards
-from jspeed.data.batches import to_global
 from jspeed.parallel import DEFAULT_LAYOUT
-from jspeed.parallel.mesh import batch_rows, replicated
+from jspeed.parallel.mesh import batch_rows, put_rows, replicated
 from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
@@ -163,7 +162,7 @@ def run(
         resident = jax.device_put(synthetic(recipe, stage), rows)
 
     def placed(batch: Any) -> jax.Array:
-        return to_global(batch, rows, recipe.data.dtype) if loader else resident
+        return put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows) if loader else resident
 
     def one() -> dict[str, jax.Array]:
         nonlocal state

@@ -92,7 +92,7 @@ def generate(recipe: str = "stdlib", positions: Annotated[int, integer(3)] = 256
     params = init_parameters(loaded.recipe.parameters, jax.random.key(0))
     params = jax.tree.map(lambda p: p + 0.02 * jax.random.normal(jax.random.key(1), p.shape), params)
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    facts: TokenizerFacts = {**bytes_tokenizer().described(), "bos_id": None}
+    facts: TokenizerFacts = {**bytes_tokenizer().facts, "bos_id": None}
     generator = Generator(Model(loaded, params, mesh, facts), 1, Sampling(0.0))
     context = eval_context(loaded.recipe, device_of(mesh, "xla"))
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from jspeed.cluster.rank import first_host, host_and_port, joined, valid_host
+from jspeed.cluster.rank import address, first_host, host_and_port, valid_host
 
 from ..multi_process import said
 
@@ -65,18 +65,18 @@ def test_what_is_not_host_and_port_is_an_error_that_shows_how_to_write_ipv6(text
 
 @pytest.mark.parametrize(("host", "both"), [("::1", "[::1]:29500"), ("[::1]", "[::1]:29500"), ("node0", "node0:29500")])
 def test_a_host_and_a_port_are_joined(host, both):
-    assert joined("MASTER_ADDR", host, "MASTER_PORT", "29500") == both
+    assert address("MASTER_ADDR", host, "MASTER_PORT", "29500") == both
 
 
 @pytest.mark.parametrize("host", NOT_HOSTS)
 def test_a_pair_without_a_host_is_an_error(host):
-    message = said(lambda: joined("MASTER_ADDR", host, "MASTER_PORT", "29500"))
+    message = said(lambda: address("MASTER_ADDR", host, "MASTER_PORT", "29500"))
     assert message.startswith(f"MASTER_ADDR is {host!r}; expected a host's name or address")
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "tcp://10.0.0.1:1", ""])
 def test_a_pair_without_a_port_is_an_error(port):
-    message = said(lambda: joined("MASTER_ADDR", "node0", "MASTER_PORT", port))
+    message = said(lambda: address("MASTER_ADDR", "node0", "MASTER_PORT", port))
     assert message == f"MASTER_PORT is {port!r}; expected a port from 1 to 65535"
 
 

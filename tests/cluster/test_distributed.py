@@ -50,13 +50,12 @@ PLACES = """
     distributed.initialise()
     import jax
     from jspeed.data import TokenLoader, open_shards
-    from jspeed.data.batches import to_global
-    from jspeed.parallel.mesh import batch_rows, make_mesh
+    from jspeed.parallel.mesh import batch_rows, make_mesh, put_rows
 
     place = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     with TokenLoader(open_shards([pathlib.Path(sys.argv[1])]), lanes=64, lane_len=31, **place) as loader:
         batch = next(loader)
-    array = to_global(batch, batch_rows(make_mesh({"data": 8})), batch.tokens.dtype)
+    array = put_rows(batch.tokens, batch_rows(make_mesh({"data": 8})))
     parts = {shard.index[0].start or 0: shard.data.tolist() for shard in array.addressable_shards}
     print(json.dumps({"local": batch.tokens.shape, "global": array.shape, "parts": parts}))
 """

@@ -109,7 +109,7 @@ def peer(monkeypatch):
         exits.append(given)
         raise SystemExit
 
-    for name, value in {"_heard": {}, "_calls": {}, "_lost": set(), "_threads": [], "_exit": end}.items():
+    for name, value in {"_received": {}, "_handlers": {}, "_lost": set(), "_threads": [], "_exit": end}.items():
         monkeypatch.setattr(failure, name, value)
     monkeypatch.setattr(failure, "TICK", 0.05)
     monkeypatch.setattr(failure, "process_index", lambda: 1)

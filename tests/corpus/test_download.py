@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jspeed.corpus import download
+from jspeed.corpus.download import Download
 from jspeed.corpus.fineweb import prepare_fineweb
 from jspeed.corpus.tokenise import Tokenising, prepare_text
 from jspeed.data.manifest import verify
@@ -181,28 +182,29 @@ SHA = hashlib.sha256(TEXT).hexdigest()
 def test_fetch(hub, url, tmp_path, faults, gets):
     hub.faults = {"text.txt": list(faults)}
     counted = []
-    path = download.fetch(url, tmp_path / "new" / "text.txt", SHA, lambda count, total: counted.append(count))
+    file = Download("text.txt", url, SHA)
+    path = download.fetch(file, tmp_path / "new", lambda count, total: counted.append(count))
     assert path.read_bytes() == TEXT and os.listdir(path.parent) == ["text.txt"] and hub.gets["text.txt"] == gets
-    assert download.fetch(url, path, SHA) == path and hub.gets["text.txt"] == gets
+    assert download.fetch(file, path.parent) == path and hub.gets["text.txt"] == gets
     assert sum(counted) == len(TEXT)
 
 
 def test_fetch_refuses(hub, url, tmp_path):
     with pytest.raises(BadInput, match=f"should have SHA-256 {'0' * 64} but has {SHA}"):
-        download.fetch(url, tmp_path / "text.txt", "0" * 64)
+        download.fetch(Download("text.txt", url, "0" * 64), tmp_path)
     with pytest.raises(BadInput, match="HTTP Error 404"):
         hub.faults = {"text.txt": [("status", 404)]}
-        download.fetch(url, tmp_path / "text.txt", SHA)
+        download.fetch(Download("text.txt", url, SHA), tmp_path)
     with pytest.raises(BadInput, match="cannot be fetched .*refused"):
-        download.fetch("http://127.0.0.1:9/x", tmp_path / "text.txt", SHA)
+        download.fetch(Download("text.txt", "http://127.0.0.1:9/x", SHA), tmp_path)
     assert not os.listdir(tmp_path)
 
 
 def test_fetch_by_several_threads_at_once(url, tmp_path):
     """As several processes that evaluate do: each has its own temporary file."""
-    path = tmp_path / "text.txt"
+    path, file = tmp_path / "text.txt", Download("text.txt", url, SHA)
     with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(lambda _: download.fetch(url, path, SHA), range(4))) == {path}
+        assert set(pool.map(lambda _: download.fetch(file, tmp_path), range(4))) == {path}
     assert path.read_bytes() == TEXT and os.listdir(tmp_path) == ["text.txt"]
 
 

@@ -180,10 +180,10 @@ def test_another_seed_takes_other_documents(tmp_path):
 def test_rows_are_split_as_train_test_split_does():
     # nanoGPT's readme: 4,007 of 8,013,769 documents validate. datasets draws default_rng(2357).permutation(n) and
     # tests on its first ceil(0.0005 n).
-    is_val = splits.by_rows(8_013_769, 0.0005, 2357)
+    is_val = splits.by_permutation(8_013_769, 0.0005, 2357)
     assert np.count_nonzero(is_val) == 4_007
     order = np.random.default_rng(2357).permutation(1000)
-    assert sorted(order[:1]) == np.flatnonzero(splits.by_rows(1000, 0.0005, 2357)).tolist()
+    assert sorted(order[:1]) == np.flatnonzero(splits.by_permutation(1000, 0.0005, 2357)).tolist()
 
 
 def all_documents(*paths):

@@ -241,7 +241,8 @@ def test_two_preparations_at_once(tmp_path, equal):
     def write(documents):
         tokenizer = tokenise.bytes_tokenizer()
         facts = tokenise.describe(tokenizer, "before", {})
-        folders.write_folder(out, tokenise.encoded(documents, tokenizer), facts, "s")
+        tokens = ((split, np.append(np.array([256], "<u2"), tokenizer.encode(text))) for split, text in documents)
+        folders.write_folder(out, (folders.EncodedDocuments.one(*each) for each in tokens), facts, "s")
 
     def overtaken():
         yield from pairs

@@ -46,7 +46,7 @@ def test_no_more_processes_than_items(monkeypatch):
     real = process_pool._started
     monkeypatch.setattr(process_pool, "_started", lambda: (started.append(real()), started[-1])[1])
     assert list(in_order(math.factorial, range(2), 1000)) == [1, 1]
-    assert len(started) == 2 and all(worker.returncode is not None for worker in started)
+    assert 1 <= len(started) <= 2 and all(worker.returncode is not None for worker in started)
 
 
 def test_ctrl_c_before_a_thread_has_started(monkeypatch):
@@ -66,7 +66,8 @@ def test_a_killed_process_has_an_error_message():
 
 
 def children(pid: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes that any thread of process ``pid`` has started."""
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -50,7 +50,7 @@ def test_stdlib_is_prepared_once_and_quick_to_find(stdlib, tmp_path, monkeypatch
     folder = tokenise.prepare_stdlib()
     assert folder == tokenise.stdlib_folder() and folder.parent == tmp_path / "data"
     assert content_of(folder) == content_of(stdlib)
-    monkeypatch.setattr(tokenise, "encoded", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(tokenise.sources, "stdlib_documents", lambda *_: pytest.fail("prepared again"))
     assert tokenise.prepare_stdlib() == folder
     assert (
         min(timed(tokenise.prepare_stdlib) for _ in range(3)) < 2

@@ -124,7 +124,7 @@ def test_a_gpt2_without_a_tokenizer_s_file_reads_gpt2_s_ids(tmp_path, config, fa
 
 def test_a_gpt2_reads_the_ids_of_the_file_beside_it(tmp_path):
     made = tokenizers.named_tokenizer(str(byte_level(tmp_path / "tokenizer.json", "<s>", "<|endoftext|>")))
-    facts, ids = made.described(), made.vocab_size
+    facts, ids = made.facts, made.vocab_size
     left_over = {"bos_token_id": BOS, "eos_token_id": BOS}  # as transformers writes when nobody says another
     for config in ({"vocab_size": ids}, {"vocab_size": 50_304} | left_over):
         assert gpt2_facts(tmp_path, config) == facts

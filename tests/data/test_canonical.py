@@ -26,7 +26,7 @@ def made():
         import tiktoken
 
         pairs = gpt2_byte_pairs()
-        return tiktoken.get_encoding("gpt2"), pairs, canonical_mask(pairs, SIZE, threads=2)
+        return tiktoken.get_encoding("gpt2"), pairs, canonical_mask(pairs, SIZE)
 
 
 def is_set(mask, first, second):
@@ -71,25 +71,22 @@ def test_what_is_ruled_out_is_never_written(made):
         tried += 1
 
 
-def test_every_thread_makes_the_same(made):
+def test_fewer_merges_rule_out_less(made):
     _, pairs, mask = made
-    few = canonical_mask(pairs[:4096], 4096, 1)
-    np.testing.assert_array_equal(few, canonical_mask(pairs[:4096], 4096, 3))
-    # Fewer merges rule out less.
+    few = canonical_mask(pairs[:4096], 4096)
     whole = mask[:4096, : 4096 // 8]
     assert not np.any(few & ~whole) and np.any(few != whole)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "size", "threads", "why"),
+    ("tokens", "size", "why"),
     [
-        ([b"a"], 0, 1, "a mask of 1 tokens in 0 columns by 1 threads; expected as many columns as tokens or more"),
-        ([b"a"], 12, 1, "a multiple of 8"),
-        ([b"a"], 8, 0, "by 0 threads"),
-        ([b"a", b"ab"], 8, 1, 'token 1, "ab", is not made of two earlier tokens; expected byte pairs in the order'),
-        ([b"a", b"b", b"abab"], 8, 1, 'token 2, "abab", is not made'),
+        ([b"a"], 0, "a mask of 1 tokens in 0 columns; expected as many columns as tokens or more"),
+        ([b"a"], 12, "a multiple of 8"),
+        ([b"a", b"ab"], 8, 'token 1, "ab", is not made of two earlier tokens; expected byte pairs in the order'),
+        ([b"a", b"b", b"abab"], 8, 'token 2, "abab", is not made'),
     ],
 )
-def test_refused(tokens, size, threads, why):
+def test_refused(tokens, size, why):
     with pytest.raises(BadInput, match=why):
-        canonical_mask(tokens, size, threads)
+        canonical_mask(tokens, size)

@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jspeed import recipe
 from jspeed.data import Shuffle, Stage, StateMismatchError, TokenLoader
-from jspeed.data.batches import to_global
 from jspeed.errors import BadInput
 from jspeed.model.attention import find_documents
+from jspeed.parallel.mesh import put_rows
 
 from .on_disk import shards_of, wide_bytes
 
@@ -226,6 +226,6 @@ def test_tokens_alone_go_to_the_devices_as_they_are_stored():
     shards = shards_of(np.resize(np.arange(9), 999))
     batch = next(TokenLoader(shards, max_docs=3, loss_mask=True, **arguments))
     with jax.transfer_guard("disallow"):
-        tokens = to_global(batch, sharding, np.uint16)
+        tokens = put_rows(batch.tokens, sharding)
     assert tokens.shape == (4, 7) and tokens.dtype == np.uint16 and len(tokens.sharding.device_set) == 4
     np.testing.assert_array_equal(tokens, batch.tokens)

@@ -32,7 +32,7 @@ from jspeed.run.find_recipe import find
 from ..toys import ALIKE, TOYS
 
 GREEDY = Sampling(temperature=0)
-BYTES = tokenizers.bytes_tokenizer().described()
+BYTES = tokenizers.bytes_tokenizer().facts
 
 
 def one_device():

@@ -29,7 +29,7 @@ def model():
     found, rng = find("stdlib", TOYS["stdlib"]), np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: init_parameters(found.recipe.parameters, jax.random.key(0)))
     params = jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.3, s.shape), s.dtype), shapes)
-    return Model(found, params, make_mesh({"data": 1}, jax.devices()[:1]), BYTES.described())
+    return Model(found, params, make_mesh({"data": 1}, jax.devices()[:1]), BYTES.facts)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ BYTES = tokenizers.bytes_tokenizer()
 def model(name="stdlib", facts=None):
     found = find(name, TOYS[name])
     params = r.init_parameters(found.recipe.parameters, jax.random.key(0))
-    return Model(found, params, make_mesh({"data": 1}, jax.devices()[:1]), facts or BYTES.described())
+    return Model(found, params, make_mesh({"data": 1}, jax.devices()[:1]), facts or BYTES.facts)
 
 
 # Losses of letters in nats, whatever is before them; the space before each ending costs 1.
@@ -83,7 +83,7 @@ def test_hellaswag_with_a_model_s_own_losses(tmp_path):
     params = {
         name: array + 0.1 * jax.random.normal(jax.random.key(4), array.shape) for name, array in model().params.items()
     }
-    own = Model(model().found, params, model().mesh, BYTES.described())
+    own = Model(model().found, params, model().mesh, BYTES.facts)
     items = score.read_hellaswag(items_file(tmp_path / "h.jsonl", [ITEMS[1], ITEMS[0]]))
     expected = []
     for item in items:

@@ -37,8 +37,8 @@ _FAILURE = "failure"
 CONNECTION_ERRORS = ("gloo", "Gloo", "onnection", "heartbeat", "UNAVAILABLE", "another task died", "NCCL", "barrier")
 AROUND = (__name__, "jspeed.cluster.join", "jspeed")  # modules of the frames around a program, which tell it nothing
 
-_calls: dict[str, Callable[[str], None]] = {}
-_heard: dict[str, str] = {}  # the first value of each message
+_handlers: dict[str, Callable[[str], None]] = {}
+_received: dict[str, str] = {}  # the first value of each message
 _lost: set[int] = set()  # processes that have exited or do not answer
 _threads: list[threading.Thread] = []
 _over = threading.Event()
@@ -79,15 +79,15 @@ def watch() -> None:
             _start(_listen, index, connection)
 
 
-def on_message(name: str, call: Callable[[str], None]) -> None:
-    """Run ``call`` once, in its own thread, on the first value that any process sends by :func:`publish` as ``name``.
+def on_message(name: str, handler: Callable[[str], None]) -> None:
+    """Run ``handler`` once, in its own thread, on the first value that any process publishes as ``name``.
 
     A name works once in a program.
     """
     with _messages:
-        _calls[name] = call
-        if name in _heard:
-            _start(call, _heard[name])
+        _handlers[name] = handler
+        if name in _received:
+            _start(handler, _received[name])
 
 
 def publish(name: str, value: str) -> None:
@@ -160,14 +160,14 @@ def _listen(index: int, connection: socket.socket) -> None:
 def _receive(name: str, value: str) -> None:
     """Take a message, the first of its name; process 0 passes it on to all."""
     with _messages:
-        if name in _heard:
+        if name in _received:
             return
-        _heard[name] = value
+        _received[name] = value
         if process_index() == 0:
             for connection in connections.values():
                 _send(connection, [name, value])
-        if name in _calls:
-            _start(_calls[name], value)
+        if name in _handlers:
+            _start(_handlers[name], value)
 
 
 def _exit_as_told(value: str) -> NoReturn:

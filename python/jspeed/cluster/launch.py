@@ -165,9 +165,9 @@ def _end_with_launcher() -> None:
 
 def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
     """Start this node's processes and wait for them; return the exit code, and whether --results could be written."""
-    came: list[int] = []  # signals: handlers do no work
+    received: list[int] = []  # signals: handlers do no work
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in signals}
+    previous = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in signals}
     processes: dict[int, subprocess.Popen[str]] = {}  # by rank
     pumps: list[threading.Thread] = []
     with tempfile.TemporaryDirectory(prefix="jspeed-results-") as results:
@@ -176,7 +176,7 @@ def _run_once(launch: Launch, attempt: int) -> tuple[int, bool]:
             result = {RESULT: str(Path(results, str(rank)))} if launch.results else {}
             processes[rank] = _start(launch, variables(launch, launch.node_rank, local, attempt) | result)
             pumps += _prefix(processes[rank], rank)
-        code = _watch(launch, processes, came)
+        code = _watch(launch, processes, received)
         _join(pumps)
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -222,11 +222,11 @@ def _join(pumps: list[threading.Thread]) -> None:
         pump.join(max(0, until - time.monotonic()))
 
 
-def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", came: list[int]) -> int:
+def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", received: list[int]) -> int:
     """Return when all processes have ended: the code of the first that failed, or 0.
 
-    The signals in ``came`` are sent on; the grace period starts with the first one that ends the run. After a failure
-    the others get time to exit, then SIGTERM, then SIGKILL.
+    Signals that are ``received`` are sent on; the grace period starts with the first one that ends the run. After a
+    failure the others get time to exit, then SIGTERM, then SIGKILL.
     """
     code, stop, why = 0, 0, ""
     end_at = kill_at = math.inf
@@ -239,8 +239,8 @@ def _watch(launch: Launch, processes: "Mapping[int, subprocess.Popen[str]]", cam
     while alive:
         time.sleep(0.05)
         now = time.monotonic()
-        while came:
-            send(number := came.pop(0))
+        while received:
+            send(number := received.pop(0))
             if number != signal.SIGUSR1 and not stop:
                 stop, kill_at = number, now + launch.grace
         ended = [rank for rank, process in alive.items() if process.poll() is not None]

@@ -54,10 +54,10 @@ class Names(NamedTuple):
         """The variables that make the set complete."""
         return (self.rank, self.size, *(self.address or (self.local_rank, self.local_size)))
 
-    def present(self, told: Mapping[str, str]) -> list[str]:
+    def present(self, env: Mapping[str, str]) -> list[str]:
         """The variables of the set that are there."""
         every = dict.fromkeys((self.rank, self.size, self.local_rank, self.local_size, *self.address))
-        return [name for name in every if name in told]
+        return [name for name in every if name in env]
 
 
 TORCHRUN = Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("MASTER_ADDR", "MASTER_PORT"), common=True)
@@ -107,13 +107,13 @@ def find_rank(
         rank = Rank(process_id, processes, host_and_port("--coordinator", coordinator))
         return rank if processes > 1 else None
 
-    told = _told(environment)
-    ranks = {names: _place(names, told) for names in (*ADDRESSED, *LAUNCHERS) if told.keys() >= {*names.needed}}
+    env = _non_empty(environment)
+    ranks = {names: _place(names, env) for names in (*ADDRESSED, *LAUNCHERS) if env.keys() >= {*names.needed}}
     chosen = next((names for names, rank in ranks.items() if rank.count > 1), None)
-    if TORCHRUN in ranks and "TORCHELASTIC_RESTART_COUNT" in told:  # torchrun or jspeed launch, whatever started it
+    if TORCHRUN in ranks and "TORCHELASTIC_RESTART_COUNT" in env:  # torchrun or jspeed launch, whatever started it
         chosen = TORCHRUN
     else:
-        _require_agreement(told, ranks, chosen)
+        _require_agreement(env, ranks, chosen)
     if chosen is None or ranks[chosen].count == 1:
         return None
 
@@ -121,8 +121,8 @@ def find_rank(
     # a script that sets torchrun's need not set the local ones.
     place = ranks[chosen]
     same = [names for names, rank in ranks.items() if (rank.index, rank.count) == (place.index, place.count)]
-    local = next((names for names in same if {names.local_rank, names.local_size} <= told.keys()), chosen)
-    rank = replace(ranks[local], coordinator=_coordinator(chosen, same[-1], ranks[local], told))
+    local = next((names for names in same if {names.local_rank, names.local_size} <= env.keys()), chosen)
+    rank = replace(ranks[local], coordinator=_coordinator(chosen, same[-1], ranks[local], env))
     if not 0 <= rank.local_index < rank.local_count:
         raise BadInput(
             f"the local rank is {rank.local_index} but this node has {rank.local_count} processes; set "
@@ -131,35 +131,35 @@ def find_rank(
     return rank
 
 
-def _told(environment: Mapping[str, str]) -> dict[str, str]:
+def _non_empty(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are not empty, with Slurm's in their newest form.
 
     A batch script and the shell of ``salloc``, which are no step, have some of a task's variables: these are left out.
     Where that shell is a step, of one task, SLURM_NTASKS is still the number of the job.
     """
-    told = {name: value for name, value in environment.items() if value.strip()}
-    if told.get(SLURM.rank, "0") == "0" and not any(name.startswith("SLURM_STEP") for name in told):
-        return {name: value for name, value in told.items() if name not in SLURM.needed}
-    if "SLURM_NTASKS" in told:
-        told = {SLURM.size: told["SLURM_NTASKS"], SLURM.local_size: "1"} | told
-    return told
+    env = {name: value for name, value in environment.items() if value.strip()}
+    if env.get(SLURM.rank, "0") == "0" and not any(name.startswith("SLURM_STEP") for name in env):
+        return {name: value for name, value in env.items() if name not in SLURM.needed}
+    if "SLURM_NTASKS" in env:
+        env = {SLURM.size: env["SLURM_NTASKS"], SLURM.local_size: "1"} | env
+    return env
 
 
-def _place(names: Names, told: Mapping[str, str]) -> Rank:
+def _place(names: Names, env: Mapping[str, str]) -> Rank:
     """Return the rank that a complete set tells, without the address."""
-    index, count, local = (_integer(told, name, 0) for name in names[:3])
+    index, count, local = (_integer(env, name, 0) for name in names[:3])
     _require_index(index, count, names.rank, names.size)
     if names is SLURM:  # 8(x2) or 8,4: the first number is enough to divide the GPUs evenly
-        first = re.match("[0-9]{1,9}", told[names.local_size])
-        here = max(int(first[0]) if first else 1, local + 1)
+        first = re.match("[0-9]{1,9}", env[names.local_size])
+        local_count = max(int(first[0]) if first else 1, local + 1)
     elif names is FLUX:
-        here = -(-count // max(_integer(told, names.local_size, 1), 1))
+        local_count = -(-count // max(_integer(env, names.local_size, 1), 1))
     else:
-        here = _integer(told, names.local_size, 1)
-    return Rank(index, count, "", local, here)
+        local_count = _integer(env, names.local_size, 1)
+    return Rank(index, count, "", local, local_count)
 
 
-def _require_agreement(told: Mapping[str, str], ranks: Mapping[Names, Rank], chosen: Names | None) -> None:
+def _require_agreement(env: Mapping[str, str], ranks: Mapping[Names, Rank], chosen: Names | None) -> None:
     """Raise :class:`BadInput` for a set that contradicts the rank of ``chosen``, or is there by half without any.
 
     Sets after ``chosen`` are of outer launchers. One of a launcher's that is not complete says nothing beside another
@@ -167,46 +167,46 @@ def _require_agreement(told: Mapping[str, str], ranks: Mapping[Names, Rank], cho
     """
     source = chosen or next(iter(ranks), None)
     for names in takewhile(lambda names: names is not chosen, ADDRESSED if chosen else (*ADDRESSED, *LAUNCHERS)):
-        present = names.present(told)
+        present = names.present(env)
         if len(present) <= names.common or (names.address and not {names.rank, names.size} & {*present}):
             continue
-        if source is None and (_integer(told, names.rank, 0) != 0 or _integer(told, names.size, 0) != 1):
-            missing = [name for name in names.needed if name and name not in told] or ["the number of processes"]
+        if source is None and (_integer(env, names.rank, 0) != 0 or _integer(env, names.size, 0) != 1):
+            missing = [name for name in names.needed if name and name not in env] or ["the number of processes"]
             raise BadInput(
                 f"{', '.join(present)} set without {', '.join(missing)} (unset or empty): this may be one of several "
                 "processes; start it by a launcher that sets all (jspeed launch, torchrun, srun), give --coordinator "
                 f"HOST:PORT --processes N --process-id I, or unset {', '.join(present)} to run one process"
             )
         for name, its in ((names.rank, source.rank), (names.size, source.size)) if source else ():
-            if name in told and _integer(told, name, 0) != _integer(told, its, 0):
+            if name in env and _integer(env, name, 0) != _integer(env, its, 0):
                 raise BadInput(
-                    f"{name} is {told[name]} but {its} is {told[its]}; make them equal, or unset {name} if it is left "
+                    f"{name} is {env[name]} but {its} is {env[its]}; make them equal, or unset {name} if it is left "
                     "from something else; jspeed launch --standalone starts separate runs"
                 )
 
 
-def _coordinator(chosen: Names, launcher: Names, place: Rank, told: Mapping[str, str]) -> str:
+def _coordinator(chosen: Names, launcher: Names, place: Rank, env: Mapping[str, str]) -> str:
     """Return HOST:PORT of process 0: what ``chosen`` or else another set says, or where ``launcher`` started it.
 
     Its port is then a hash of the job's name. Raises :class:`BadInput` where nothing says the host.
     """
     for names in (chosen, TRAINER, JAXJOB, TORCHRUN):
-        if names.address and told.keys() >= {*names.address}:
+        if names.address and env.keys() >= {*names.address}:
             if names is TRAINER:
-                return host_and_port(names.address[0], told[names.address[0]])
+                return host_and_port(names.address[0], env[names.address[0]])
             host, port = names.address
-            number = told[port]
-            if names is TORCHRUN and "TORCHELASTIC_RUN_ID" in told and (store := valid_port(number)):
+            number = env[port]
+            if names is TORCHRUN and "TORCHELASTIC_RUN_ID" in env and (store := valid_port(number)):
                 number = str(store + 1 if store < 65_535 else store - 1)  # torchrun's own store listens at MASTER_PORT
-            if names is TORCHRUN and "JAX_COORDINATOR_PORT" in told:
-                port, number = "JAX_COORDINATOR_PORT", told["JAX_COORDINATOR_PORT"]
-            return joined(host, told[host], port, number)
+            if names is TORCHRUN and "JAX_COORDINATOR_PORT" in env:
+                port, number = "JAX_COORDINATOR_PORT", env["JAX_COORDINATOR_PORT"]
+            return address(host, env[host], port, number)
 
-    uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", told.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI before 5
+    uri = re.search(r"tcp://([^,:;]+)|tcp6://\[([^],]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))  # of Open MPI before 5
     if place.local_count >= place.count:
         host, where = "this node", "127.0.0.1"
-    elif launcher is SLURM and "SLURM_STEP_NODELIST" in told:
-        host, where = "SLURM_STEP_NODELIST", first_host(told["SLURM_STEP_NODELIST"])
+    elif launcher is SLURM and "SLURM_STEP_NODELIST" in env:
+        host, where = "SLURM_STEP_NODELIST", first_host(env["SLURM_STEP_NODELIST"])
     elif launcher is OPEN_MPI and uri:
         host, where = "OMPI_MCA_orte_hnp_uri", uri[1] or uri[2]
     else:
@@ -214,15 +214,15 @@ def _coordinator(chosen: Names, launcher: Names, place: Rank, told: Mapping[str,
             f"{launcher.rank} and its like do not give the address of process 0; set JAX_COORDINATOR_ADDRESS=HOST:PORT "
             "for all processes, with the host that rank 0 starts on and a free port (by mpirun -x or mpiexec -genv)"
         )
-    job = next((told[name] for name in JOBS if name in told), "")
+    job = next((env[name] for name in JOBS if name in env), "")
     if launcher is SLURM:
-        job += "." + told.get("SLURM_STEP_ID", "")
+        job += "." + env.get("SLURM_STEP_ID", "")
     default = 61_440 + zlib.crc32(job.encode(errors="replace")) % 4_096  # above what kernels give to clients
-    return joined(host, where, "JAX_COORDINATOR_PORT", told.get("JAX_COORDINATOR_PORT", str(default)))
+    return address(host, where, "JAX_COORDINATOR_PORT", env.get("JAX_COORDINATOR_PORT", str(default)))
 
 
-def _integer(told: Mapping[str, str], name: str, default: int) -> int:
-    text = told.get(name, str(default)).strip()
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name, str(default)).strip()
     if not re.fullmatch("-?[0-9]{1,9}", text):
         raise BadInput(f"the environment variable {name} is {text!r}; expected a whole number")
     return int(text)
@@ -287,7 +287,7 @@ def valid_port(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,5}", text) and 0 < int(text) < 65_536 else None
 
 
-def joined(host_name: str, host_text: str, port_name: str, port_text: str) -> str:
+def address(host_name: str, host_text: str, port_name: str, port_text: str) -> str:
     """Return HOST:PORT, an IPv6 address in brackets. Raises :class:`BadInput` naming what is no host or no port."""
     host = valid_host(host_text)
     if host is None:

@@ -88,9 +88,10 @@ def on_hellaswag(model: Model, file: str, items: int | None) -> dict[str, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from jspeed.inference.score import fetch_hellaswag, hellaswag, read_hellaswag
+    from jspeed.corpus.download import fetch
+    from jspeed.inference.score import HELLASWAG, hellaswag, read_hellaswag
 
-    chosen = read_hellaswag(fetch_hellaswag() if file == "download" else Path(file))[:items]
+    chosen = read_hellaswag(fetch(HELLASWAG) if file == "download" else Path(file))[:items]
     columns = (TextColumn("items"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("items", total=len(chosen))

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,12 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.progress import TransferSpeedColumn as Speed
 
-from jspeed import corpus
 from jspeed.commands.flags import Command, group_of
 from jspeed.corpus import fineweb, named_data_sets, sources, split, tokenise
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.tokenise import Files, Fraction, Processes, Tokenising
-from jspeed.corpus.tokenizers import TOKENIZERS, named_facts
+from jspeed.corpus.tokenizers import named_facts
 from jspeed.data.manifest import Manifest, complete_manifest
 from jspeed.data.ready_tokens import convert_tokens
 from jspeed.errors import BadInput, say
@@ -26,6 +26,7 @@ from jspeed.standard_streams import interruptible
 
 SHOWN = 5  # names of files that are passed over
 Inputs = Annotated[tuple[Path, ...], Wants("FILE|FOLDER", positional=True)]
+RECIPES = {"names": "microgpt-names", "shakespeare-char": "shakespeare-char", "tinystories": "tinystories"}  # by data
 
 
 def _default(name: str) -> Path:
@@ -33,11 +34,20 @@ def _default(name: str) -> Path:
     return cache_folder() / "data" / name
 
 
-def _prepare(
-    folder: Path, work: Callable[[Path, corpus.Progress], object], unit: str = "bytes", recipe: str | None = None
-) -> None:
-    """Call ``work(folder, progress)`` under a progress bar, then print what the folder holds, how fast it was made, and
-    how to train ``recipe`` on it."""
+def _prepare_named(name: str, out: Path | None, work: Callable[..., object]) -> None:
+    """As :func:`_prepare` in ``out``, or where a run finds the data called ``name``; with how to train its recipe."""
+    folder = out or _default(name)
+    _prepare(folder, work)
+    if recipe := RECIPES.get(name):
+        data = f" --data {shlex.quote(str(folder))}"
+        with suppress(BadInput):  # no cache folder
+            data = "" if folder == _default(name) else data
+        print(f"train on it: jspeed run {recipe}{data}")
+
+
+def _prepare(folder: Path, work: Callable[..., object], unit: str = "bytes") -> None:
+    """Call ``work(folder, progress=...)`` under a progress bar, then print what the folder holds and how fast it was
+    made."""
     before = complete_manifest(folder)
     counts = (DownloadColumn(), Speed()) if unit == "bytes" else (MofNCompleteColumn(),)
     columns = (TextColumn("{task.description}"), BarColumn(), *counts, TimeElapsedColumn())
@@ -46,7 +56,7 @@ def _prepare(
 
         try:
             with interruptible():
-                work(folder, lambda count, total: bar.update(task, advance=count, total=total))
+                work(folder, progress=lambda count, total: bar.update(task, advance=count, total=total))
         except KeyboardInterrupt:
             print("interrupted; run the same command to resume", file=sys.stderr)
             raise
@@ -54,11 +64,6 @@ def _prepare(
     manifest = complete_manifest(folder)
     assert manifest
     _report(folder, manifest, seconds if manifest != before else None)
-    if recipe:
-        data = f" --data {shlex.quote(str(folder))}"
-        with suppress(BadInput):  # no cache folder
-            data = "" if folder in map(_default, TOKENIZERS) else data
-        print(f"train on it: jspeed run {recipe}{data}")
 
 
 def _report(folder: Path, manifest: Manifest, seconds: float | None) -> None:
@@ -108,7 +113,7 @@ def text(inputs: Inputs, out: Folder, options: Tokenising) -> None:
         out: Folder to make; it must be absent or empty.
     """
     _say_passed_over((*inputs, *options.val_input))
-    _prepare(out, lambda folder, progress: tokenise.prepare_text(inputs, folder, options, progress))
+    _prepare(out, partial(tokenise.prepare_text, inputs, options=options))
 
 
 def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folder, tokenizer: str = "gpt2") -> None:
@@ -120,7 +125,8 @@ def tokens(folder: Annotated[Path, Wants("FOLDER", positional=True)], out: Folde
         out: Folder to make; it must be absent or empty.
         tokenizer: The tokenizer whose ids they are, as for prepare text.
     """
-    _prepare(out, lambda to, progress: convert_tokens(folder, to, *named_facts(tokenizer), progress))
+    facts, extra_files = named_facts(tokenizer)
+    _prepare(out, partial(convert_tokens, folder, facts=facts, extra_files=extra_files))
 
 
 def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B", out: Folder | None = None) -> None:
@@ -134,8 +140,8 @@ def fineweb_(shards: int | None = None, version: Literal["10B", "100B"] = "10B",
         version: Which sample of FineWeb.
         out: Folder to make or to add to; default: one in the cache, where jspeed run finds the 10B version.
     """
-    folder = out or _default("fineweb" if version == "10B" else "fineweb100B")
-    _prepare(folder, lambda folder, progress: fineweb.prepare_fineweb(folder, version, shards, progress))
+    name = "fineweb" if version == "10B" else "fineweb100B"
+    _prepare_named(name, out, partial(fineweb.prepare_fineweb, version=version, shards=shards))
 
 
 def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: Folder | None = None) -> None:
@@ -146,11 +152,7 @@ def names(input: File | None = None, row: int = named_data_sets.NAMES_ROW, out: 
         row: Tokens in a row, and then in a lane of the recipe; longer names are cut.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
-    _prepare(
-        out or _default("names"),
-        lambda folder, progress: named_data_sets.prepare_names(folder, input, row, progress),
-        recipe="microgpt-names",
-    )
+    _prepare_named("names", out, partial(named_data_sets.prepare_names, given=input, row=row))
 
 
 def shakespeare_char(input: File | None = None, out: Folder | None = None) -> None:
@@ -160,11 +162,8 @@ def shakespeare_char(input: File | None = None, out: Folder | None = None) -> No
         input: Text file; default: 1.1 MB of Shakespeare, downloaded.
         out: Folder to make; default: one in the cache, where jspeed run finds it.
     """
-    _prepare(
-        out or _default("shakespeare-char"),
-        lambda folder, progress: named_data_sets.prepare_shakespeare(folder, True, input, progress),
-        recipe="shakespeare-char",
-    )
+    work = partial(named_data_sets.prepare_shakespeare, characters=True, given=input)
+    _prepare_named("shakespeare-char", out, work)
 
 
 def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
@@ -174,10 +173,8 @@ def shakespeare(input: File | None = None, out: Folder | None = None) -> None:
         input: Text file; default: 1.1 MB of Shakespeare, downloaded.
         out: Folder to make; default: one in the cache.
     """
-    _prepare(
-        out or _default("shakespeare"),
-        lambda folder, progress: named_data_sets.prepare_shakespeare(folder, False, input, progress),
-    )
+    work = partial(named_data_sets.prepare_shakespeare, characters=False, given=input)
+    _prepare_named("shakespeare", out, work)
 
 
 def tinystories(
@@ -198,11 +195,8 @@ def tinystories(
     """
     options = Tokenising(val_input=val_input, end_of_text=end_of_text, processes=processes)
     _say_passed_over((*input, *val_input))
-    _prepare(
-        out or _default("tinystories"),
-        lambda folder, progress: named_data_sets.prepare_hub_text("tinystories", folder, input, options, progress),
-        recipe="tinystories",
-    )
+    work = partial(named_data_sets.prepare_hub_text, "tinystories", inputs=input, options=options)
+    _prepare_named("tinystories", out, work)
 
 
 def openwebtext(
@@ -225,10 +219,8 @@ def openwebtext(
     """
     options = Tokenising(val_fraction=val_fraction, seed=seed, end_of_text=end_of_text, processes=processes)
     _say_passed_over(input)
-    _prepare(
-        out or _default("openwebtext"),
-        lambda folder, progress: named_data_sets.prepare_hub_text("openwebtext", folder, input, options, progress),
-    )
+    work = partial(named_data_sets.prepare_hub_text, "openwebtext", inputs=input, options=options)
+    _prepare_named("openwebtext", out, work)
 
 
 COMMAND = group_of(

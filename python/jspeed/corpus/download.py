@@ -16,9 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from jspeed.corpus import Progress, no_progress
-from jspeed.errors import BadInput, NoRoom, writable_folder
+from jspeed.errors import BadInput, NoRoom, type_and_line, writable_folder
 from jspeed.files import cache_folder, sha256_of
-from jspeed.output_folder import locked
 from jspeed.standard_streams import interruptible
 
 CHUNK = 1 << 20  # bytes read at once
@@ -29,6 +28,14 @@ REVISIONS = ("main", "refs/convert/parquet")  # the second is the hub's own conv
 ADVICE = "completed files are kept: run the command again when online (HF_ENDPOINT names a mirror)"
 
 
+class Download(NamedTuple):
+    """A file on a web server, kept as ``name`` in :func:`downloads`."""
+
+    name: str
+    url: str
+    sha256: str
+
+
 class Remote(NamedTuple):
     """A file of a Hugging Face data set, as the hub describes it; ``sha256`` is None for a file not in LFS."""
 
@@ -37,29 +44,34 @@ class Remote(NamedTuple):
     sha256: str | None
 
 
+def downloads() -> Path:
+    """Return the folder of the cache where fetched files stay."""
+    return cache_folder() / "downloads"
+
+
 def fetch(
-    url: str,
-    path: Path,
-    sha256: str,
+    file: Download,
+    folder: Path | None = None,
     progress: Progress = no_progress,
     instead: str = "fetch it yourself and give the file",
 ) -> Path:
-    """Fetch ``url`` to ``path`` unless a file with this ``sha256`` is there, and return ``path``.
+    """Fetch ``file`` into ``folder`` (:func:`downloads`) unless it is there, with its hash, and return its path.
 
     Raises BadInput, which says what to do ``instead``, when it cannot be fetched, or is never what was expected.
     """
+    path = (folder or downloads()) / file.name
     writable_folder(path.parent, "the folder for downloads")
-    if path.is_file() and sha256_of(path) == sha256:
+    if path.is_file() and sha256_of(path) == file.sha256:
         return path
-    with interruptible(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-        part = Path(folder) / path.name
+    with interruptible(), TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as hidden:
+        part = Path(hidden) / path.name
 
         def fault() -> str | None:
             came = sha256_of(part)
-            wrong = f"should have SHA-256 {sha256} but has {came}; it changed, or a proxy alters it"
-            return wrong if came != sha256 else None
+            wrong = f"should have SHA-256 {file.sha256} but has {came}; it changed, or a proxy alters it"
+            return wrong if came != file.sha256 else None
 
-        _persist(url, partial(_get, url, part, progress), fault, instead)
+        _persist(file.url, partial(_get, file.url, part, progress), fault, instead)
         os.replace(part, path)
     return path
 
@@ -77,7 +89,7 @@ def _persist(what: str, get: Callable[[], object], fault: Callable[[], str | Non
             if not (trouble := fault()):
                 return
         except Exception as error:
-            trouble = f"cannot be fetched ({_reason(error)})"
+            trouble = f"cannot be fetched ({type_and_line(error)})"
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
                 if error.code < 500 and error.code not in (408, 429):  # another attempt would be answered alike
@@ -136,20 +148,14 @@ def _files_of_hub(repository: str, revision: str) -> tuple[str, dict[str, Remote
         commit = str(api.repo_info(repository, repo_type="dataset", revision=revision).sha)
         known = list(api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset"))
     except Exception as error:
-        raise BadInput(f"{_where(repository)} cannot be asked for its files ({_reason(error)}); {ADVICE}") from None
+        raise BadInput(
+            f"{_where(repository)} cannot be asked for its files ({type_and_line(error)}); {ADVICE}"
+        ) from None
     return commit, {
         file.path: Remote(file.path, file.size, file.lfs.sha256 if file.lfs else None)
         for file in known
         if isinstance(file, RepoFile)
     }
-
-
-def fetch_set(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> list[Path]:
-    """Fetch ``files`` of a data set into ``folder`` as :func:`fetch_hub` does, and return their paths."""
-    writable_folder(folder, "the folder for downloads")
-    with locked(folder, wait=True):
-        fetch_hub(repository, commit, files, folder, progress)
-    return [folder / file.name for file in files]
 
 
 def fetch_hub(repository: str, commit: str, files: Sequence[Remote], folder: Path, progress: Progress) -> None:
@@ -249,9 +255,3 @@ def _where(repository: str) -> str:
     from huggingface_hub import constants
 
     return f"{repository} at {constants.ENDPOINT}"
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error's type and text in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -21,16 +21,17 @@ def is_gpt2(path: Path) -> bool:
     It may have more special tokens, which no text gives. The ids say in what order pairs are merged.
     """
     try:
-        described, special = read_json(path), {"<|endoftext|>"}
+        vocabulary, special = read_json(path), {"<|endoftext|>"}
         if path.name == TOKENIZER_FILE:
-            cut = described["pre_tokenizer"]
+            settings = vocabulary
+            cut = settings["pre_tokenizer"]
             if cut["type"] != "ByteLevel" or cut["add_prefix_space"] or cut.get("use_regex") is False:
                 return False
-            if described["normalizer"] or not all(token["special"] for token in described["added_tokens"]):
+            if settings["normalizer"] or not all(token["special"] for token in settings["added_tokens"]):
                 return False
-            special |= {token["content"] for token in described["added_tokens"]}
-            described = described["model"]["vocab"]
-        texts = sorted((number, text) for text, number in described.items() if text not in special)
+            special |= {token["content"] for token in settings["added_tokens"]}
+            vocabulary = settings["model"]["vocab"]
+        texts = sorted((number, text) for text, number in vocabulary.items() if text not in special)
         lines = "".join(f"{number} {text}\n" for number, text in texts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
@@ -51,7 +52,7 @@ def gpt2_facts(folder: Path, config: Mapping[str, Any]) -> TokenizerFacts:
     if is_gpt2(path if path.exists() else folder / "vocab.json"):
         facts = GPT2
     elif path.exists():
-        facts = file_tokenizer(path).described()
+        facts = file_tokenizer(path).facts
     elif older or ids not in (GPT2["vocab_size"], PADDED_GPT2):
         what = f"its {older[0]} is not GPT-2's" if older else f"it has {ids:,} ids, not GPT-2's 50,257 (padded: 50,304)"
         raise BadInput(
@@ -66,7 +67,7 @@ def gpt2_facts(folder: Path, config: Mapping[str, Any]) -> TokenizerFacts:
     begin, end = ([n for n in each if n is not None and 0 <= n < ids and n != left_over] for each in lists)
     bos_id = begin[0] if begin else facts["bos_id"]
     count = max([facts["vocab_size"], *(n + 1 for n in begin + end)])
-    described: TokenizerFacts = {"tokenizer": facts["tokenizer"], "vocab_size": count, "bos_id": bos_id}
+    its_facts: TokenizerFacts = {"tokenizer": facts["tokenizer"], "vocab_size": count, "bos_id": bos_id}
     if end and end != [bos_id]:
-        described["end_ids"] = end
-    return described
+        its_facts["end_ids"] = end
+    return its_facts

@@ -8,50 +8,46 @@ from typing import NamedTuple
 import numpy as np
 
 from jspeed.corpus import Progress, download, no_progress, split
-from jspeed.corpus.parallel_tokenise import SPLITS
+from jspeed.corpus.download import Download
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenise import Tokenising, describe, prepare_text
 from jspeed.corpus.tokenizers import SYMBOLS, named_tokenizer, symbols_tokenizer
 from jspeed.data.folder import EncodedDocuments, write_folder
-from jspeed.data.manifest import Description
-from jspeed.errors import BadInput
-from jspeed.files import cache_folder, read_text, sha256_of
-
-
-class Download(NamedTuple):
-    """A file on a web server."""
-
-    url: str
-    sha256: str
-
+from jspeed.data.manifest import SPLITS, Description
+from jspeed.errors import BadInput, writable_folder
+from jspeed.files import read_text, sha256_of
+from jspeed.output_folder import locked
 
 GITHUB = "https://raw.githubusercontent.com/karpathy"
 NAMES = Download(
+    "names.txt",
     f"{GITHUB}/makemore/988aa59e4d8fefa526d06f3b453ad116258398d4/names.txt",
     "0a30b5557f192f32ab962680889aac5f6fda0f4cecf40a6d0b5694f58ea8cc4d",
 )
 SHAKESPEARE = Download(
+    "tinyshakespeare.txt",
     f"{GITHUB}/char-rnn/6f9487a6fe5b420b7ca9afb0d7c078e37c1d1b4e/data/tinyshakespeare/input.txt",
     "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
 )
+INSTEAD = "fetch it yourself, or take a text of yours, and give it with --input FILE"
 
 
 class HubText(NamedTuple):
     """Texts on Hugging Face: the files for training and for validation, or none for all ``.parquet`` files.
 
-    ``rows``: documents for validation are drawn by :func:`jspeed.corpus.split.by_rows`.
+    ``permuted``: documents for validation are drawn by :func:`jspeed.corpus.split.by_permutation`.
     """
 
     repository: str
     files: tuple[str, ...] = ()
-    rows: bool = False
+    permuted: bool = False
 
 
 HUB_TEXTS = {
     "tinystories": HubText(  # its second version, by GPT-4
         "roneneldan/TinyStories", ("TinyStoriesV2-GPT4-train.txt", "TinyStoriesV2-GPT4-valid.txt")
     ),
-    "openwebtext": HubText("Skylion007/openwebtext", rows=True),
+    "openwebtext": HubText("Skylion007/openwebtext", permuted=True),
 }
 AFTER = Tokenising(end_of_text="after")
 OPENWEBTEXT_VAL_FRACTION, OPENWEBTEXT_SEED = 0.0005, 2357  # nanoGPT's
@@ -71,7 +67,7 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
     """
     if not 3 <= row <= MOST_ROW:
         raise BadInput(f"--row {row}: a row holds BOS, a character and BOS; give 3 to {MOST_ROW:,} tokens")
-    path = given or _fetched(NAMES, "names.txt", progress)
+    path = given or download.fetch(NAMES, progress=progress, instead=INSTEAD)
     names = [line.strip() for line in some_text(path).splitlines() if line.strip()]
     symbols = sorted(set("".join(names)))
     bos, pad = len(symbols), len(symbols) + 1
@@ -91,11 +87,11 @@ def prepare_names(out: Path, given: Path | None = None, row: int = NAMES_ROW, pr
             tokens[1 + ids.size] = bos
 
     def batches() -> Iterator[EncodedDocuments]:
-        for part, val in SPLITS:
-            chosen = rows[is_val == val]
+        for split_name in SPLITS:
+            chosen = rows[is_val == (split_name == "val")]
             lengths = np.full(len(chosen), row)
             lengths[-1] += 1  # what the last row's last token is followed by, as all others
-            yield EncodedDocuments(part, np.append(chosen.reshape(-1), chosen[-1:, 0]), lengths)
+            yield EncodedDocuments(split_name, np.append(chosen.reshape(-1), chosen[-1:, 0]), lengths)
 
     write_folder(out, batches(), description, "names")
     return out
@@ -109,7 +105,7 @@ def prepare_shakespeare(
     Tokens are ``characters`` (ids in the order of the text's sorted characters) or GPT-2's. Arguments, result and
     errors as of :func:`prepare_names`.
     """
-    path = given or _fetched(SHAKESPEARE, "tinyshakespeare.txt", progress)
+    path = given or download.fetch(SHAKESPEARE, progress=progress, instead=INSTEAD)
     text = some_text(path)
     symbols = sorted(set(text))
     tokenizer = symbols_tokenizer(SYMBOLS, symbols, len(symbols), None) if characters else named_tokenizer("gpt2")
@@ -118,10 +114,9 @@ def prepare_shakespeare(
     cut = int(SHAKESPEARE_TRAIN * len(text))
 
     def batches() -> Iterator[EncodedDocuments]:
-        for part, val in SPLITS:
-            tokens = tokenizer.encode((text[cut:] if val else text[:cut]).encode())
-            if tokens.size:
-                yield EncodedDocuments(part, tokens, np.array([tokens.size]))
+        for split_name, part in zip(SPLITS, (text[:cut], text[cut:]), strict=True):
+            if part:
+                yield EncodedDocuments.one(split_name, tokenizer.encode(part.encode()))
 
     write_folder(out, batches(), description, "shakespeare")
     return out
@@ -138,19 +133,23 @@ def prepare_hub_text(
 
     Arguments, result and errors as of :func:`jspeed.corpus.tokenise.prepare_text`.
     """
-    repository, files, rows = HUB_TEXTS[name]
+    repository, files, permuted = HUB_TEXTS[name]
     if options.val_input and not inputs:
         raise BadInput("--val-input needs --input: without it, both splits are downloaded")
     if not inputs:
-        folder = downloads() / repository.replace("/", "--")
+        folder = download.downloads() / repository.replace("/", "--")
         try:
-            found = download.describe_hub(repository, files) if files else download.list_hub(repository, ".parquet")
-            inputs = download.fetch_set(repository, *found, folder, progress)
+            listed = download.describe_hub(repository, files) if files else download.list_hub(repository, ".parquet")
+            commit, remote = listed
+            writable_folder(folder, "the folder for downloads")
+            with locked(folder, wait=True):
+                download.fetch_hub(repository, commit, remote, folder, progress)
         except BadInput as error:
             raise BadInput(f"{error}; or give files that you have with --input") from None
+        inputs = [folder / file.name for file in remote]
         if files:
             inputs, options = inputs[:1], replace(options, val_input=tuple(inputs[1:]))
-    return prepare_text(inputs, out, options, progress, rows)
+    return prepare_text(inputs, out, options, progress, permuted)
 
 
 def some_text(path: Path) -> str:
@@ -159,13 +158,3 @@ def some_text(path: Path) -> str:
     if not text.strip():
         raise BadInput(f"{path} holds no text, some was expected; give another file")
     return text
-
-
-def downloads() -> Path:
-    """Return the folder where fetched files stay."""
-    return cache_folder() / "downloads"
-
-
-def _fetched(source: Download, name: str, progress: Progress) -> Path:
-    instead = "fetch it yourself, or take a text of yours, and give it with --input FILE"
-    return download.fetch(source.url, downloads() / name, source.sha256, progress, instead=instead)

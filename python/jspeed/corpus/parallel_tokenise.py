@@ -22,13 +22,12 @@ from jspeed.corpus.process_pool import in_order
 from jspeed.corpus.sources import hash_of
 from jspeed.corpus.tokenizers import named_tokenizer
 from jspeed.data.folder import EncodedDocuments
-from jspeed.data.manifest import Split
+from jspeed.data.manifest import SPLITS
 from jspeed.errors import BadInput, NoRoom
 from jspeed.files import NO_ROOM, Lines
 from jspeed.output_folder import locked, remove_leftovers, writing_to
 
 RECORD = np.dtype([("tokens", "<u8"), ("hash", "<u8")])
-SPLITS: tuple[tuple[Split, bool], ...] = (("train", False), ("val", True))
 
 Separator = Literal["before", "after", "none"]
 """Where the token that separates documents stands: before or after each of them, or nowhere."""
@@ -132,8 +131,8 @@ def batches(folder: Path, is_val: NDArray[np.bool_], dtype: np.dtype[Any]) -> It
         if count := line.tokens - first.tokens:
             tokens = np.fromfile(folder / "tokens", dtype, count, offset=dtype.itemsize * first.tokens)
             part = slice(first.documents, line.documents)
-            for split, val in SPLITS:
-                chosen = is_val[part] == val
+            for split in SPLITS:
+                chosen = is_val[part] == (split == "val")
                 if chosen.any():
                     yield EncodedDocuments(split, tokens[np.repeat(chosen, lengths[part])], lengths[part][chosen])
         first = line

@@ -1,8 +1,11 @@
 """An ordered process pool whose workers never outlive their parent.
 
-A worker is a plain child process with a pipe in each direction. Ctrl-C does not reach it (a session of its own), it
-ends when its input pipe closes, whatever it is doing, and the threads that talk to workers are daemons: so this process
-can be interrupted or killed at any moment, and nothing has to be waited for.
+Why not ``concurrent.futures``: the workers of ProcessPoolExecutor outlive a killed parent, get Ctrl-C too, are waited
+for at the end, and import the user's script again, which fails without ``if __name__ == "__main__"``. Threads would run
+one at a time in ``encode`` of tokenizers, which holds Python's lock (tiktoken's does not), and in the reading of JSON.
+
+A worker here is a plain child process with a pipe in each direction, served by a thread. Ctrl-C does not reach it (a
+session of its own), and it ends when its input pipe closes, whatever it is doing.
 """
 
 import os
@@ -12,10 +15,10 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from queue import SimpleQueue
+from itertools import islice
 from typing import Any, TypeVar
 
 from jspeed.errors import BadInput, NoRoom
@@ -27,7 +30,6 @@ SERVE = "from jspeed.corpus.process_pool import serve; serve()"
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Worker = subprocess.Popen[bytes]
-Task = tuple[Any, "Future[Any]"]
 
 
 def in_order(
@@ -41,39 +43,40 @@ def in_order(
         yield from map(function, items)
         return
     workers: list[Worker] = []
-    threads: list[threading.Thread] = []
-    tasks: SimpleQueue[Task | None] = SimpleQueue()
-    waiting: deque[Future[Any]] = deque()
-    trouble: BaseException | None = None
-    iterator = iter(items)
+    threads = ThreadPoolExecutor(processes)
+    own, ended = threading.local(), threading.Event()
+
+    def call(item: Item) -> Result:
+        if not hasattr(own, "worker"):
+            own.worker = _started()
+            workers.append(own.worker)
+            if ended.is_set():
+                own.worker.kill()
+        return _answer(own.worker, (function, item))
+
+    def futures() -> Iterator[Future[Result]]:
+        try:
+            for item in items:
+                yield threads.submit(call, item)
+        except BadInput as error:  # in its place, after the results of the items before it
+            failed: Future[Result] = Future()
+            failed.set_exception(error)
+            yield failed
+
+    coming = futures()
     try:
-        while trouble is None or waiting:
-            while trouble is None and len(waiting) < (1 + QUEUED_PER_WORKER) * processes:
-                try:
-                    item = next(iterator)
-                except (StopIteration, BadInput) as error:
-                    trouble = error
-                    break
-                if len(workers) < processes:
-                    workers.append(_started())
-                    thread = threading.Thread(target=_feed, args=(workers[-1], function, tasks), daemon=True)
-                    thread.start()  # Ctrl-C may come between any two lines, and only what has started can be joined
-                    threads.append(thread)
-                waiting.append(Future())
-                tasks.put((item, waiting[-1]))
-            if waiting:
-                yield waiting.popleft().result()
+        waiting = deque(islice(coming, (1 + QUEUED_PER_WORKER) * processes))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(islice(coming, 1))
     finally:
+        ended.set()
         for worker in workers:
             worker.kill()
-            tasks.put(None)
-        for thread in threads:
-            thread.join(timeout=1)
-        for worker in workers[len(threads) :]:
-            with worker:  # as its thread would have
+        threads.shutdown(cancel_futures=True)
+        for worker in workers:
+            with suppress(BrokenPipeError), worker:  # leaving it writes what its input still holds, and waits for it
                 pass
-    if isinstance(trouble, BadInput):
-        raise trouble
 
 
 def _started() -> Worker:
@@ -87,29 +90,18 @@ def _started() -> Worker:
         raise NoRoom(f"another process cannot be started ({error.strerror}); give fewer --processes") from None
 
 
-def _feed(worker: Worker, function: Callable[[Any], Any], tasks: "SimpleQueue[Task | None]") -> None:
-    """Have ``worker`` do tasks until there are no more (None) or it is gone."""
+def _answer(worker: Worker, request: tuple[Callable[[Any], Any], Any]) -> Any:
+    """Return or raise what ``worker`` answers. Raises NoRoom when it is gone."""
     assert worker.stdin and worker.stdout
-    with suppress(BrokenPipeError), worker:  # leaving ``worker`` writes what its input still holds
-        first = [function]
-        while task := tasks.get():
-            item, future = task
-            try:
-                for each in (*first, item):
-                    pickle.dump(each, worker.stdin, pickle.HIGHEST_PROTOCOL)
-                first.clear()
-                worker.stdin.flush()
-                result = pickle.load(worker.stdout)
-            except (OSError, EOFError, pickle.UnpicklingError):
-                future.set_exception(_gone(worker))
-                return
-            except BaseException as error:
-                future.set_exception(error)
-                return
-            if isinstance(result, BaseException):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+    try:
+        pickle.dump(request, worker.stdin, pickle.HIGHEST_PROTOCOL)
+        worker.stdin.flush()
+        answer = pickle.load(worker.stdout)
+    except (OSError, EOFError, pickle.UnpicklingError):
+        raise _gone(worker) from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def _gone(worker: Worker) -> NoRoom:
@@ -122,19 +114,18 @@ def _gone(worker: Worker) -> NoRoom:
 
 
 def serve() -> None:
-    """Read a function and then items from the standard input, and write what it returns or raises of each."""
+    """Read (function, item) from the standard input, and write what the function returns or raises, again and again."""
     source, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what something prints is not an answer
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
-        function = pickle.load(source)
         while True:
-            item = pickle.load(source)
+            function, item = pickle.load(source)
             try:
-                result = function(item)
+                answer = function(item)
             except Exception as error:
-                result = error
-            pickle.dump(result, answers, pickle.HIGHEST_PROTOCOL)
+                answer = error
+            pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
             answers.flush()
     os._exit(0)  # what could not be written stays unwritten
 

@@ -32,7 +32,7 @@ def by_content_hash(hashes: NDArray[np.uint64], fraction: float | None = None, s
     return ranks <= distinct[min(max(wanted, 1), count - 1) - 1]
 
 
-def by_rows(count: int, fraction: float, seed: int) -> NDArray[np.bool_]:
+def by_permutation(count: int, fraction: float, seed: int) -> NDArray[np.bool_]:
     """Return which of ``count`` documents are for validation, as Hugging Face's ``train_test_split`` draws test rows.
 
     That is how nanoGPT splits OpenWebText: fraction 0.0005, seed 2357, 4,007 of 8,013,769 documents.

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,9 +17,9 @@ from jspeed.corpus import Progress, no_progress, parallel_tokenise, sources, spl
 from jspeed.corpus.chunks import PIECE_BYTES, pieces
 from jspeed.corpus.parallel_tokenise import Separator
 from jspeed.corpus.process_pool import MAX_WORKERS
-from jspeed.corpus.tokenizers import TOKENIZER_FILE, Tokenizer, bytes_tokenizer, named_tokenizer
+from jspeed.corpus.tokenizers import Tokenizer, bytes_tokenizer, named_tokenizer
 from jspeed.data.folder import LEAST_SHARD, MOST_SHARD, SHARD_TOKENS, EncodedDocuments, is_made, write_folder
-from jspeed.data.manifest import FORMAT_VERSION, Description, Split
+from jspeed.data.manifest import FORMAT_VERSION, Description
 from jspeed.errors import BadInput
 from jspeed.fields import Rule, Wants, Whole, integer
 from jspeed.files import cache_folder
@@ -53,10 +53,11 @@ def prepare_stdlib(out: Path | None = None, progress: Progress = no_progress) ->
     folder = stdlib_folder() if out is None else out
     tokenizer = bytes_tokenizer()
     description = describe(tokenizer, "before", source)
+    bos = np.array([tokenizer.bos_id], tokenizer.dtype)
 
     def batches() -> Iterator[EncodedDocuments]:
-        for batch in encoded(sources.stdlib_documents(files), tokenizer):
-            yield batch
+        for part, document in sources.stdlib_documents(files):
+            yield EncodedDocuments.one(part, np.append(bos, tokenizer.encode(document)))
             progress(1, len(files))
 
     write_folder(folder, batches(), description, "stdlib")
@@ -92,7 +93,7 @@ class Tokenising:
     shard_tokens: Annotated[int, integer(LEAST_SHARD, MOST_SHARD)] = SHARD_TOKENS
     processes: Processes | None = None
 
-    def chosen(self) -> Tokenizer:
+    def make_tokenizer(self) -> Tokenizer:
         """Return the tokenizer, with ``separator_token``. Raises BadInput where nothing can separate documents."""
         if self.end_of_text == "none" and self.separator_token is not None:
             raise BadInput("--end-of-text none leaves no token between documents; leave out --separator-token")
@@ -112,23 +113,23 @@ def prepare_text(
     out: Path,
     options: Tokenising = Tokenising(),
     progress: Progress = no_progress,
-    rows: bool = False,
+    permuted: bool = False,
 ) -> Path:
     """Tokenise the text files ``inputs`` (:func:`jspeed.corpus.chunks.documents`) into ``out`` and return it.
 
-    The validation split is chosen by :func:`jspeed.corpus.split.by_content_hash`, with ``rows`` by
-    :func:`jspeed.corpus.split.by_rows`. ``progress`` is told the bytes of input. An interrupted preparation resumes
-    with the same inputs and ``out``. Raises BadInput for bad input or output, whose files are removed; and NoRoom on a
-    full disk, or when a process was killed: finished work is kept.
+    The validation split is chosen by :func:`jspeed.corpus.split.by_content_hash`, when ``permuted`` by
+    :func:`jspeed.corpus.split.by_permutation`. ``progress`` is told the bytes of input. An interrupted preparation
+    resumes with the same inputs and ``out``. Raises BadInput for bad input or output, whose files are removed; and
+    NoRoom on a full disk, or when a process was killed: finished work is kept.
     """
     if options.val_input and (options.val_fraction is not None or options.seed):
         raise BadInput("--val-input names the documents to validate on; leave out --val-fraction and --seed")
     files = [sources.text_files(inputs), sources.text_files(options.val_input) if options.val_input else []]
     parallel_tokenise.tokenizer_of_process.cache_clear()  # a tokenizer.json may have changed
-    tokenizer = options.chosen()
+    tokenizer = options.make_tokenizer()
     stamps = [sources.text_stamps(its) for its in files]
     fingerprints = [sources.text_fingerprint(its) for its in files]
-    description = describe(tokenizer, options.end_of_text, _source(options, fingerprints, rows))
+    description = describe(tokenizer, options.end_of_text, _source(options, fingerprints, permuted))
     if is_made(out, description):
         return out
     separator, bos_id = options.end_of_text, tokenizer.bos_id
@@ -143,16 +144,15 @@ def prepare_text(
             parallel_tokenise.tokenise(part, cut, options.tokenizer, separator, bos_id, processes)
         if [sources.text_stamps(its) for its in files] != stamps:
             raise BadInput(f"an input of {out} changed while it was read; try again when it is complete")
-        extra_files = {TOKENIZER_FILE: tokenizer.content} if tokenizer.content else {}
-        batches = _split(parts, tokenizer, options, rows)
-        write_folder(out, batches, description, out.name, options.shard_tokens, extra_files)
+        batches = _split(parts, tokenizer, options, permuted)
+        write_folder(out, batches, description, out.name, options.shard_tokens, tokenizer.files)
     return out
 
 
-def _source(options: Tokenising, fingerprints: Sequence[dict[str, Any]], rows: bool) -> dict[str, Any]:
+def _source(options: Tokenising, fingerprints: Sequence[dict[str, Any]], permuted: bool) -> dict[str, Any]:
     """Return what the manifest says of the files and of how they are split; of what is usual it says nothing."""
     source = {"kind": "text", "val_fraction": options.val_fraction, "seed": options.seed} | fingerprints[0]
-    source |= ({"val": fingerprints[1]} if options.val_input else {}) | ({"split": "rows"} if rows else {})
+    source |= ({"val": fingerprints[1]} if options.val_input else {}) | ({"split": "rows"} if permuted else {})
     return source | ({"shard_tokens": options.shard_tokens} if options.shard_tokens != SHARD_TOKENS else {})
 
 
@@ -162,18 +162,20 @@ def _all_of(part: Path, tokenizer: Tokenizer, is_val: bool) -> Iterator[EncodedD
     return parallel_tokenise.batches(part, chosen, tokenizer.dtype)
 
 
-def _split(parts: Sequence[Path], tokenizer: Tokenizer, options: Tokenising, rows: bool) -> Iterator[EncodedDocuments]:
+def _split(
+    parts: Sequence[Path], tokenizer: Tokenizer, options: Tokenising, permuted: bool
+) -> Iterator[EncodedDocuments]:
     """Yield the documents of both work folders, each in its split; without ``val_input`` the second is empty."""
     if options.val_input:
         return chain(_all_of(parts[0], tokenizer, False), _all_of(parts[1], tokenizer, True))
     records, fraction, seed = parallel_tokenise.records(parts[0]), options.val_fraction, options.seed
-    if not rows and records.size == 1 and records["tokens"][0] >= ONE_DOCUMENT_TOKENS:
+    if not permuted and records.size == 1 and records["tokens"][0] >= ONE_DOCUMENT_TOKENS:
         if seed:
             raise BadInput(f"--seed {seed}: the input is one document, whose last part validates; leave --seed out")
         ((_, only, _),) = _all_of(parts[0], tokenizer, False)
         return _cut(only, fraction or ONE_DOCUMENT_VAL, [tokenizer.bos_id] if options.end_of_text == "before" else [])
-    if rows:
-        is_val = split.by_rows(records.size, fraction or split.VAL_FRACTION, seed)
+    if permuted:
+        is_val = split.by_permutation(records.size, fraction or split.VAL_FRACTION, seed)
     else:
         is_val = split.by_content_hash(records["hash"], fraction, seed)
     return parallel_tokenise.batches(parts[0], is_val, tokenizer.dtype)
@@ -185,10 +187,9 @@ def _cut(
     """Cut the only document in two; ``before`` also leads the second part."""
     cut = round((1 - fraction) * tokens.size)
     if cut:
-        yield EncodedDocuments("train", tokens[:cut], np.array([cut]))
+        yield EncodedDocuments.one("train", tokens[:cut])
     if cut < tokens.size:
-        val = np.concatenate([np.array(before, tokens.dtype), tokens[cut:]])
-        yield EncodedDocuments("val", val, np.array([val.size]))
+        yield EncodedDocuments.one("val", np.concatenate([np.array(before, tokens.dtype), tokens[cut:]]))
 
 
 def describe(tokenizer: Tokenizer, mark: Any, source: dict[str, Any]) -> Description:
@@ -196,12 +197,5 @@ def describe(tokenizer: Tokenizer, mark: Any, source: dict[str, Any]) -> Descrip
 
     ``mark`` is the manifest's word for where that token stands: before, after, both or none.
     """
-    facts = tokenizer.described()
-    return {**facts, "bos_id": None if mark == "none" else facts["bos_id"], "mark": mark, "source": source}
-
-
-def encoded(documents: Iterable[tuple[Split, bytes]], tokenizer: Tokenizer) -> Iterator[EncodedDocuments]:
-    """Tokenise (split, document) pairs, the tokenizer's ``bos_id`` before each."""
-    for name, document in documents:
-        tokens = np.concatenate([np.array([tokenizer.bos_id], tokenizer.dtype), tokenizer.encode(document)])
-        yield EncodedDocuments(name, tokens, np.array([tokens.size]))
+    bos_id = None if mark == "none" else tokenizer.bos_id
+    return {**tokenizer.facts, "bos_id": bos_id, "mark": mark, "source": source}

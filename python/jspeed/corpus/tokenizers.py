@@ -61,12 +61,18 @@ class Tokenizer:
         """How shards hold its ids: little-endian uint16 or uint32."""
         return id_dtype(self.vocab_size)
 
-    def described(self) -> TokenizerFacts:
-        """Return what :func:`tokenizer_of` makes this tokenizer from, ready for JSON."""
+    @property
+    def facts(self) -> TokenizerFacts:
+        """What :func:`tokenizer_of` makes this tokenizer from, ready for JSON."""
         facts: TokenizerFacts = {"tokenizer": self.name, "vocab_size": self.vocab_size, "bos_id": self.bos_id}
         if self.symbols:
             facts["symbols"] = list(self.symbols)
         return facts
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files (name -> content) that its tokens need beside them: a tokenizer.json, or none."""
+        return {TOKENIZER_FILE: self.content} if self.content else {}
 
     def separated_by(self, token: str) -> "Tokenizer":
         """Return this tokenizer with another separator of documents. Raises BadInput for what is no special token."""
@@ -131,7 +137,7 @@ def named_facts(name: str) -> tuple[TokenizerFacts, dict[str, bytes]]:
     if name == GPT2["tokenizer"]:
         return GPT2, {}
     chosen = named_tokenizer(name)
-    return chosen.described(), {TOKENIZER_FILE: chosen.content} if chosen.content else {}
+    return chosen.facts, chosen.files
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -206,7 +212,7 @@ def file_tokenizer(path: Path) -> Tokenizer:
     content = read_input(path, "give a tokenizer.json")
     try:
         made = tokenizers.Tokenizer.from_buffer(content)
-        described = json.loads(content)
+        settings = json.loads(content)
     except Exception as error:  # the library raises nothing more precise
         raise BadInput(
             f"{path} is no tokenizer.json that tokenizers {tokenizers.__version__} reads ({error})"
@@ -214,14 +220,14 @@ def file_tokenizer(path: Path) -> Tokenizer:
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True  # as text, whatever a document holds
-    added = {token["content"]: token for token in described.get("added_tokens") or ()}
+    added = {token["content"]: token for token in settings.get("added_tokens") or ()}
     special = {text: token["id"] for text, token in added.items() if token.get("special")}
     hidden = frozenset(special.values())
     bos_id = next((special[text] for text in SEPARATORS if text in special), None)
     vocab_size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     name = f"{TOKENIZER_FILE}@{hashlib.sha256(content).hexdigest()[:16]}"
     check_size(str(path), vocab_size)
-    dtype, piece = id_dtype(vocab_size), _pieces(made, described.get("decoder"), frozenset(added) - {*special})
+    dtype, piece = id_dtype(vocab_size), _pieces(made, settings.get("decoder"), frozenset(added) - {*special})
 
     def encode(text: bytes) -> NDArray[np.unsignedinteger]:
         try:

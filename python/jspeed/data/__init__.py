@@ -1,4 +1,4 @@
-"""Token shards and the batches made of them. Only ``batches`` imports jax."""
+"""Token shards and the batches made of them. Never imports jax."""
 
 from jspeed._dataloader import Batch, ContextIndex, Matches, Shards, TokenLoader, canonical_mask
 from jspeed.data.document_sharding import shard

@@ -39,6 +39,11 @@ class EncodedDocuments(NamedTuple):
     tokens: NDArray[np.unsignedinteger]
     lengths: NDArray[np.int64]
 
+    @classmethod
+    def one(cls, split: Split, tokens: NDArray[np.unsignedinteger]) -> "EncodedDocuments":
+        """Return a single document."""
+        return cls(split, tokens, np.array([tokens.size]))
+
 
 def write_folder(
     out: Path,

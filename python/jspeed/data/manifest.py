@@ -29,17 +29,13 @@ def characters(value: Any) -> bool:
     return 0 < len(value) == len(set(value)) and all(len(each) == 1 for each in value)
 
 
-def _text(pattern: str, expected: str) -> Rule:
-    return Rule(expected, lambda value: re.fullmatch(pattern, value))
-
-
 class TokenizerFacts(TypedDict):
     """What a tokenizer is made from again; ``bos_id`` separates documents, None: nothing does.
 
     ``end_ids`` end a text that a model writes, where it is not ``bos_id`` that does.
     """
 
-    tokenizer: Annotated[str, _text(".+", "a name")]
+    tokenizer: Annotated[str, Rule("a name", re.compile(".+").fullmatch)]
     vocab_size: AtLeastOne
     bos_id: Whole | None
     symbols: NotRequired[Annotated[list[str], Rule("a list of different characters", characters)]]
@@ -67,10 +63,10 @@ class Totals(TypedDict):
 class Shard(TypedDict):
     """One file."""
 
-    name: Annotated[str, _text(r"[^/\0]+\.bin", "the name of a .bin file in the same folder")]
+    name: Annotated[str, Rule("the name of a .bin file in the same folder", re.compile(r"[^/\0]+\.bin").fullmatch)]
     split: Split
     bytes: Annotated[int, at_least(HEADER_BYTES + 2)]
-    sha256: Annotated[str, _text("[0-9a-f]{64}", "64 hexadecimal digits")]
+    sha256: Annotated[str, Rule("64 hexadecimal digits", re.compile("[0-9a-f]{64}").fullmatch)]
     tokens: AtLeastOne
     documents: Whole
 

@@ -41,23 +41,21 @@ class Sampling:
 def draw(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
     """Draw a token of each row from fp32 ``logits_BV``, each with its own key: int32 ``[B]``, NOT_A_NUMBER for NaN."""
     nan_B = jnp.any(jnp.isnan(logits_BV), axis=-1)
-    return jnp.where(nan_B, NOT_A_NUMBER, _drawn(sampling, keys_B, logits_BV))
-
-
-def _drawn(sampling: Sampling, keys_B: jax.Array, logits_BV: jax.Array) -> jax.Array:
     if sampling.temperature < GREEDY:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV /= sampling.temperature
-    ids_BV = None
-    if sampling.top_k is not None or sampling.top_p is not None:
-        logits_BV, ids_BV = jax.lax.top_k(logits_BV, min(sampling.top_k or logits_BV.shape[1], logits_BV.shape[1]))
-    if sampling.top_p is not None:
-        p_BV = jax.nn.softmax(logits_BV, axis=-1)
-        likelier_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
-        logits_BV = jnp.where(likelier_BV < sampling.top_p, logits_BV, -jnp.inf)
-    index_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
-    chosen_B = index_B if ids_BV is None else jnp.take_along_axis(ids_BV, index_B[:, None], axis=1)[:, 0]
-    return chosen_B.astype(jnp.int32)
+        drawn_B = jnp.argmax(logits_BV, axis=-1)
+    else:
+        logits_BV, ids_BV = logits_BV / sampling.temperature, None
+        if sampling.top_k is not None or sampling.top_p is not None:
+            vocabulary = logits_BV.shape[1]
+            logits_BV, ids_BV = jax.lax.top_k(logits_BV, min(sampling.top_k or vocabulary, vocabulary))
+        if sampling.top_p is not None:
+            p_BV = jax.nn.softmax(logits_BV, axis=-1)
+            likelier_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+            logits_BV = jnp.where(likelier_BV < sampling.top_p, logits_BV, -jnp.inf)
+        drawn_B = jax.vmap(jax.random.categorical)(keys_B, logits_BV)
+        if ids_BV is not None:
+            drawn_B = jnp.take_along_axis(ids_BV, drawn_B[:, None], axis=1)[:, 0]
+    return jnp.where(nan_B, NOT_A_NUMBER, drawn_B.astype(jnp.int32))
 
 
 def context_length(recipe: Recipe) -> int:

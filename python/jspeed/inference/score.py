@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from jspeed.corpus.download import fetch
+from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.errors import BadInput
-from jspeed.files import cache_folder, read_text
+from jspeed.files import read_text
 from jspeed.inference.generate import context_length
 from jspeed.inference.trained import Model
 from jspeed.parallel import DEFAULT_LAYOUT
@@ -28,9 +28,11 @@ from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.step import weigh
 
-HELLASWAG_URL = "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl"
-# Of that commit's file, as evaluations on it publish.
-HELLASWAG_SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+HELLASWAG = Download(  # of that commit, as evaluations on it publish
+    "hellaswag_val.jsonl",
+    "https://raw.githubusercontent.com/rowanz/hellaswag/a29ff8e9a04bba4bd6588223785ce105328adc57/data/hellaswag_val.jsonl",
+    "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588",
+)
 ROWS = 32  # sequences that are scored at once
 BUCKET = 32  # tokens; sequences are padded to a multiple, so that few programs are compiled
 
@@ -150,12 +152,6 @@ def read_hellaswag(path: Path) -> list[Item]:
     if not items:
         raise BadInput(f"{path} holds no items; give hellaswag_val.jsonl")
     return items
-
-
-def fetch_hellaswag() -> Path:
-    """Fetch HellaSwag's validation items to the cache folder and return the file."""
-    path = cache_folder() / "downloads" / "hellaswag_val.jsonl"
-    return fetch(HELLASWAG_URL, path, HELLASWAG_SHA256)
 
 
 class HellaSwag(NamedTuple):

@@ -81,9 +81,9 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     loaded = find_trained(run_dir, config)
     facts = facts_of(run_dir, config, loaded.recipe)
     _, shardings = state_shardings(loaded.recipe, DEFAULT_LAYOUT, mesh)
-    about = metadata_of(path / FILE)
-    if LEFT_OUT in about and (run_dir / "checkpoints" / about[STEP]).is_dir():
-        step = int(about[STEP])
+    metadata = metadata_of(path / FILE)
+    if LEFT_OUT in metadata and (run_dir / "checkpoints" / metadata[STEP]).is_dir():
+        step = int(metadata[STEP])
     if step is None and ((path / FILE).is_file() or "recipe" not in config):
         arrays = read_parameters(path, loaded.recipe)
         params = jax.tree.map(put, arrays, shardings["params"])

@@ -137,6 +137,16 @@ def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def put_rows(local_rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Put a batch on the devices, of which every process has some of the rows: ``[rows of all processes, ...]``.
+
+    ``sharding`` must give each process the rows that its ``process_index`` counts as its own.
+    """
+    # With several processes JAX does not see that this copy is meant, and a loop's transfer guard would refuse it.
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_process_local_data(sharding, local_rows)
+
+
 def rows_spec(mesh: Mesh) -> PartitionSpec:
     """The PartitionSpec of an array of rows: its first axis over every axis of ``mesh`` that shards rows."""
     axes = tuple(axis for axis in ROW_AXES if axis in mesh.shape)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jspeed.corpus.tokenizers import TOKENIZERS
-from jspeed.errors import BadInput, Terminated, first_line, nearest
+from jspeed.errors import BadInput, Terminated, nearest, type_and_line
 from jspeed.fields import expected, recipe_hash
 from jspeed.files import as_text
 from jspeed.recipe import Context, Recipe, init_parameters, without_lazy
@@ -73,7 +73,7 @@ def find(
             literals[name].value = ast.copy_location(ast.parse(repr(value), mode="eval").body, literals[name].value)
         code = compile(ast.fix_missing_locations(tree), as_text(path), "exec")  # XLA takes names in UTF-8 only
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise BadInput(f"recipe file {path} cannot be read as Python: {_reason(error)}") from None
+        raise BadInput(f"recipe file {path} cannot be read as Python: {type_and_line(error)}") from None
 
     module = types.ModuleType(as_text(path.stem))
     module.__file__ = str(path)
@@ -98,7 +98,7 @@ def find(
             "defines what to train"
         ) from None
     except BaseException as error:
-        raise BadInput(f"recipe file {path} fails{_line_in(error, path)} with {_reason(error)}") from error
+        raise BadInput(f"recipe file {path} fails{_line_in(error, path)} with {type_and_line(error)}") from error
     return LoadedRecipe(recipe, path, source, fields | overrides, overrides)
 
 
@@ -233,10 +233,6 @@ def _with_types_of(value: Any, old: Any) -> Any:
             for key, item in value.items()
         }
     return value
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
 
 
 def _line_in(error: BaseException, path: Path) -> str:

@@ -1,6 +1,7 @@
 //! Bytes as read-only `NumPy` arrays that share their memory and keep it alive.
 
 use std::ffi::c_int;
+use std::sync::Arc;
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -9,16 +10,25 @@ use pyo3::prelude::*;
 #[pyclass(frozen, module = "jspeed._dataloader")]
 pub struct Array(Box<dyn AsRef<[u8]> + Send + Sync>);
 
-/// The `NumPy` array over `bytes`: flat, or in rows of so many `columns`.
-pub fn numpy<'py>(
+/// Some of the memory of an owner.
+struct Part<T>(Arc<T>, fn(&T) -> &[u8]);
+
+impl<T> AsRef<[u8]> for Part<T> {
+    fn as_ref(&self) -> &[u8] {
+        self.1(&self.0)
+    }
+}
+
+/// The `NumPy` array of this type and shape over a part of `owner`.
+pub fn numpy<'py, T: Send + Sync + 'static>(
     py: Python<'py>,
-    bytes: impl AsRef<[u8]> + Send + Sync + 'static,
+    owner: &Arc<T>,
+    part: fn(&T) -> &[u8],
     dtype: &str,
-    columns: Option<usize>,
+    shape: &[usize],
 ) -> PyResult<Bound<'py, PyAny>> {
-    let array = Bound::new(py, Array(Box::new(bytes)))?;
-    let flat = py.import("numpy")?.call_method1("frombuffer", (array, dtype))?;
-    columns.map_or(Ok(flat.clone()), |columns| flat.call_method1("reshape", (-1, columns)))
+    let array = Bound::new(py, Array(Box::new(Part(Arc::clone(owner), part))))?;
+    py.import("numpy")?.call_method1("frombuffer", (array, dtype))?.call_method1("reshape", (shape,))
 }
 
 #[pymethods]

@@ -1,14 +1,15 @@
 //! The index of contexts, as Python sees it.
 
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::available_parallelism;
 
 use jspeed_dataloader_core as core;
+use jspeed_dataloader_core::bytes_of;
 use jspeed_dataloader_core::scan::Tokens;
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
 
+use crate::array::numpy;
 use crate::{detached, raise};
 
 /// What followed a context earlier; see the stubs.
@@ -61,28 +62,19 @@ impl ContextIndex {
 
     fn query(&self, py: Python<'_>, step: u64, rows: &Bound<'_, PyAny>) -> PyResult<Matches> {
         let rows = Rows::new(rows)?;
-        let top = self.read(py, core::ContextIndex::top);
-        let positions = rows.tokens().len();
-        let memory = PyBytes::new_with(py, core::Found::bytes(positions, top), |memory| {
-            let found = core::Found::new(memory, positions, top);
-            detached(py, || {
-                let index = self.inner.read().unwrap_or_else(PoisonError::into_inner);
-                index.query(step, rows.tokens(), rows.shape.1, found)
-            })
+        let matches = detached(py, || {
+            let index = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+            index.query(step, rows.tokens(), rows.shape.1)
         })?;
-        let numpy = py.import("numpy")?;
-        let array = |dtype: &str, count: usize, offset: usize, shape: &[usize]| {
-            let flat = numpy.call_method1("frombuffer", (&memory, dtype, count, offset))?;
-            flat.call_method1("reshape", (shape,)).map(Bound::unbind)
-        };
         let (height, width) = rows.shape;
-        let (each, all) = ([height, width], [height, width, top]);
-        let told = positions * top;
+        let (each, all) = ([height, width], [height, width, self.read(py, core::ContextIndex::top)]);
+        let matches = Arc::new(matches);
+        let array = |part, dtype, shape: &[usize]| numpy(py, &matches, part, dtype, shape).map(Bound::unbind);
         Ok(Matches {
-            tokens: array("u4", told, 0, &all)?,
-            counts: array("u1", told, 4 * told, &all)?,
-            occurrences: array("u1", positions, 5 * told, &each)?,
-            lengths: array("u1", positions, 5 * told + positions, &each)?,
+            lengths: array(|matches| &matches.lengths, "u1", &each)?,
+            occurrences: array(|matches| &matches.occurrences, "u1", &each)?,
+            tokens: array(|matches| bytes_of(&matches.tokens), "u4", &all)?,
+            counts: array(|matches| &matches.counts, "u1", &all)?,
         })
     }
 

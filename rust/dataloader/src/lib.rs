@@ -1,5 +1,7 @@
 //! `PyO3` module of the loader: type conversion, releasing the GIL, error mapping; no logic.
 
+use std::sync::Arc;
+
 use jspeed_dataloader_core as core;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
@@ -46,15 +48,9 @@ fn header(py: Python<'_>, tokens: i32, wide: bool) -> Bound<'_, PyBytes> {
 
 /// Which token is never written directly after which other one, as bits; see the stubs.
 #[pyfunction]
-#[pyo3(signature = (tokens, size, threads=1))]
-fn canonical_mask(
-    py: Python<'_>,
-    tokens: Vec<PyBackedBytes>,
-    size: usize,
-    threads: usize,
-) -> PyResult<Bound<'_, PyAny>> {
-    let mask = detached(py, move || core::canonical::canonical_mask(&tokens, size, threads))?;
-    array::numpy(py, mask, "u1", Some(size / 8))
+fn canonical_mask(py: Python<'_>, tokens: Vec<PyBackedBytes>, size: usize) -> PyResult<Bound<'_, PyAny>> {
+    let mask = detached(py, move || core::canonical::canonical_mask(&tokens, size))?;
+    array::numpy(py, &Arc::new(mask), |mask| mask, "u1", &[size, size / 8])
 }
 
 #[pymodule(gil_used = false)]

@@ -2,11 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
 
 use jspeed_dataloader_core as core;
-use jspeed_dataloader_core::config::MOST;
-use jspeed_dataloader_core::error::in_range;
+use jspeed_dataloader_core::{MOST, in_range};
 use pyo3::exceptions::PyStopIteration;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -15,8 +13,6 @@ use crate::batch::Batch;
 use crate::shards::Shards;
 use crate::{detached, raise};
 
-/// Interval between checks for signals while waiting.
-const POLL: Duration = Duration::from_millis(100);
 /// Tokens of a lane when nothing else is said: the first stage of the record.
 const LANE_LEN: i64 = 16_384;
 
@@ -47,7 +43,7 @@ impl TokenLoader {
         max_doc_len: Option<i64>,
         max_docs: Option<i64>,
         bos_id: i64,
-        schedule: Option<Vec<Given>>,
+        schedule: Option<Vec<Stage>>,
         process_index: i64,
         process_count: i64,
         shuffle: Option<Shuffle>,
@@ -90,14 +86,16 @@ impl TokenLoader {
     }
 
     fn __next__(&self, py: Python<'_>) -> PyResult<Batch> {
-        let mut wait = core::Wait::default();
-        loop {
-            match detached(py, || self.loader.next(&mut wait, POLL))? {
-                core::Next::Batch(batch) => return Ok(Batch { inner: Arc::new(batch) }),
-                core::Next::End => return Err(PyStopIteration::new_err(())),
-                core::Next::Pending => py.check_signals()?,
-            }
-        }
+        let mut signals = Ok(());
+        let go_on = || {
+            Python::attach(|py| {
+                signals = py.check_signals();
+                signals.is_ok()
+            })
+        };
+        let next = detached(py, || self.loader.next(go_on));
+        signals?;
+        next?.map(|batch| Batch { inner: Arc::new(batch) }).ok_or_else(|| PyStopIteration::new_err(()))
     }
 
     fn start(&self, py: Python<'_>) -> PyResult<()> {
@@ -163,7 +161,7 @@ impl Drop for TokenLoader {
 
 /// A stage of the schedule as Python has it.
 #[derive(FromPyObject)]
-struct Given {
+struct Stage {
     steps: i64,
     lane_len: i64,
     max_doc_len: Option<i64>,
@@ -180,7 +178,7 @@ struct Shuffle {
 
 /// The stages of a schedule, or the one of the arguments in place of it.
 fn stages(
-    schedule: Option<Vec<Given>>,
+    schedule: Option<Vec<Stage>>,
     lane_len: Option<i64>,
     max_doc_len: Option<i64>,
     max_docs: Option<i64>,
@@ -195,7 +193,7 @@ fn stages(
         ));
     }
     let stage =
-        |given: Given| core::Stage::new(Some(given.steps), given.lane_len, given.max_doc_len, given.max_docs);
+        |stage: Stage| core::Stage::new(Some(stage.steps), stage.lane_len, stage.max_doc_len, stage.max_docs);
     schedule.into_iter().map(stage).collect()
 }
 

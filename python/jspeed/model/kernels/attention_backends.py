@@ -162,9 +162,9 @@ def triton(
 ) -> jax.Array:
     """Attend with our own kernels (:mod:`jspeed.model.kernels.fused_attention`).
 
-    They are for GPUs that no maintained library supports with documents (docs/device_choices.md). Inside ``jax.shard_map``
-    this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests. Raises BadInput for
-    types other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
+    They are for GPUs that no maintained library supports with documents (docs/device_choices.md). Inside
+    ``jax.shard_map`` this needs ``check_vma=False``. ``interpret=True`` runs JAX's interpreter of kernels, for tests.
+    Raises BadInput for types other than bf16, head widths other than 64 and 128, and a JAX without Pallas on Triton.
     """
     _check("triton", q_BTHK, k_BTHK, v_BTHK, dtypes=(jnp.bfloat16,))
     try:

@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from jspeed.cluster.distributed import gather
-from jspeed.errors import BadInput, first_line
+from jspeed.errors import BadInput, first_line, type_and_line
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
@@ -159,7 +159,7 @@ def failure_of(name: str, check: Callable[[], str | None]) -> str | None:
     try:
         reason = check()
     except Exception as error:  # whatever a library raises, its message is the reason
-        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = type_and_line(error)
     return next((text for text in gather(f"checked: {name}", reason) if text), None)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster.distributed import broadcast, gather, process_count, process_index
-from jspeed.errors import first_line
+from jspeed.errors import type_and_line
 from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
 from jspeed.recipe import Context
@@ -63,7 +63,7 @@ def guarded(names: Sequence[str], probe: Callable[[], dict[str, Verdict]]) -> di
     except Exception as error:  # whatever a recipe or a library raises
         if isinstance(error, JaxRuntimeError) and process_count() > 1:
             raise
-        return {name: {"passed": False, "raised": f"{type(error).__name__}: {first_line(error)}"} for name in names}
+        return {name: {"passed": False, "raised": type_and_line(error)} for name in names}
 
 
 def replicas_agree(state: State) -> Verdict:

@@ -32,7 +32,6 @@ pub(crate) fn view_mut<T: Pod>(lines: &mut [Line], len: usize) -> &mut [T] {
 }
 
 /// The memory of `items`.
-#[must_use]
 pub fn bytes_of<T: bytemuck::NoUninit>(items: &[T]) -> &[u8] {
     bytemuck::cast_slice(items)
 }
@@ -45,7 +44,6 @@ pub struct Pool {
 
 impl Pool {
     /// A pool that keeps at most `keep` unused buffers.
-    #[must_use]
     pub fn new(keep: usize) -> Arc<Self> {
         Arc::new(Self { free: Mutex::default(), keep })
     }
@@ -112,12 +110,11 @@ pub struct Batch {
     /// How often it took another shard than the one before.
     pub switches: u64,
     /// Where the stream stands once this batch is delivered.
-    pub after: Cursor,
+    pub(crate) after: Cursor,
 }
 
 impl Batch {
     /// A batch with memory from `pool`; its contents are not defined yet.
-    #[must_use]
     pub fn new(pool: &Arc<Pool>, shape: Shape) -> Self {
         Self {
             memory: pool.take(shape.lines().iter().sum()),
@@ -133,13 +130,11 @@ impl Batch {
     }
 
     /// What it has memory for.
-    #[must_use]
     pub fn shape(&self) -> Shape {
         self.shape
     }
 
     /// `(rows, lane_len + 1)` tokens, row after row.
-    #[must_use]
     pub fn tokens(&self) -> Tokens<'_> {
         let len = self.shape.rows * (self.shape.lane_len + 1);
         match self.shape.width {
@@ -149,7 +144,6 @@ impl Batch {
     }
 
     /// The tokens of one row.
-    #[must_use]
     pub fn row(&self, row: usize) -> Tokens<'_> {
         let width = self.shape.lane_len + 1;
         let range = row * width..(row + 1) * width;
@@ -160,20 +154,17 @@ impl Batch {
     }
 
     /// `(rows, max_docs + 1)` offsets; a row is padded with `lane_len`. Empty without a table.
-    #[must_use]
     pub fn doc_offsets(&self) -> &[i32] {
         let docs = self.shape.max_docs.map_or(0, |docs| docs + 1);
         view(&self.memory[self.start(1)..], self.shape.rows * docs)
     }
 
     /// `(rows,)` numbers of documents. Empty without a table.
-    #[must_use]
     pub fn num_docs(&self) -> &[i32] {
         view(&self.memory[self.start(2)..], self.shape.max_docs.map_or(0, |_| self.shape.rows))
     }
 
     /// `(rows, lane_len)`: 1, or 0 where the target is not the token that followed in the text. Empty without a mask.
-    #[must_use]
     pub fn loss_mask(&self) -> &[u8] {
         view(&self.memory[self.start(3)..], self.mask_len())
     }

@@ -12,14 +12,11 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Mutex;
 
 use regex_syntax::hir::{Class, ClassUnicode, Hir, HirKind};
 
 use crate::Error;
 
-/// Rows that a thread takes at a time.
-const ROWS: usize = 256;
 /// The pretokenizer makes words of these, whatever follows.
 const CONTRACTIONS: [&[u8]; 7] = [b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"];
 
@@ -40,32 +37,19 @@ enum Kind {
 /// of their ranks. An empty one stands for a special token, of which nothing is said, nor of ids from `tokens.len()` on.
 ///
 /// # Errors
-/// `size` is not a multiple of 8 or has no room for all tokens; `threads` is 0; a token is not made of two earlier
-/// ones.
-pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize, threads: usize) -> Result<Vec<u8>, Error> {
-    if size < tokens.len() || size % 8 != 0 || threads == 0 {
-        let found = format!("a mask of {} tokens in {size} columns by {threads} threads", tokens.len());
-        let wanted = "expected as many columns as tokens or more, a multiple of 8, and 1 thread or more";
-        return Err(Error::argument(format!("{found}; {wanted}")));
+/// `size` is not a multiple of 8 or has no room for all tokens; a token is not made of two earlier ones.
+pub fn canonical_mask(tokens: &[impl AsRef<[u8]>], size: usize) -> Result<Vec<u8>, Error> {
+    if size < tokens.len() || size % 8 != 0 {
+        return Err(Error::argument(format!(
+            "a mask of {} tokens in {size} columns; expected as many columns as tokens or more, a multiple of 8",
+            tokens.len()
+        )));
     }
-    let (vocabulary, count, row_len) = (Vocabulary::new(tokens)?, tokens.len(), size / 8);
+    let (vocabulary, row_len) = (Vocabulary::new(tokens)?, size / 8);
     let mut mask = vec![0; size * row_len];
-    let work = Mutex::new(mask.chunks_mut((ROWS * row_len).max(1)).zip((0..count).step_by(ROWS)));
-    std::thread::scope(|scope| {
-        let take = || {
-            loop {
-                let next = work.lock().ok().and_then(|mut rest| rest.next());
-                let Some((rows, first)) = next else { break };
-                for (row, token) in rows.chunks_mut(row_len).zip(first..count) {
-                    vocabulary.rule_out(token, row);
-                }
-            }
-        };
-        for _ in 1..threads {
-            scope.spawn(take);
-        }
-        take();
-    });
+    for (token, row) in mask.chunks_mut(row_len.max(1)).take(tokens.len()).enumerate() {
+        vocabulary.rule_out(token, row);
+    }
     Ok(mask)
 }
 

@@ -64,25 +64,21 @@ impl Catalog {
     }
 
     /// The shards in stream order.
-    #[must_use]
     pub fn shards(&self) -> &[Shard] {
         &self.shards
     }
 
     /// Tokens in all shards.
-    #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.shards.iter().map(|shard| shard.tokens).sum()
     }
 
     /// How the tokens of all shards are stored.
-    #[must_use]
     pub fn width(&self) -> Width {
         self.shards[0].width
     }
 
     /// Hexadecimal hash of every shard's name, size and header.
-    #[must_use]
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }

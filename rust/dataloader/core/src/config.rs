@@ -79,7 +79,6 @@ impl Order {
     }
 
     /// Whether it takes tokens of all shards at once, not of one after the other.
-    #[must_use]
     pub fn mixes_shards(self) -> bool {
         matches!(self, Self::Shuffled { .. } | Self::Windows { .. })
     }
@@ -149,19 +148,18 @@ impl Config {
         let seed = in_range("the seed of Shuffle", seed, 0, i64::MAX)?;
         let documents = self.order == Order::Documents;
         match (unit, block_tokens) {
-            ("shard", None) => self.shard_seed = Some(seed),
-            ("shard", Some(block)) => {
+            ("shard" | "window", Some(block)) => {
                 return Err(Error::argument(format!(
-                    "Shuffle has block_tokens={block} beside unit=\"shard\", which keeps shards whole; drop one of \
-                     the two"
+                    "Shuffle has block_tokens={block} beside unit=\"{unit}\", which takes no blocks; drop one of the two"
                 )));
             }
-            ("block", _) if documents => {
-                return Err(Error::argument(
-                    "shuffle by block needs align=None but align is \"bos\", which keeps the order of documents; use \
-                     unit=\"shard\" or drop one of the two",
-                ));
+            ("block" | "window", _) if documents => {
+                return Err(Error::argument(format!(
+                    "Shuffle(unit=\"{unit}\") needs align=None but align is \"bos\", which starts lanes at documents; use \
+                     unit=\"shard\" or drop one of the two"
+                )));
             }
+            ("shard", None) => self.shard_seed = Some(seed),
             ("block", block) => {
                 let lane_lens = self.stages.iter().map(|stage| stage.lane_len);
                 let block_tokens = match block {
@@ -175,17 +173,6 @@ impl Config {
                     )));
                 }
                 self.order = Order::Shuffled { seed, block_tokens };
-            }
-            ("window", Some(_)) => {
-                return Err(Error::argument(
-                    "Shuffle has block_tokens beside unit=\"window\", which starts at any token; drop one of the two",
-                ));
-            }
-            ("window", None) if documents => {
-                return Err(Error::argument(
-                    "random windows need align=None but align is \"bos\", which starts lanes at documents; drop one \
-                     of the two",
-                ));
             }
             ("window", None) if self.epochs.is_some() => {
                 return Err(Error::argument(
@@ -274,14 +261,12 @@ impl Config {
     }
 
     /// The lanes of this process.
-    #[must_use]
     pub fn local_lanes(&self) -> std::ops::Range<usize> {
         let each = self.lanes / self.process_count;
         self.process_index * each..(self.process_index + 1) * each
     }
 
     /// The stage of a step, or `None` after the last.
-    #[must_use]
     pub fn stage_at(&self, step: u64) -> Option<&Stage> {
         let mut end = 0u64;
         self.stages.iter().find(|stage| {
@@ -294,7 +279,6 @@ impl Config {
     ///
     /// # Panics
     /// When `position` is not below the number of shards.
-    #[must_use]
     pub fn shard_at(&self, catalog: &Catalog, epoch: u64, position: usize) -> usize {
         let Some(seed) = self.shard_seed else { return position };
         let order = Permutation::new(catalog.shards().len() as u64, seed, epoch);

@@ -34,13 +34,11 @@ pub struct Error {
 
 impl Error {
     /// An error with its complete message.
-    #[must_use]
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         Self { kind, message: message.into() }
     }
 
     /// A wrong argument, with its complete message.
-    #[must_use]
     pub fn argument(message: impl Into<String>) -> Self {
         Self::new(Kind::Argument, message)
     }

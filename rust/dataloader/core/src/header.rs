@@ -16,7 +16,6 @@ pub enum Width {
 
 impl Width {
     /// Bytes of a token.
-    #[must_use]
     pub fn bytes(self) -> usize {
         match self {
             Self::Two => 2,
@@ -25,7 +24,6 @@ impl Width {
     }
 
     /// The first two header words: magic number and version.
-    #[must_use]
     pub fn words(self) -> [i32; 2] {
         match self {
             Self::Two => [20_240_520, 1],
@@ -34,7 +32,6 @@ impl Width {
     }
 
     /// The largest id that fits.
-    #[must_use]
     pub fn largest(self) -> u32 {
         match self {
             Self::Two => u16::MAX.into(),
@@ -43,7 +40,6 @@ impl Width {
     }
 
     /// The byte of a shard at which a token starts; also the size of a shard of so many tokens.
-    #[must_use]
     pub fn offset(self, token: usize) -> u64 {
         (BYTES + self.bytes() * token) as u64
     }
@@ -56,7 +52,6 @@ impl fmt::Display for Width {
 }
 
 /// The header of a shard with `count` tokens of `width`.
-#[must_use]
 pub fn encode(count: i32, width: Width) -> Vec<u8> {
     let [magic, version] = width.words();
     let mut bytes: Vec<u8> = [magic, version, count].iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -64,42 +64,37 @@ pub struct ContextIndex {
 }
 
 /// The answers to a query, one after the other for each of its tokens.
-pub struct Found<'a> {
+#[derive(Default)]
+pub struct Matches {
     /// Tokens of the longest context that occurred, 0 for none.
-    pub lengths: &'a mut [u8],
+    pub lengths: Vec<u8>,
     /// Its occurrences, the latest `recent`.
-    pub occurrences: &'a mut [u8],
+    pub occurrences: Vec<u8>,
     /// What followed it, `top` of them: the most frequent first, and of equally many the latest first; then 0.
-    pub tokens: &'a mut [u32],
+    pub tokens: Vec<u32>,
     /// How often each did; 0 where there is none.
-    pub counts: &'a mut [u8],
+    pub counts: Vec<u8>,
 }
 
-impl<'a> Found<'a> {
-    /// Bytes of the answers to `positions` questions.
-    #[must_use]
-    pub fn bytes(positions: usize, top: usize) -> usize {
-        positions * (2 + 5 * top)
+/// The [`Matches`] of [`CHUNK`] positions or fewer.
+struct Answers<'a> {
+    lengths: &'a mut [u8],
+    occurrences: &'a mut [u8],
+    tokens: &'a mut [u32],
+    counts: &'a mut [u8],
+}
+
+impl Matches {
+    /// Room for the answers to `positions` questions.
+    fn new(positions: usize, top: usize) -> Self {
+        let (lengths, occurrences) = (vec![0; positions], vec![0; positions]);
+        Self { lengths, occurrences, tokens: vec![0; positions * top], counts: vec![0; positions * top] }
     }
 
-    /// Answers in that many bytes, zeros: `tokens`, `counts`, `occurrences` and `lengths`, one after the other.
-    ///
-    /// # Panics
-    /// When `memory` has another size or is not aligned to 4 bytes.
-    #[must_use]
-    pub fn new(memory: &'a mut [u8], positions: usize, top: usize) -> Self {
-        assert_eq!(memory.len(), Self::bytes(positions, top));
-        let (tokens, rest) = memory.split_at_mut(positions * top * size_of::<u32>());
-        let (counts, rest) = rest.split_at_mut(positions * top);
-        let (occurrences, lengths) = rest.split_at_mut(positions);
-        Self { lengths, occurrences, tokens: bytemuck::cast_slice_mut(tokens), counts }
-    }
-
-    /// Those of every [`CHUNK`] positions.
-    fn chunks(self, top: usize) -> impl Iterator<Item = Found<'a>> {
+    fn chunks(&mut self, top: usize) -> impl Iterator<Item = Answers<'_>> {
         let tokens = self.tokens.chunks_mut(CHUNK * top).zip(self.counts.chunks_mut(CHUNK * top));
         let lengths = self.lengths.chunks_mut(CHUNK).zip(self.occurrences.chunks_mut(CHUNK));
-        lengths.zip(tokens).map(|((lengths, occurrences), (tokens, counts))| Found {
+        lengths.zip(tokens).map(|((lengths, occurrences), (tokens, counts))| Answers {
             lengths,
             occurrences,
             tokens,
@@ -148,31 +143,26 @@ impl ContextIndex {
     }
 
     /// Tokens that were pushed.
-    #[must_use]
     pub fn tokens(&self) -> usize {
         self.tokens
     }
 
     /// Tokens that it has room for.
-    #[must_use]
     pub fn capacity(&self) -> usize {
         self.capacity
     }
 
     /// Steps that were pushed.
-    #[must_use]
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
     /// Different next tokens that an answer tells.
-    #[must_use]
     pub fn top(&self) -> usize {
         self.top
     }
 
     /// Bytes of memory, empty or full: 4, and 16 for each length, a token of capacity.
-    #[must_use]
     pub fn bytes(&self) -> usize {
         let slots = self.tables.len() * Table::slots(self.capacity);
         self.rows.len() * size_of::<AtomicU32>() + slots * size_of::<u64>()
@@ -218,23 +208,19 @@ impl ContextIndex {
     ///
     /// # Errors
     /// Other steps than exactly those before `step` were pushed.
-    pub fn query(
-        &self,
-        step: u64,
-        tokens: Tokens<'_>,
-        row_len: usize,
-        found: Found<'_>,
-    ) -> Result<(), Error> {
+    pub fn query(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<Matches, Error> {
         self.check(step, tokens, row_len)?;
-        let work = Mutex::new(chunks(tokens.len()).zip(found.chunks(self.top)));
+        let mut matches = Matches::new(tokens.len(), self.top);
+        let work = Mutex::new(chunks(tokens.len()).zip(matches.chunks(self.top)));
         in_threads(self.threads, |_| {
             loop {
                 let next = work.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some((chunk, mut found)) = next else { break };
-                self.answer(&chunk, tokens, row_len, &mut found);
+                let Some((chunk, mut answers)) = next else { break };
+                self.answer(&chunk, tokens, row_len, &mut answers);
             }
         });
-        Ok(())
+        drop(work);
+        Ok(matches)
     }
 
     fn check(&self, step: u64, tokens: Tokens<'_>, row_len: usize) -> Result<(), Error> {
@@ -308,9 +294,9 @@ impl ContextIndex {
     }
 
     /// Answer the questions of one chunk.
-    fn answer(&self, chunk: &Range<usize>, tokens: Tokens<'_>, row_len: usize, found: &mut Found<'_>) {
+    fn answer(&self, chunk: &Range<usize>, tokens: Tokens<'_>, row_len: usize, answers: &mut Answers<'_>) {
         let contexts = self.contexts(chunk, row_len, tokens);
-        let mut walks = self.longest(chunk, &contexts, tokens, found);
+        let mut walks = self.longest(chunk, &contexts, tokens, answers);
         let mut next: Vec<Vec<(u32, u8)>> = vec![Vec::new(); chunk.len()];
         for _ in 0..self.recent {
             // All chains go a step further at a time, so that their cache misses overlap.
@@ -318,13 +304,13 @@ impl ContextIndex {
             walks.retain_mut(|walk| {
                 let row = self.row(walk.position);
                 count(&mut next[walk.answer], row[0].load(Relaxed));
-                found.occurrences[walk.answer] += 1;
+                answers.occurrences[walk.answer] += 1;
                 walk.position = row[1 + walk.table].load(Relaxed);
                 walk.position != 0
             });
         }
-        let answers = found.tokens.chunks_mut(self.top).zip(found.counts.chunks_mut(self.top));
-        for (mut next, (tokens, counts)) in next.into_iter().zip(answers) {
+        let told = answers.tokens.chunks_mut(self.top).zip(answers.counts.chunks_mut(self.top));
+        for (mut next, (tokens, counts)) in next.into_iter().zip(told) {
             next.sort_by_key(|&(_, count)| Reverse(count));
             for (slot, (token, count)) in next.into_iter().take(self.top).enumerate() {
                 (tokens[slot], counts[slot]) = (token, count);
@@ -338,7 +324,7 @@ impl ContextIndex {
         chunk: &Range<usize>,
         contexts: &Contexts,
         tokens: Tokens<'_>,
-        found: &mut Found<'_>,
+        answers: &mut Answers<'_>,
     ) -> Vec<Walk> {
         let mut last: Vec<Option<Walk>> = chunk.clone().map(|_| None).collect();
         let mut open: Vec<usize> = chunk.clone().collect();
@@ -351,7 +337,7 @@ impl ContextIndex {
                 if position != 0 {
                     let answer = at - chunk.start;
                     last[answer] = Some(Walk { answer, table: number, position });
-                    found.lengths[answer] = table.len;
+                    answers.lengths[answer] = table.len;
                 }
                 position != 0
             });

@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 use crate::buffer::{Batch, Pool, Shape};
 use crate::config::{Config, Order};
 use crate::error::{Error, Kind};
-use crate::lane_ranges::{LanePlanner, LaneRequest, Piece, too_many_documents};
+use crate::plan::{LanePlanner, LaneRequest, Piece, too_many_documents};
 use crate::sources::Sources;
 use crate::state::Cursor;
 
@@ -24,7 +24,6 @@ pub struct Stream {
 
 impl Stream {
     /// A stream that continues at `cursor` and gives up with an error once `stop` is set.
-    #[must_use]
     pub fn new(
         sources: Arc<Sources>,
         config: Arc<Config>,
@@ -38,29 +37,26 @@ impl Stream {
         Self { sources, config, pool, cursor, planners }
     }
 
-    /// Make the next batch; `None` after the last.
-    ///
-    /// # Errors
-    /// A shard that changed or cannot be read, a token outside the vocabulary, too many documents in a lane, or
-    /// an epoch without a single batch.
+    /// Make the next batch; `None` after the last. Errors: a shard that changed or cannot be read, a token outside the
+    /// vocabulary, too many documents in a lane, an epoch without a single batch.
     pub fn next_batch(&mut self) -> Result<Option<Batch>, Error> {
         let config = Arc::clone(&self.config);
         let step = self.cursor.step;
         let Some(stage) = config.stage_at(step) else { return Ok(None) };
         let (bytes_before, switches_before) = self.counts();
         let mut after = Cursor { step: step + 1, places: self.cursor.places.clone() };
-        let (mut found, mut dropped) = (Vec::with_capacity(self.planners.len()), 0);
+        let (mut planned, mut dropped) = (Vec::with_capacity(self.planners.len()), 0);
         for (source, lanes) in self.lanes_of_sources().iter().enumerate() {
             if lanes.is_empty() {
                 continue;
             }
             let wanted = LaneRequest { step, stage, lanes };
-            let Some(planned) = self.planners[source].find(after.places[source], wanted)? else {
+            let Some(plan) = self.planners[source].plan(after.places[source], wanted)? else {
                 return Ok(None);
             };
-            after.places[source] = planned.after;
-            dropped += planned.dropped;
-            found.push((source, planned.pieces));
+            after.places[source] = plan.after;
+            dropped += plan.dropped;
+            planned.push((source, plan.pieces));
         }
         let shape = Shape {
             rows: config.local_lanes().len(),
@@ -70,7 +66,7 @@ impl Stream {
             loss_mask: config.loss_mask,
         };
         let mut batch = Batch::new(&self.pool, shape);
-        for (source, pieces) in &found {
+        for (source, pieces) in &planned {
             for pieces in pieces.chunk_by(|a, b| a.lane == b.lane) {
                 self.fill(&mut batch, *source, pieces)?;
             }
@@ -134,7 +130,7 @@ impl Stream {
             if ends.len() > max_docs {
                 let path = &self.planners[source].catalog.shards()[first.shard].path;
                 let (offset, found) = (first.range.start, ends.len());
-                return Err(too_many_documents(path, offset, (step, first.lane), (found, max_docs, found)));
+                return Err(too_many_documents(path, offset, step, first.lane, found, max_docs, found));
             }
         }
         batch.set_documents(row, &ends);

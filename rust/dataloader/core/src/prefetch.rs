@@ -14,27 +14,39 @@ use crate::error::{Error, Kind};
 use crate::lanes::Stream;
 use crate::sources::Sources;
 use crate::state::{self, Cursor, Value};
-use crate::stats::Stats;
 
-/// What [`Loader::next`] found.
-pub enum Next {
-    /// The next batch.
-    Batch(Batch),
-    /// There is none; every later call says so too.
-    End,
-    /// None was ready in time; call again with the same [`Wait`].
-    Pending,
+/// Interval at which a consumer that waits is asked whether to go on.
+const POLL: Duration = Duration::from_millis(100);
+
+/// Counters over delivered batches.
+#[derive(Debug, Clone, Default)]
+pub struct Stats {
+    /// Bytes of shards read for them.
+    pub bytes_read: u64,
+    /// Tokens passed over that no lane holds.
+    pub dropped_tokens: u64,
+    /// How often a consumer found no batch ready.
+    pub queue_empty: u64,
+    /// How often another shard was opened.
+    pub shard_switches: u64,
+    /// Seconds that a consumer waited for each batch.
+    pub waits: Vec<f32>,
 }
 
-/// One consumer's wait for one batch.
-pub struct Wait {
-    began: Instant,
-    found_empty: bool,
-}
+impl Stats {
+    fn record(&mut self, batch: &Batch, wait: Duration) {
+        self.bytes_read += batch.bytes_read;
+        self.dropped_tokens += batch.dropped;
+        self.shard_switches += batch.switches;
+        self.waits.push(wait.as_secs_f32());
+    }
 
-impl Default for Wait {
-    fn default() -> Self {
-        Self { began: Instant::now(), found_empty: false }
+    /// The wait that `percent` of all waits do not exceed; zero before the first.
+    pub fn wait_percentile(&self, percent: usize) -> Duration {
+        let mut sorted = self.waits.clone();
+        sorted.sort_by(f32::total_cmp);
+        let rank = (sorted.len() * percent).div_ceil(100);
+        Duration::from_secs_f32(sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default())
     }
 }
 
@@ -99,42 +111,48 @@ impl Loader {
         self.start_locked(&mut self.shared.lock())
     }
 
-    /// Wait for the next batch, but not longer than `timeout`.
+    /// Wait for the next batch; `None` after the last. A longer wait asks `go_on` again and again, without the lock.
     ///
     /// # Errors
-    /// The loader is closed, or its stream failed; the same error again on every later call.
-    pub fn next(&self, wait: &mut Wait, timeout: Duration) -> Result<Next, Error> {
+    /// The loader is closed, `go_on` says no, or the stream failed; then the same error again on every later call.
+    pub fn next(&self, mut go_on: impl FnMut() -> bool) -> Result<Option<Batch>, Error> {
         self.check_process()?;
-        let mut inner = self.shared.lock();
-        self.start_locked(&mut inner)?;
+        let (began, mut found_empty) = (Instant::now(), false);
         let idle = |inner: &mut Inner| inner.queue.is_empty() && inner.end.is_none() && !inner.closed;
-        if idle(&mut inner) {
-            if !std::mem::replace(&mut wait.found_empty, true) {
-                inner.stats.queue_empty += 1;
+        loop {
+            let mut inner = self.shared.lock();
+            self.start_locked(&mut inner)?;
+            if idle(&mut inner) {
+                if !std::mem::replace(&mut found_empty, true) {
+                    inner.stats.queue_empty += 1;
+                }
+                inner.waiting += 1;
+                self.shared.changed.notify_all();
+                inner = self
+                    .shared
+                    .changed
+                    .wait_timeout_while(inner, POLL, idle)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+                inner.waiting -= 1;
             }
-            inner.waiting += 1;
-            self.shared.changed.notify_all();
-            inner = self
-                .shared
-                .changed
-                .wait_timeout_while(inner, timeout, idle)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-            inner.waiting -= 1;
-        }
-        if inner.closed {
-            return Err(closed());
-        }
-        if let Some(batch) = inner.queue.pop_front() {
-            inner.delivered.clone_from(&batch.after);
-            inner.stats.record(&batch, wait.began.elapsed());
-            self.shared.changed.notify_all();
-            return Ok(Next::Batch(batch));
-        }
-        match &inner.end {
-            None => Ok(Next::Pending),
-            Some(Err(error)) => Err(error.clone()),
-            Some(Ok(())) => Ok(Next::End),
+            if inner.closed {
+                return Err(closed());
+            }
+            if let Some(batch) = inner.queue.pop_front() {
+                inner.delivered.clone_from(&batch.after);
+                inner.stats.record(&batch, began.elapsed());
+                self.shared.changed.notify_all();
+                return Ok(Some(batch));
+            }
+            match &inner.end {
+                Some(Ok(())) => return Ok(None),
+                Some(Err(error)) => return Err(error.clone()),
+                None => drop(inner),
+            }
+            if !go_on() {
+                return Err(Error::stopped());
+            }
         }
     }
 
@@ -305,4 +323,20 @@ fn join(thread: Option<JoinHandle<()>>) {
 
 fn closed() -> Error {
     Error::argument("the loader is closed; make a new one and give it the state of this one")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_percentile_is_a_wait_that_so_many_do_not_exceed() {
+        let of = |waits: &[f32]| {
+            let stats = Stats { waits: waits.to_vec(), ..Stats::default() };
+            [50, 99, 100].map(|percent| stats.wait_percentile(percent).as_secs())
+        };
+        assert_eq!(of(&[]), [0; 3]);
+        assert_eq!(of(&[3.0, 1.0, 2.0]), [2, 3, 3]);
+        assert_eq!(of(&[4.0, 1.0]), [1, 4, 4]);
+    }
 }

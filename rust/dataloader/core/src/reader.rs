@@ -52,10 +52,8 @@ impl Stamp {
 }
 
 impl Reader {
-    /// Open a shard that a [`Catalog`] has validated.
-    ///
-    /// # Errors
-    /// The file cannot be opened, or its size is no longer what the catalogue saw.
+    /// Open a shard that a [`Catalog`] has validated. Errors: it cannot be opened, or its size is no longer what the
+    /// catalogue saw.
     pub fn open(shard: &Shard, backend: Backend) -> Result<Self, Error> {
         let failed = |error: std::io::Error| Error::io(&shard.path, 0, &error);
         let file = open_regular(&shard.path).map_err(failed)?;
@@ -77,10 +75,7 @@ impl Reader {
         self.ready = 0..0;
     }
 
-    /// Borrow the tokens of `range`.
-    ///
-    /// # Errors
-    /// The file was truncated or cannot be read.
+    /// Borrow the tokens of `range`. Errors: the file was truncated or cannot be read.
     pub fn tokens(&mut self, range: Range<usize>) -> Result<Tokens<'_>, Error> {
         let ahead = match self.source {
             Source::Map(_) => range.end,
@@ -105,10 +100,7 @@ impl Reader {
         })
     }
 
-    /// Find the first `token` in `range`.
-    ///
-    /// # Errors
-    /// As [`Reader::tokens`], and an error once `stop` is set.
+    /// Find the first `token` in `range`. Errors: as [`Reader::tokens`], and once `stop` is set.
     pub fn find(
         &mut self,
         token: u32,
@@ -133,10 +125,7 @@ impl Reader {
         Ok(None)
     }
 
-    /// Check that the file still is the one that was opened: same size, not written to.
-    ///
-    /// # Errors
-    /// It is not; [`Kind::Changed`].
+    /// Check that the file still is the one that was opened: same size, not written to; else [`Kind::Changed`].
     pub fn unchanged(&self) -> Result<(), Error> {
         let offset = self.shard.width.offset(self.ready.start);
         let metadata = self.file.metadata().map_err(|error| Error::io(&self.shard.path, offset, &error))?;
@@ -248,18 +237,11 @@ impl Readers {
     const MOST: usize = 2;
 
     /// No shard is open yet.
-    #[must_use]
     pub fn new(backend: Backend) -> Self {
         Self { backend, open: Vec::new(), switches: 0, bytes_closed: 0 }
     }
 
     /// The reader of a shard, opened if need be; the one that was used least recently makes room for it.
-    ///
-    /// # Errors
-    /// As [`Reader::open`].
-    ///
-    /// # Panics
-    /// When the catalogue has no such shard.
     pub fn get(&mut self, catalog: &Catalog, shard: usize) -> Result<&mut Reader, Error> {
         if let Some(at) = self.open.iter().position(|(index, _)| *index == shard) {
             let recent = self.open.remove(at);
@@ -281,13 +263,11 @@ impl Readers {
     }
 
     /// How many times a shard was opened after the first.
-    #[must_use]
     pub fn switches(&self) -> u64 {
         self.switches
     }
 
     /// Bytes read from all shards so far.
-    #[must_use]
     pub fn bytes_read(&self) -> u64 {
         self.bytes_closed + self.open.iter().map(|(_, reader)| reader.bytes_read).sum::<u64>()
     }

@@ -15,7 +15,6 @@ pub enum Tokens<'a> {
 
 impl<'a> Tokens<'a> {
     /// How many.
-    #[must_use]
     pub fn len(&self) -> usize {
         match self {
             Self::U16(tokens) => tokens.len(),
@@ -24,13 +23,11 @@ impl<'a> Tokens<'a> {
     }
 
     /// Whether there is none.
-    #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
     /// Their memory.
-    #[must_use]
     pub fn as_bytes(&self) -> &'a [u8] {
         match self {
             Self::U16(tokens) => bytemuck::cast_slice(tokens),
@@ -39,7 +36,6 @@ impl<'a> Tokens<'a> {
     }
 
     /// How they are stored.
-    #[must_use]
     pub fn width(&self) -> Width {
         match self {
             Self::U16(_) => Width::Two,
@@ -51,7 +47,6 @@ impl<'a> Tokens<'a> {
     ///
     /// # Panics
     /// When there are not that many.
-    #[must_use]
     pub fn at(&self, index: usize) -> u32 {
         match self {
             Self::U16(tokens) => tokens[index].into(),
@@ -60,7 +55,6 @@ impl<'a> Tokens<'a> {
     }
 
     /// Return the position of the first `token`.
-    #[must_use]
     pub fn find(&self, token: u32) -> Option<usize> {
         match self {
             Self::U16(tokens) => find(tokens, u16::try_from(token).ok()?),
@@ -69,7 +63,6 @@ impl<'a> Tokens<'a> {
     }
 
     /// Return the position of the first id that is not below `vocab_size`.
-    #[must_use]
     pub fn find_outside(&self, vocab_size: u32) -> Option<usize> {
         match self {
             Self::U16(tokens) => {
@@ -81,7 +74,6 @@ impl<'a> Tokens<'a> {
     }
 
     /// Return every position of `token`, in order.
-    #[must_use]
     pub fn positions(&self, token: u32) -> Vec<usize> {
         match self {
             Self::U16(tokens) => u16::try_from(token).map_or_else(|_| Vec::new(), |t| positions(tokens, t)),

@@ -16,7 +16,6 @@ pub struct Permutation {
 
 impl Permutation {
     /// The permutation of `0..size` that belongs to `seed` and `epoch`.
-    #[must_use]
     pub fn new(size: u64, seed: u64, epoch: u64) -> Self {
         let bits = u64::BITS - size.saturating_sub(1).leading_zeros();
         let base = mix(mix(seed.wrapping_add(GOLDEN)) ^ epoch);
@@ -30,10 +29,6 @@ impl Permutation {
     }
 
     /// Where `index` goes; both are below the size.
-    ///
-    /// # Panics
-    /// When `index` is not below the size.
-    #[must_use]
     pub fn at(&self, index: u64) -> u64 {
         assert!(index < self.size, "index {index} in a permutation of {}", self.size);
         let mut value = index;
@@ -56,7 +51,6 @@ impl Permutation {
 }
 
 /// A number below `size` that belongs to `seed`, `step` and `lane`; all are about equally likely.
-#[must_use]
 pub fn draw(size: u64, seed: u64, step: u64, lane: u64) -> u64 {
     let key = mix(mix(seed.wrapping_add(GOLDEN)) ^ step);
     let drawn = mix(key.wrapping_add(GOLDEN.wrapping_mul(lane.wrapping_add(1))));

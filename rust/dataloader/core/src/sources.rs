@@ -68,19 +68,16 @@ impl Sources {
     }
 
     /// How tokens are stored.
-    #[must_use]
     pub fn width(&self) -> Width {
         self.sets[0].0.width()
     }
 
     /// Tokens in all sets.
-    #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.catalogs().map(|catalog| catalog.num_tokens()).sum()
     }
 
     /// Identifies the data of all sets; for one set its own fingerprint.
-    #[must_use]
     pub fn fingerprint(&self) -> &str {
         &self.fingerprint
     }
@@ -88,7 +85,6 @@ impl Sources {
     /// The set that fills a lane, for the number of the lane counted over the whole stream.
     ///
     /// A function of that number alone, stateless, and close to the weights over any consecutive lanes.
-    #[must_use]
     pub fn of_lane(&self, lane: u64) -> usize {
         let place = lane.wrapping_mul(GOLDEN);
         self.bounds.partition_point(|bound| *bound <= place)

@@ -32,7 +32,6 @@ pub struct Place {
 
 impl Cursor {
     /// The start of a stream of so many sources.
-    #[must_use]
     pub fn start(sources: usize) -> Self {
         Self { step: 0, places: vec![Place::default(); sources] }
     }
@@ -57,7 +56,6 @@ impl std::fmt::Display for Value {
 }
 
 /// The fields of a state, in a fixed order; the second source of a mixture has `epoch_1`, and so on.
-#[must_use]
 pub fn save(cursor: &Cursor, config: &Config, sources: &Sources) -> Vec<(String, Value)> {
     let mut fields =
         vec![("version".to_owned(), Value::Int(VERSION)), ("step".to_owned(), Value::Int(int(cursor.step)))];
@@ -71,10 +69,7 @@ pub fn save(cursor: &Cursor, config: &Config, sources: &Sources) -> Vec<(String,
     fields
 }
 
-/// Read a state back.
-///
-/// # Errors
-/// [`Kind::State`], naming the first field that is missing, out of range or different here.
+/// Read a state back; [`Kind::State`] names the first field that is missing, out of range or different here.
 pub fn load(fields: &[(String, Value)], config: &Config, sources: &Sources) -> Result<Cursor, Error> {
     let get = |name: &str| fields.iter().find(|(key, _)| key == name).map(|(_, value)| value);
     let differs = |name: &str, expected: String| {

@@ -97,10 +97,10 @@ proptest! {
 
     /// In words of letters the pretokenizer has no part: a bit is set where encoding both texts gives other tokens.
     #[test]
-    fn all_pairs_of_letters(text in "[ab]{1,40}|[a-c]{1,60}", choices in choices(), threads in 1..4usize) {
+    fn all_pairs_of_letters(text in "[ab]{1,40}|[a-c]{1,60}", choices in choices()) {
         let tokens = learn(&text, &choices);
         let size = tokens.len().next_multiple_of(8) + 8;
-        let mask = canonical_mask(&tokens, size, threads).unwrap();
+        let mask = canonical_mask(&tokens, size).unwrap();
         let ranks = ids(&tokens);
         let letters = (97..100).chain(256..tokens.len());
         for first in letters.clone() {
@@ -120,7 +120,7 @@ proptest! {
     ) {
         let tokens = learn(&text, &choices);
         let size = tokens.len().next_multiple_of(8);
-        let mask = canonical_mask(&tokens, size, 1).unwrap();
+        let mask = canonical_mask(&tokens, size).unwrap();
         let ranks = ids(&tokens);
         for text in [text.clone(), more.clone(), text + &more] {
             let written: Vec<_> = words(&text).iter().flat_map(|word| encode(word.as_bytes(), &ranks)).collect();
@@ -136,7 +136,7 @@ proptest! {
 fn by_hand() {
     let mut tokens: Vec<_> = (0..128).map(|byte| vec![byte]).collect();
     tokens.extend([b"ab".to_vec(), b"'s".to_vec(), b"abab".to_vec(), vec![]]);
-    let mask = canonical_mask(&tokens, 136, 1).unwrap();
+    let mask = canonical_mask(&tokens, 136).unwrap();
     let set: HashSet<_> = (0..136)
         .flat_map(|p| (0..136).map(move |x| (p, x)))
         .filter(|&(p, x)| is_set(&mask, 136, p, x))
@@ -148,18 +148,15 @@ fn by_hand() {
 #[test]
 fn refused() {
     let ascii: Vec<_> = (0..128u8).map(|byte| vec![byte]).collect();
-    let why =
-        |tokens: &[Vec<u8>], size, threads| canonical_mask(tokens, size, threads).unwrap_err().to_string();
-    assert!(why(&ascii, 120, 1).contains("128 tokens in 120 columns"));
-    assert!(why(&ascii, 130, 1).contains("a multiple of 8"));
-    assert!(why(&ascii, 128, 0).contains("by 0 threads"));
-    assert!(canonical_mask(&ascii, 128, 64).unwrap().iter().all(|&byte| byte == 0));
+    let why = |tokens: &[Vec<u8>], size| canonical_mask(tokens, size).unwrap_err().to_string();
+    assert!(why(&ascii, 120).contains("128 tokens in 120 columns"));
+    assert!(why(&ascii, 130).contains("a multiple of 8"));
+    assert!(canonical_mask(&ascii, 128).unwrap().iter().all(|&byte| byte == 0));
     for bad in ["abc", "é"] {
         let tokens = [&ascii[..], &[bad.as_bytes().to_vec()]].concat();
         assert!(
-            why(&tokens, 136, 1)
-                .contains(&format!("token 128, \"{bad}\", is not made of two earlier tokens"))
+            why(&tokens, 136).contains(&format!("token 128, \"{bad}\", is not made of two earlier tokens"))
         );
     }
-    assert!(canonical_mask(&ascii[..0], 0, 1).unwrap().is_empty());
+    assert!(canonical_mask(&ascii[..0], 0).unwrap().is_empty());
 }

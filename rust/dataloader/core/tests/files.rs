@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::{Folder, config, loader, next, shard, wide_shard};
-use jspeed_dataloader_core::{Backend, Catalog, Config, Kind, Loader, Next, Order, Wait};
+use jspeed_dataloader_core::{Backend, Catalog, Config, Kind, Loader, Order};
 
 fn contiguous() -> Config {
     Config { order: Order::Contiguous, epochs: None, ..config(2, &[(1000, 1000, None)]) }
@@ -107,10 +107,10 @@ fn waits_end_in_time_and_closing_does_not_wait_for_the_scan() {
     let folder = Folder::new();
     let made = slow(&folder);
     let began = Instant::now();
-    assert!(matches!(made.next(&mut Wait::default(), Duration::from_millis(50)), Ok(Next::Pending)));
+    assert!(made.next(|| false).err().unwrap().to_string().contains("was stopped"));
     assert_eq!(made.stats().unwrap().queue_empty, 1);
     std::thread::scope(|scope| {
-        let waiting = scope.spawn(|| made.next(&mut Wait::default(), Duration::from_secs(60)).err());
+        let waiting = scope.spawn(|| next(&made).err());
         std::thread::sleep(Duration::from_millis(50));
         made.close();
         assert!(waiting.join().unwrap().unwrap().to_string().contains("closed"));

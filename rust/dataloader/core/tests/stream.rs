@@ -1,4 +1,4 @@
-//! Whole streams against a naive model that holds all tokens in memory.
+//! Whole streams against a naive model that holds all tokens in memory. `tests/data` has more, of what Python sees.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -8,8 +8,8 @@
 
 mod common;
 
-use common::{Folder, Stages, Told, config, contiguous, drain, loader, mixed, next, told, wide_shard};
-use jspeed_dataloader_core::{Backend, Batch, Catalog, Config, Kind, Loader, Order};
+use common::{Folder, Stages, Told, config, contiguous, drain, loader, mixed, next, told};
+use jspeed_dataloader_core::{Backend, Config, Kind, Loader, Order};
 use proptest::prelude::*;
 
 /// The model: shards as vectors, every rule spelt out token by token.
@@ -137,65 +137,6 @@ proptest! {
         prop_assert_eq!(&joined[..], expected.get(at..).unwrap_or_default());
     }
 
-    #[test]
-    fn a_shuffled_epoch_has_every_block_once(count in 60..400u16, lanes in 1..4usize, len in 1..4usize, seed in 0..99u64) {
-        let folder = Folder::new();
-        let paths = folder.write(&[(0..count).collect(), (1000..1000 + count / 2).collect()]);
-        let mut given = config(lanes, &[(1000, len, None)]);
-        given.order = Order::Shuffled { seed, block_tokens: 2 * len };
-        (given.bos_id, given.epochs) = (65_535, Some(1));
-        let all = drain(&loader(&paths, &given, Backend::Map).unwrap());
-        let mut starts = Vec::new();
-        for (row, _) in all.iter().flat_map(|(_, _, lanes)| lanes) {
-            prop_assert!(row.windows(2).all(|two| two[1] == two[0] + 1));
-            starts.push(usize::from(row[0]));
-        }
-        for two in starts.chunks_exact(2) {
-            prop_assert_eq!(two[0] % 1000 % (2 * len), 0);
-            prop_assert_eq!(two[1], two[0] + len);
-        }
-        let windows = 2 * [count, count / 2].map(|n| (usize::from(n) - 1) / (2 * len)).iter().sum::<usize>();
-        prop_assert_eq!(starts.len(), windows / lanes * lanes);
-        starts.sort_unstable();
-        starts.dedup();
-        prop_assert_eq!(starts.len(), windows / lanes * lanes);
-    }
-
-    #[test]
-    fn wide_shards_give_the_same_tokens(shards in shards(), stages in stages(), lanes in 1..5usize, prefetch in 0..3usize) {
-        let folder = Folder::new();
-        let mut given = config(lanes, &stages);
-        let Ok(narrow) = loader(&folder.write(&shards), &given, Backend::Map) else { return Ok(()) };
-        let expected = drain(&narrow);
-        given.prefetch = prefetch;
-        let wide = folder.write_as("wide", &shards, wide_shard);
-        for backend in [Backend::Map, Backend::Pread] {
-            prop_assert_eq!(drain(&loader(&wide, &given, backend).unwrap()), expected.clone());
-        }
-    }
-
-    #[test]
-    fn shuffled_shards_are_the_stream_of_shards_in_that_order(
-        shards in proptest::collection::vec(proptest::collection::vec(0..9u16, 30..90), 1..6),
-        stages in stages(), seed in 0..99u64, aligned: bool,
-    ) {
-        let folder = Folder::new();
-        let paths = folder.write(&shards);
-        let mut given = config(2, &stages);
-        if !aligned {
-            contiguous(&mut given);
-        }
-        (given.shard_seed, given.epochs) = (Some(seed), Some(1));
-        let Ok(shuffled) = loader(&paths, &given, Backend::Map) else { return Ok(()) };
-        let catalog = Catalog::open(paths).unwrap();
-        let order: Vec<_> = (0..shards.len()).map(|at| given.shard_at(&catalog, 0, at)).collect();
-        let turned: Vec<_> = order.iter().map(|&at| shards[at].clone()).collect();
-        prop_assert_eq!(drain(&shuffled), naive(&turned, 2, &stages, aligned, 1));
-        let mut sorted = order;
-        sorted.sort_unstable();
-        prop_assert_eq!(sorted, (0..shards.len()).collect::<Vec<_>>());
-    }
-
     /// A source of a mixture yields, lane after lane, what it would yield alone with one lane.
     #[test]
     fn a_mixture_is_its_sources_lane_by_lane(
@@ -228,40 +169,6 @@ proptest! {
         let resumed = open();
         resumed.load_state(&first.state().unwrap()).unwrap();
         prop_assert_eq!(&drain(&resumed)[..], &all[at..]);
-    }
-
-    /// Without a mask bit, the target is the token that follows its input in the text.
-    #[test]
-    fn the_mask_marks_targets_that_did_not_follow(shards in shards(), stages in stages(), lanes in 1..4usize) {
-        // Unique ids but for document starts, so that a token tells its place.
-        let mut id = 0;
-        let shards: Vec<Vec<u16>> = shards.iter().map(|shard| shard.iter().map(|&token| {
-            id += 1;
-            if token == 0 { 0 } else { id }
-        }).collect()).collect();
-        let folder = Folder::new();
-        let mut given = config(lanes, &stages);
-        given.loss_mask = true;
-        let Ok(made) = loader(&folder.write(&shards), &given, Backend::Map) else { return Ok(()) };
-        let follows = |a: u16, b: u16| shards.iter().any(|shard| shard.windows(2).any(|two| two == [a, b]));
-        while let Ok(Some(batch)) = next(&made) {
-            check_mask(&batch, follows);
-        }
-    }
-}
-
-fn check_mask(batch: &Batch, follows: impl Fn(u16, u16) -> bool) {
-    let len = batch.shape().lane_len;
-    for row in 0..batch.shape().rows {
-        let tokens = batch.row(row);
-        for at in 0..len {
-            let [a, b] = [at, at + 1].map(|at| u16::try_from(tokens.at(at)).unwrap());
-            let kept = batch.loss_mask()[row * len + at] == 1;
-            // Two starts in a row may be two documents of one token or the ends of a cut; only ids are unique.
-            if a != 0 {
-                assert_eq!(kept, follows(a, b), "{a} {b}");
-            }
-        }
     }
 }
 

@@ -1,4 +1,5 @@
 //! The index against a model that keeps every context in a map; see `contexts::KEPT` for what their hashes are here.
+//! `tests/data/test_context_index.py` has what it refuses.
 
 use std::collections::HashMap;
 
@@ -80,22 +81,14 @@ fn push(index: &mut ContextIndex, rows: &[Vec<u16>]) -> Result<(), Error> {
 fn query(index: &ContextIndex, rows: &[Vec<u16>]) -> Vec<Told> {
     let tokens: Vec<u32> = rows.concat().into_iter().map(u32::from).collect();
     let (count, top) = (tokens.len(), index.top());
-    let (mut lengths, mut occurrences) = (vec![0; count], vec![0; count]);
-    let (mut next, mut counts) = (vec![0; count * top], vec![0; count * top]);
-    let found = Found {
-        lengths: &mut lengths,
-        occurrences: &mut occurrences,
-        tokens: &mut next,
-        counts: &mut counts,
-    };
-    index.query(index.steps(), Tokens::U32(&tokens), rows[0].len(), found).unwrap();
+    let found = index.query(index.steps(), Tokens::U32(&tokens), rows[0].len()).unwrap();
     let told = |at: usize| {
-        let pairs = next[at * top..].iter().zip(&counts[at * top..]).take(top);
+        let pairs = found.tokens[at * top..].iter().zip(&found.counts[at * top..]).take(top);
         let filled = pairs.clone().take_while(|&(_, &count)| count > 0).count();
         assert!(pairs.clone().skip(filled).all(|(&token, &count)| token == 0 && count == 0));
         (
-            lengths[at],
-            occurrences[at].into(),
+            found.lengths[at],
+            found.occurrences[at].into(),
             pairs.take(filled).map(|(&token, &count)| (token, count)).collect(),
         )
     };
@@ -198,49 +191,7 @@ fn documents_and_rows_are_borders() {
 }
 
 #[test]
-fn a_step_is_seen_by_the_next_ones_only_and_pushed_once() {
-    let mut index = ContextIndex::new(&given(100, &[1])).unwrap();
-    let rows = [vec![1, 2, 1]];
-    assert!(query(&index, &rows).iter().all(|told| told.0 == 0));
-    push(&mut index, &rows).unwrap();
-    assert_eq!(query(&index, &rows)[0], (1, 1, vec![(2, 1)]));
-    let tokens = Tokens::U16(&[1, 2, 1]);
-    let mut memory = vec![0; Found::bytes(3, 8)];
-    for step in [0, 2] {
-        assert!(index.push(step, tokens, 3).unwrap_err().to_string().contains("the index holds 1 steps"));
-        assert!(index.query(step, tokens, 3, Found::new(&mut memory, 3, 8)).is_err());
-    }
-    assert_eq!((index.tokens(), index.steps()), (3, 1));
-}
-
-#[test]
-fn memory_is_what_is_stated_and_no_more_is_taken() {
-    let mut index = ContextIndex::new(&given(10, &[1, 2])).unwrap();
-    assert_eq!(index.bytes(), 10 * (4 + 2 * 16) + 2 * 8);
-    push(&mut index, &[vec![1, 2, 3, 4], vec![1, 2, 3, 4]]).unwrap();
-    let before = query(&index, &[vec![1, 2, 3]]);
-    let error = push(&mut index, &[vec![1, 2, 5]]).unwrap_err().to_string();
-    assert!(
-        error.contains("step 1 has 3 tokens, but the index holds 8 and has room for 10 in all"),
-        "{error}"
-    );
-    assert_eq!(query(&index, &[vec![1, 2, 3]]), before);
-    push(&mut index, &[vec![1, 2]]).unwrap();
-}
-
-#[test]
-fn arguments_are_checked() {
-    for (wrong, text) in [
-        (given(0, &[1]), "capacity should be from 1"),
-        (given(1, &[]), "lengths is empty"),
-        (given(1, &[1, 256]), "a length of context should be from 1 to 255 but is 256"),
-        (IndexArguments { recent: 256, ..given(1, &[1]) }, "recent should be from 1 to 255"),
-        (IndexArguments { recent: 7, ..given(1, &[1]) }, "top should be from 1 to 7 but is 8"),
-        (IndexArguments { threads: 0, ..given(1, &[1]) }, "threads should be"),
-    ] {
-        let error = ContextIndex::new(&wrong).err().unwrap().to_string();
-        assert!(error.contains(text), "{error}");
-    }
+fn too_much_memory_is_refused() {
     let error = zeroed::<u64>(isize::MAX.unsigned_abs() / 8, 1, |_| ()).unwrap_err().to_string();
     assert!(error.contains("lower its capacity"), "{error}");
 }

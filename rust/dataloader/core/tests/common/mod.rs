@@ -4,12 +4,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use jspeed_dataloader_core::header::{Width, encode};
-use jspeed_dataloader_core::{
-    Backend, Batch, Catalog, Config, Error, Loader, Next, Order, Sources, Stage, Wait,
-};
+use jspeed_dataloader_core::{Backend, Batch, Catalog, Config, Error, Loader, Order, Sources, Stage};
 
 /// A folder that goes away with its value.
 pub struct Folder(PathBuf);
@@ -107,14 +104,7 @@ pub fn mixed(sets: &[(Vec<PathBuf>, i64)]) -> Result<Sources, Error> {
 }
 
 pub fn next(loader: &Loader) -> Result<Option<Batch>, Error> {
-    let mut wait = Wait::default();
-    loop {
-        match loader.next(&mut wait, Duration::from_millis(100))? {
-            Next::Batch(batch) => return Ok(Some(batch)),
-            Next::End => return Ok(None),
-            Next::Pending => {}
-        }
-    }
+    loader.next(|| true)
 }
 
 /// What a batch says, comparable: epoch, dropped, and for each lane its tokens and document ends.

@@ -23,7 +23,7 @@ pub(crate) struct Piece {
 }
 
 /// The pieces of this process's lanes in a batch.
-pub(crate) struct Planned {
+pub(crate) struct Plan {
     pub(crate) pieces: Vec<Piece>,
     /// Where the source stands after all lanes.
     pub(crate) after: Place,
@@ -31,8 +31,8 @@ pub(crate) struct Planned {
     pub(crate) dropped: usize,
 }
 
-/// The pieces in one shard, or in one epoch of blocks, and the token after the last.
-struct Pieces {
+/// The pieces in one segment (a shard, or an epoch of blocks or windows), and the token after the last.
+struct Segment {
     pieces: Vec<Piece>,
     end: usize,
 }
@@ -71,11 +71,11 @@ impl LanePlanner {
         Self { catalog, readers, config, stop, ahead: ReadAhead::default(), blocks }
     }
 
-    /// Find the tokens of all `wanted` lanes from `from` on, in one shard; `None` after the last epoch.
-    pub(crate) fn find(&mut self, from: Place, wanted: LaneRequest<'_>) -> Result<Option<Planned>, Error> {
+    /// The tokens of all `wanted` lanes from `from` on, in one segment; `None` after the last epoch.
+    pub(crate) fn plan(&mut self, from: Place, wanted: LaneRequest<'_>) -> Result<Option<Plan>, Error> {
         let (mut at, mut dropped) = (from, 0);
         let mut from_the_start = (at.shard, at.offset) == (0, 0);
-        let plan = loop {
+        let segment = loop {
             if self.config.epochs.is_some_and(|epochs| at.epoch >= epochs) {
                 return Ok(None);
             }
@@ -83,8 +83,8 @@ impl LanePlanner {
                 return Err(Error::stopped());
             }
             self.readers.rewind();
-            if let Some(plan) = self.plan(&at, wanted)? {
-                break plan;
+            if let Some(segment) = self.in_segment(&at, wanted)? {
+                break segment;
             }
             dropped += self.segment_len(&at) - at.offset;
             at = Place { shard: at.shard + 1, offset: 0, ..at };
@@ -101,10 +101,10 @@ impl LanePlanner {
             Order::Windows { .. } => 0,
             Order::Contiguous | Order::Shuffled { .. } => wanted.stage.lane_len,
         };
-        dropped += plan.end - at.offset - wanted.lanes.len() * used;
-        let after = Place { offset: plan.end, ..at };
+        dropped += segment.end - at.offset - wanted.lanes.len() * used;
+        let after = Place { offset: segment.end, ..at };
         self.read_ahead(&after);
-        Ok(Some(Planned { pieces: plan.pieces, after, dropped }))
+        Ok(Some(Plan { pieces: segment.pieces, after, dropped }))
     }
 
     /// Shards visited one after another, or 1 when the order mixes shards.
@@ -140,7 +140,7 @@ impl LanePlanner {
         }
     }
 
-    fn plan(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Pieces>, Error> {
+    fn in_segment(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Segment>, Error> {
         match self.config.order {
             Order::Documents => self.plan_documents(at, wanted),
             Order::Contiguous => Ok(self.plan_contiguous(at, wanted)),
@@ -152,7 +152,7 @@ impl LanePlanner {
     /// The rules of modded-nanogpt: a lane is filled with documents, each from its first token and cut at
     /// `max_doc_len` or at the end of the lane; the cut-off rest is skipped. The last document of a shard
     /// ends with the shard. If the shard has too few tokens left for a whole batch, they are dropped.
-    fn plan_documents(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Pieces>, Error> {
+    fn plan_documents(&mut self, at: &Place, wanted: LaneRequest<'_>) -> Result<Option<Segment>, Error> {
         let Config { bos_id, loss_mask, .. } = *self.config;
         let LaneRequest { step, stage, lanes } = wanted;
         let (local, shard) = (self.config.local_lanes(), self.shard_of(at));
@@ -194,10 +194,10 @@ impl LanePlanner {
                 let (found, offset) = documents[index];
                 let least = documents.iter().map(|(count, _)| *count).max().unwrap_or(found);
                 let path = &self.catalog.shards()[shard].path;
-                return Err(too_many_documents(path, offset, (step, lanes[index]), (found, max_docs, least)));
+                return Err(too_many_documents(path, offset, step, lanes[index], found, max_docs, least));
             }
         }
-        Ok(Some(Pieces { pieces, end }))
+        Ok(Some(Segment { pieces, end }))
     }
 
     /// Lane after lane, window after window; a shard is left when its lanes and their last target do not fit.
@@ -205,7 +205,7 @@ impl LanePlanner {
         &self,
         at: &Place,
         LaneRequest { stage, lanes, .. }: LaneRequest<'_>,
-    ) -> Option<Pieces> {
+    ) -> Option<Segment> {
         let (local, shard) = (self.config.local_lanes(), self.shard_of(at));
         let end = lanes.len().checked_mul(stage.lane_len)?.checked_add(at.offset)?;
         if end >= self.catalog.shards()[shard].tokens {
@@ -215,7 +215,7 @@ impl LanePlanner {
         let pieces = lanes.iter().zip(starts).filter(|(lane, _)| local.contains(lane));
         let piece =
             |(&lane, start)| Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false };
-        Some(Pieces { pieces: pieces.map(piece).collect(), end })
+        Some(Segment { pieces: pieces.map(piece).collect(), end })
     }
 
     /// As contiguous, over the blocks of all shards in the order of this epoch; a window that would cross the
@@ -226,7 +226,7 @@ impl LanePlanner {
         LaneRequest { stage, lanes, .. }: LaneRequest<'_>,
         seed: u64,
         block_tokens: usize,
-    ) -> Option<Pieces> {
+    ) -> Option<Segment> {
         let count = *self.blocks.last()?;
         let permutation = Permutation::new(count as u64, seed, at.epoch);
         let local = self.config.local_lanes();
@@ -247,12 +247,12 @@ impl LanePlanner {
             }
             end += stage.lane_len;
         }
-        Some(Pieces { pieces, end })
+        Some(Segment { pieces, end })
     }
 
     /// As nanoGPT: every lane starts at any token that has `lane_len` more after it in its shard. The
     /// draws depend on the step number only, so the saved position stays 0.
-    fn plan_windows(&self, at: &Place, wanted: LaneRequest<'_>, seed: u64) -> Option<Pieces> {
+    fn plan_windows(&self, at: &Place, wanted: LaneRequest<'_>, seed: u64) -> Option<Segment> {
         let LaneRequest { step, stage, lanes } = wanted;
         let starts = |shard: &Shard| shard.tokens.saturating_sub(stage.lane_len);
         let shards = self.catalog.shards();
@@ -268,7 +268,7 @@ impl LanePlanner {
             Some(Piece { lane, shard, range: start..start + stage.lane_len + 1, cut: false })
         };
         let pieces = lanes.iter().filter(|lane| local.contains(lane)).map(piece).collect::<Option<_>>()?;
-        Some(Pieces { pieces, end: at.offset })
+        Some(Segment { pieces, end: at.offset })
     }
 
     fn no_batch(&self, LaneRequest { stage, lanes, .. }: LaneRequest<'_>) -> Error {
@@ -292,8 +292,11 @@ impl LanePlanner {
 pub(crate) fn too_many_documents(
     path: &Path,
     offset: usize,
-    (step, lane): (u64, usize),
-    (found, max_docs, least): (usize, usize, usize),
+    step: u64,
+    lane: usize,
+    found: usize,
+    max_docs: usize,
+    least: usize,
 ) -> Error {
     Error::new(
         Kind::DocOverflow,
