@@ -173,7 +173,7 @@ def check_of(hint: Any) -> Check:
         items: Any = dict.items if of is dict else enumerate
         return Check(WORDS[of], lambda v: isinstance(v, of), lambda v: ((key, item, each) for key, item in items(v)))
     if is_typed_dict(hint):
-        return _typed_dict(get_type_hints(hint, include_extras=True))
+        return _typed_dict(hint)
     if isinstance(hint, type) and is_dataclass(hint):
         hints = [(f.name, check_of(get_type_hints(hint, include_extras=True)[f.name])) for f in fields(hint)]
         inside = lambda v: ((name, getattr(v, name), each) for name, each in hints)  # noqa: E731
@@ -205,13 +205,18 @@ def _union(shapes: list[Check], or_none: bool) -> Check:
     return Check(words, lambda v: (or_none and v is None) or any(_fits(v, each) for each in shapes))
 
 
-def _typed_dict(hints: Mapping[str, Any]) -> Check:
-    optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
-    checks = [(name, check_of(get_args(h)[0] if name in optional else h)) for name, h in hints.items()]
+def _typed_dict(hint: Any) -> Check:
+    @cache  # not before it is needed: a dict may hold others of its own type
+    def checks() -> list[tuple[str, Check, bool]]:
+        hints = get_type_hints(hint, include_extras=True)
+        optional = {name for name, each in hints.items() if get_origin(each) is NotRequired}
+        return [
+            (name, check_of(get_args(h)[0] if name in optional else h), name in optional) for name, h in hints.items()
+        ]
 
     def inside(value: dict) -> Iterator[tuple[str, Any, Check]]:
-        for name, check in checks:
-            if name in value or name not in optional:
+        for name, check, optional in checks():
+            if name in value or not optional:
                 yield name, value.get(name, MISSING), check
 
     return Check(WORDS[dict], lambda v: isinstance(v, dict), inside)

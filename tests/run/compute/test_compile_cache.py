@@ -71,6 +71,7 @@ def settings(monkeypatch):
     before = {name: jax.config.values[name] for name in names}
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    jax.config.update(names[0], None)
     yield lambda: tuple(jax.config.values[name] for name in names)
     for name, value in before.items():
         jax.config.update(name, value)
