@@ -80,8 +80,8 @@ class Context:
 
     All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
     :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8 matrices: ``native``,
-    ``emulated`` (operands widened to the compute dtype, no faster) or ``missing``; ``own_kernels`` whether they run
-    those of :mod:`jspeed.model.kernels` that replace parts of a recipe, None: not known. ``blocks`` is
+    ``emulated`` (operands widened to the compute dtype, no faster) or ``missing``; ``own_kernels`` whether kernels of
+    :mod:`jspeed.model.kernels` may replace parts of the recipe, None: not known. ``blocks`` is
     :func:`run_blocks`, or what the layout puts in its place. In training ``step`` is the number of steps before this
     one and ``first_row`` the global index of this micro-batch's first row (int32 scalars); random keys derive from both
     (:func:`jspeed.model.layers.row_keys`), so they are the same on any mesh. ``phase`` is the step modulo
@@ -118,7 +118,7 @@ class Context:
         return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
 
     def use_own_kernels(self, asked: str) -> bool:
-        """Likewise by the field OWN_KERNELS: whether :mod:`jspeed.model.kernels` replace parts of a recipe."""
+        """Likewise by the field OWN_KERNELS: whether :mod:`jspeed.model.kernels` replace parts of the recipe."""
         why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
         own = bool(self.own_kernels)
         return self._use("OWN_KERNELS", asked, own, why if self.own_kernels is False else None) and own

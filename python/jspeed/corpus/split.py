@@ -23,8 +23,8 @@ def by_content_hash(hashes: NDArray[np.uint64], fraction: float | None = None, s
     distinct = np.unique(ranks)
     count = distinct.size
     if count < 2:
-        found = "no documents" if count == 0 else "one document, or copies of one"
-        raise BadInput(f"the input holds {found}; expected two or more, one for training and one for validation")
+        held = "no documents" if count == 0 else "one document, or copies of one"
+        raise BadInput(f"the input holds {held}; expected two or more, one for training and one for validation")
     if fraction is None:
         wanted = max(round(VAL_FRACTION * count), min(VAL_DOCUMENTS, count // 10))
     else:

@@ -28,9 +28,9 @@ def rates_of(moves: NDArray[np.bool_], share: Any, last_steps: int, first: int |
     """Return the rates of an average that ``moves`` in some of the ``last_steps`` of all steps, by ``share``, which may
     differ, and at most 1. Step ``first`` starts it, or else the first in which it moves."""
     ticks = moves & (np.arange(len(moves)) >= len(moves) - last_steps)
-    found = np.where(ticks, np.minimum(share, 1.0), 0.0)
-    found[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
-    return found
+    rates = np.where(ticks, np.minimum(share, 1.0), 0.0)
+    rates[np.flatnonzero(ticks)[0] if first is None else first] = 1.0
+    return rates
 
 
 def zeros(averages: Sequence[Average], params: Mapping[str, jax.Array]) -> list[dict[str, jax.Array]]:

@@ -35,8 +35,8 @@ class Device:
     """One kind of device: ``memory`` is in bytes (None: unknown), ``micro_batch`` is the largest, in tokens.
 
     Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none where it was
-    ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels. Those of jspeed
-    that replace parts of a recipe (OWN_KERNELS) run with ``own_kernels``.
+    ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels.
+    ``own_kernels``: Pallas kernels of jspeed may replace parts of the recipe (OWN_KERNELS).
     """
 
     platform: str
@@ -88,7 +88,7 @@ def device_of(
         )
     if first.platform == "cpu":
         return Device("cpu", attention or "xla", "emulated", CPU_MICRO_BATCH, asked=attention is not None)
-    # Of another process's device nothing is known.
+    # memory_stats works on devices of this process only.
     own = next((d for d in mesh.devices.flat if d.process_index == jax.process_index()), first)
     memory = memory or memory_of(own)
     packed, bounded = recipe is None or has_document_masks(recipe), recipe is not None and has_bounded_documents(recipe)

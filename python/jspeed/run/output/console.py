@@ -127,7 +127,7 @@ FILES = ("run.json", "metrics.jsonl", "loss.svg", "model.safetensors")  # that a
 
 
 class Bar(Progress):
-    """A progress bar with a plot above it, which is as it was set until it is set again."""
+    """A progress bar below a plot; assign ``plot`` to redraw it."""
 
     plot: Text | None = None
 
