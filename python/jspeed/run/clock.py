@@ -4,11 +4,11 @@ The rule. Everything up to the clock's start is untimed: imports, data preparati
 tokens, and the rebuilding of the initial state. The clock starts when that state is ready on the devices. From then on
 every second is timed, data loading and host work included, except pauses that carry a name (evaluation, checkpoint). A
 resumed run continues the ledger that its checkpoint holds; steps made again are missing from it, so that a track which
-ranks seconds takes no resumed run. Before a pause, and before the clock stops after the last step, the host waits until the
-training state is ready, so that no queued step escapes; in a canonical recipe it also waits for the table of
-impossible tokens, which a thread makes from the first dispatched step on. The final evaluation and the probes
-come after the stop. The ledger lists every section in order with its name, its seconds and whether it was timed; its
-entries add up to the wall time.
+ranks seconds takes no resumed run. Before a pause, and before the clock stops after the last step, the host waits until
+the training state is ready, so that no queued step escapes; in a canonical recipe it also waits for the table of
+impossible tokens, which a thread makes from the first dispatched step on. The final evaluation and the probes come
+after the stop. The ledger lists every section in order with its name, its seconds and whether it was timed; its entries
+add up to the wall time.
 """
 
 import time
