@@ -88,7 +88,7 @@ OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where t
 
 # Stages
 LANES = 8
-STEPS = (320, 16, 345, 284, 142, 67, 20)
+STEPS = (276, 12, 297, 244, 122, 58, 17)
 LANE_LENS = (16_384, 32_768, 32_768, 49_152, 49_152, 40_960, 16_384)
 MAX_DOC_LENS = (896, 2048, 2048, 3072, 3072, 3072, 3072)
 SEGMENT = 2560  # tokens of a document that attention takes as one
@@ -101,16 +101,16 @@ RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
 COLUMNS = (10_240, 10_240, 10_240, 14_336, 24_576, 50_304, 50_304)  # of the head that a lane scores
 TARGETS = (3, 2, 2, 1, 1, 1, 1)  # tokens ahead that a token predicts
-SHARES = ({0: 1.0}, {320: 0.5, 681: 0.0}, {0: 0.25, 320: 0.0})  # of each, lines between steps
-PREFIX_SHARE = {0: 0.25, 320: 0.20, 411: 0.15, 501: 0.10, 591: 0.05, 681: 0.0}  # from each step on
-LAST_TIED = 1175  # step in which embedding and head are one table
+SHARES = ({0: 1.0}, {276: 0.5, 585: 0.0}, {0: 0.25, 276: 0.0})  # of each, lines between steps
+PREFIX_SHARE = {0: 0.25, 276: 0.20, 354: 0.15, 431: 0.10, 508: 0.05, 585: 0.0}  # from each step on
+LAST_TIED = 1009  # step in which embedding and head are one table
 
 # Optimizer
 ANVIL_LR = 0.023
 ANVIL_BETA2 = 0.9
 ANVIL_DECAY = 2.25
-MOMENTUM = {0: 0.85, 240: 0.93, 1144: 0.93, 1194: 0.85}  # lines between steps
-RAILS = (514, 0.85, 0.98, 0.4385)  # from which step; betas of fast and slow momentum; share of the fast one
+MOMENTUM = {0: 0.85, 206: 0.93, 983: 0.93, 1026: 0.85}  # lines between steps
+RAILS = (442, 0.85, 0.98, 0.4385)  # from which step; betas of fast and slow momentum; share of the fast one
 ADAM = {  # rate, betas, decay in units of ADAM_DECAY
     "words": (0.008, 0.5, 0.95, 150),
     "value_gates": (0.008, 0.9, 0.99, 1),
@@ -127,9 +127,9 @@ ADAM = {  # rate, betas, decay in units of ADAM_DECAY
 TABLES = (0.56, 0.75, 0.95, 5)  # likewise, per two steps; n-grams have no first moment
 ADAM_EPS = 1e-10
 ADAM_DECAY = 0.005
-COOLDOWN = {234: 0.0, 1174: 1.0}  # how far rates have fallen, lines between steps
+COOLDOWN = {201: 0.0, 1009: 1.0}  # how far rates have fallen, lines between steps
 FINAL_RATE = 0.30
-LAST_STEPS = (298, 250)  # that the slower averages and the faster ones see
+LAST_STEPS = (256, 215)  # that the slower averages and the faster ones see
 FORGET = 0.212  # of those, after which a weight counts 1 / e in the faster ones
 WORDS_BLEND = 0.65  # share of an average at the end
 BANKS_BLEND = 0.55
