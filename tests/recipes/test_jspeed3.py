@@ -4,9 +4,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jspeed import recipe as r
+from jspeed.recipes import jspeed3, r92
 from jspeed.run.find_recipe import find
 
 from ..toys import TOYS
@@ -26,3 +28,21 @@ def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_them(traini
     arguments = params, shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)
     traced = str(jax.make_jaxpr(partial(recipe.loss, ctx=ctx))(*arguments))
     assert ("pointer_forward_16_window12" in traced) == (training and has_them)
+
+
+def test_all_that_is_counted_in_steps_is_086_of_r92s():
+    """A border of stages stays one in every schedule, and stages begin with a whole period where r92's do."""
+    assert jspeed3.TOTAL / r92.TOTAL == pytest.approx(0.86, abs=0.001)
+    of_r92 = dict(zip(r92.STARTS, jspeed3.STARTS, strict=True))
+    for ours, theirs in ((jspeed3.STARTS, r92.STARTS), (jspeed3.LAST_STEPS, r92.LAST_STEPS)):
+        np.testing.assert_allclose(ours, 0.86 * np.array(theirs), atol=1.5)
+    schedules = [(jspeed3.MOMENTUM, r92.MOMENTUM), (jspeed3.COOLDOWN, r92.COOLDOWN)]
+    schedules += [(jspeed3.PREFIX_SHARE, r92.PREFIX_SHARE), *zip(jspeed3.SHARES, r92.SHARES, strict=True)]
+    for ours, theirs in schedules:
+        assert list(ours.values()) == list(theirs.values())
+        assert [of_r92.get(step, step) for step in theirs if step in of_r92] == [
+            step for step, other in zip(ours, theirs, strict=True) if other in of_r92
+        ]
+        np.testing.assert_allclose(list(ours), 0.86 * np.array(list(theirs)), atol=1.5)
+    assert jspeed3.RAILS[0] == round(0.86 * r92.RAILS[0]) and jspeed3.RAILS[1:] == r92.RAILS[1:]
+    assert jspeed3.LAST_TIED == of_r92[1174] | 1 and [step % 4 for step in jspeed3.STARTS[1:3]] == [0, 0]
