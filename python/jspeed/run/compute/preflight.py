@@ -86,7 +86,7 @@ class Preflight:
 def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], console: Console) -> Preflight:
     """Return what of the device works, in the order of its ``attention`` and ``fallbacks``.
 
-    Of the recipe's ``fields`` FP8 and OWN_KERNELS count. Where there is nothing to choose between (a CPU), nothing is
+    Reads FP8 and OWN_KERNELS of the recipe's ``fields``. Where there is nothing to choose between (a CPU), nothing is
     checked. All processes must call this and agree. Raises :class:`BadInput` when no backend works, when what was asked
     for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when a collective returns a wrong sum.
     """
