@@ -27,6 +27,7 @@ FLOORS: list[dict[str, set[str]]] = [  # from the ground up: what each room may 
             "stage",
             "recipe",
             "recipe_names",
+            "retrieval",
             "standard_streams",
         )
     },
@@ -61,6 +62,7 @@ UNDER_ALL = {
     "output_folder",
     "plots",
     "recipe_names",
+    "retrieval",
     "stage",
     "standard_streams",
 }

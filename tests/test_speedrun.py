@@ -134,10 +134,11 @@ def gpt2_like_shards(folder: Path) -> Path:
 @pytest.mark.slow
 def test_a_packed_recipe_runs_all_its_stages(speedrun, tmp_path):
     """jspeed3 has all of r21's to r92's: its embedding is its head, and does not start at zero; its rates are made for
-    more steps; its tables are updated row by row, and averages take its weights' place; and from the start it copies.
+    more steps; its tables are updated row by row, and averages take its weights' place; from the start it copies; and
+    it is told what followed a context before.
     """
     folder, run_dir = gpt2_like_shards(tmp_path / "shards"), tmp_path / "run"
-    sets = [*TOYS["jspeed3"], "FP8=on", "STEPS=(8,16)", "COMPUTE=bfloat16", "EVAL_EVERY=12"]
+    sets = [*TOYS["jspeed3"], "RETRIEVAL=(2,4)", "FP8=on", "STEPS=(8,16)", "COMPUTE=bfloat16", "EVAL_EVERY=12"]
     flags = ["--no-sample", "--mesh", "data=2", "--target-loss", "5"]
     done = speedrun("jspeed3", "--data", folder, "--run-dir", run_dir, *flags, "--set", *sets)
     assert done.returncode == 0, done.stderr

@@ -236,7 +236,7 @@ class Matches:
 
 @final
 class ContextIndex:
-    """What followed this context earlier: an index of the documents of the steps so far. No recipe uses it yet.
+    """What followed this context earlier: an index of the documents of the steps so far.
 
     A context is the last tokens of a document up to a position; it never reaches into the document before, which ends
     where ``bos_id`` or a row of the batch begins, and what followed it is in the same document too. Answers are exact:

@@ -15,6 +15,8 @@ from jspeed.blocks import run_blocks as run_blocks
 from jspeed.blocks import scan_blocks as scan_blocks
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
+from jspeed.retrieval import Matches as Matches
+from jspeed.retrieval import Retrieval as Retrieval
 from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
@@ -90,7 +92,7 @@ class Context:
     rows of a table with a ``row`` axis, on any device; ``owners`` devices share its rows. ``layer(f)``, for a recipe
     that loops over its layers itself, returns ``f``, or ``jax.checkpoint(f)`` under remat. ``impossible``, in an
     evaluation of a ``canonical`` recipe: uint8 ``[V, V / 8]``, in whose row p the bits of ids that never follow id p
-    are set.
+    are set. ``matches`` (int32) of a recipe with ``retrieval``; None where there is no index, as in ``jspeed sample``.
     """
 
     stage: Stage
@@ -108,6 +110,7 @@ class Context:
     owners: int = 1
     layer: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: f
     impossible: jax.Array | None = None
+    matches: Matches | None = None
 
     def use_fp8(self, asked: str) -> bool:
         """Whether to use FP8 by a recipe's field FP8: ``on``, ``off``, or ``auto`` (in training, where it is native).
@@ -189,6 +192,7 @@ class Recipe:
     which ``optimizer()`` does not see. ``averages`` (:class:`jspeed.optim.averages.Average`) of parameters take their
     place after the last step, on the clock, those in ``keep_norm`` with the norm from before. ``canonical``:
     evaluations get ``Context.impossible``, what GPT-2's tokenizer never writes; the data must be its tokens.
+    ``retrieval``: steps and evaluations get ``Context.matches``, from an index of the tokens of earlier steps.
     """
 
     name: FolderName
@@ -218,6 +222,7 @@ class Recipe:
     averages: tuple[Any, ...] = ()
     keep_norm: tuple[str, ...] = ()
     canonical: bool = False
+    retrieval: Retrieval | None = None
 
     @property
     def lazy(self) -> tuple[str, ...]:
@@ -239,6 +244,10 @@ class Recipe:
     def steps(self) -> int:
         """Steps of all stages together."""
         return sum(stage.steps for stage in self.stages)
+
+    def row_words(self, length: int) -> int:
+        """Numbers of a row of ``length`` inputs on its way to the devices: its tokens, one more, and its matches."""
+        return length + 1 + length * (self.retrieval.words if self.retrieval else 0)
 
     def tokens_per_step(self, stage: Stage) -> int:
         """Tokens in one global batch of ``stage``."""
@@ -305,6 +314,8 @@ class Recipe:
         for what, listed in [*lists, ("attention_widths lists {}", self.attention_widths)]:
             if listed and len(listed) != self.layers:
                 yield f"{what.format(len(listed))} for {self.layers} layers; give one for each layer"
+        if self.retrieval:
+            yield from self.retrieval.problems()
         if self.eval_tokens < self.eval_len:
             yield f"eval_tokens is {self.eval_tokens}, less than one row of eval_len={self.eval_len}; give more"
 

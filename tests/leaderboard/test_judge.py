@@ -237,6 +237,19 @@ def test_a_track_may_limit_parameters(records, tmp_path, total, listed):
     assert "at most 1,000 in total" in html([found["track"]], {}, {}, "the rule")
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_track_may_allow_retrieval(records, tmp_path, allowed):
+    rules(records, more=f"[model]\nretrieval = {str(allowed).lower()}")
+    index = {"lengths": [6, 10], "recent": 96, "top": 4, "tokens": 3_000_000}
+    store.add([make_series(tmp_path / "s", [60.0, 60.0, 61.0], retrieval=index)], records)
+    found = entries(records)
+    why = [] if allowed else ["uses an index of trained tokens, which only a track with retrieval allows"]
+    assert found["stdlib"]["why_not"] == why and found["stdlib"]["valid"] is allowed
+    assert ("with retrieval" in " ".join(terminal.rules(found["track"]).split())) is allowed
+    page = html([found["track"]], {}, {}, "the rule")
+    assert ("holds nothing but the tokens that the run has trained on" in page) is allowed
+
+
 def test_the_board_says_where_weights_are_kept(records, tmp_path):
     folder = make_series(tmp_path / "s", [60.0, 61.0])
     for run_dir in filter(Path.is_dir, folder.iterdir()):

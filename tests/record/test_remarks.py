@@ -61,6 +61,14 @@ def test_a_run_that_is_too_large_for_its_track_says_so(records: Path) -> None:
     assert remarks.remarks(large, records) == [said] and remarks.remarks(large | {"parameters": 1000}, records) == []
 
 
+def test_a_run_with_retrieval_on_a_track_without_says_so(records: Path) -> None:
+    told = on() | {"retrieval": {"lengths": [6], "recent": 96, "top": 4, "tokens": 10}}
+    (remark,) = remarks.remarks(told, records)
+    assert remark.endswith("which only a track with retrieval allows: the run does not count on track stdlib/cpu")
+    (records / "stdlib" / "cpu" / "track.toml").write_text(f"{PINS}model = {{retrieval = true}}\n")
+    assert remarks.remarks(told, records) == remarks.remarks(on(), records) == []
+
+
 @pytest.mark.parametrize(("reached", "begins"), [(True, "reached 1.4 on your "), (False, "a run on your ")])
 def test_the_library_of_another_python_is_no_failure(records: Path, reached: bool, begins: str) -> None:
     path = records / "stdlib" / "cpu" / "track.toml"

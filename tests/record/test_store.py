@@ -124,8 +124,8 @@ def test_a_folder_that_is_a_file_and_one_that_is_not_there(tmp_path: Path) -> No
 
 
 def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Path) -> None:
-    records = tmp_path / "records"
-    for name in ("8xH100", "8xH100-200M", "1xGPU", "1xH100", "1xH200", "1xB200", "steps"):
+    records, classes = tmp_path / "records", ("8xH100-200M", "8xH100-retrieval")
+    for name in ("8xH100", *classes, "1xGPU", "1xH100", "1xH200", "1xB200", "steps"):
         (records / "fineweb" / name).mkdir(parents=True)
         rules = REPOSITORY / "records" / "fineweb" / name / "track.toml"
         (records / "fineweb" / name / "track.toml").write_bytes(rules.read_bytes())
@@ -143,9 +143,13 @@ def test_a_recipe_for_eight_gpus_that_ran_on_one_enters_that_track(tmp_path: Pat
         (path,) = store.add([run_dir], records)
         assert path.relative_to(records).parts[:2] == ("fineweb", home)
     found = store.load(records)
-    assert {row.track for row in found.rows} == found.tracks.keys() - {"fineweb/steps", "fineweb/8xH100-200M"}
-    one = as_run(track="fineweb/8xH100-200M", devices={"kind": "NVIDIA H100", "count": 1, "platform": "gpu"})
-    assert track_of(one, found.tracks) == one["track"], "a track with another limit is no sibling"
+    assert {row.track for row in found.rows} == found.tracks.keys() - {
+        "fineweb/steps",
+        *(f"fineweb/{name}" for name in classes),
+    }
+    for name in classes:
+        one = as_run(track=f"fineweb/{name}", devices={"kind": "NVIDIA H100", "count": 1, "platform": "gpu"})
+        assert track_of(one, found.tracks) == one["track"], "a track of another class of models is no sibling"
     assert verify.verify(found, NOW) == [], "each folder has the recipe's source"
 
 
@@ -155,6 +159,7 @@ def test_the_committed_records_are_whole_and_in_their_place() -> None:
     assert {
         "fineweb/8xH100",
         "fineweb/8xH100-200M",
+        "fineweb/8xH100-retrieval",
         "fineweb/1xGPU",
         "fineweb/1xH100",
         "fineweb/1xH200",

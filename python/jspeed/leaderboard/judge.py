@@ -248,10 +248,9 @@ def reasons(runs: Sequence[Run], planned: Planned, track: Track, other_data: str
         yield f"of {planned.planned} planned runs {planned.missing} are missing, {planned.extra} are extra"
     if not track.fits(runs[-1]["devices"]):
         yield f"the track asks for {track.hardware()}"
-    if large := next(filter(None, map(track.too_large, runs)), None):
-        yield large
-    if missing := next(filter(None, map(track.no_holdout, runs)), None):
-        yield missing
+    for rule in (track.too_large, track.retrieves, track.no_holdout):
+        if broken := next(filter(None, map(rule, runs)), None):
+            yield broken
     if other_data:
         yield other_data
     if any(of_unknown_data(run) for run in runs):

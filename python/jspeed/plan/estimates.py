@@ -103,7 +103,7 @@ def memory(recipe: Recipe, stage: Stage, layout: str, mesh: Mesh, micro_batch: i
     return Memory(
         parameters=local_bytes(state["params"]),
         optimizer=local_bytes({name: part for name, part in state.items() if name != "params"}),
-        batch=recipe.lanes // row_shards(mesh) * (stage.lane_len + 1) * recipe.data.dtype.itemsize,
+        batch=recipe.lanes // row_shards(mesh) * recipe.row_words(stage.lane_len) * recipe.data.dtype.itemsize,
         gathered=gathered,
         gradients=gradients + local_bytes(without_lazy(recipe, state["params"])),
         activations=activation_bytes(recipe, tokens),

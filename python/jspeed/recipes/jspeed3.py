@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.nn import initializers
 
-from jspeed.model import fp8, pointer
+from jspeed.model import fp8, pointer, retrieved
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, pair_positions, without_own_value
 from jspeed.model.layers import (
@@ -47,7 +47,7 @@ from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.rows import RowTransformation, row_adam
 from jspeed.optim.schedules import jumps, staged, through
 from jspeed.optim.slow import measured, slow_adams, tied, when_due
-from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
+from jspeed.recipe import Context, Data, ParamSpec, Recipe, Retrieval, Stage, groups
 
 # Model
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
@@ -82,6 +82,7 @@ TRIGRAM_SIGNS = (58699, 39779, 26801)
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 POINTER_WIDTH = 128
+RETRIEVAL = ()  # lengths of contexts to look for in earlier steps, in tokens: none
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
 OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
@@ -223,6 +224,8 @@ PARAMETERS = {
     # its matmuls, of a layer's queries and keys, and of its values, their gradient. Every scale starts at 1.
     "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
 }
+if RETRIEVAL:  # how much of what followed a context the first state and the head get, by how sure it is
+    PARAMETERS["retrieved"] = slow(0.0, "scalars", 2, retrieved.number_of_cells(RETRIEVAL))
 
 
 def hidden(
@@ -315,7 +318,8 @@ def hidden(
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
-    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
+    followed = retrieved.terms(params.get("retrieved"), params["head" if tied else "embed"], ctx.matches, RETRIEVAL)
+    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1])
     outputs: list[jax.Array] = []
     for layer in range(LAST):
         if layer == GATES_FROM:
@@ -349,7 +353,7 @@ def hidden(
     c = jnp.moveaxis(grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
     added = [first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM], values[1], values[3], values[2]]
     added += [a_BTD, rms_norm(shared_BTD)]
-    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True)))
+    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True), *followed[1:]))
 
 
 def pointing(params: dict[str, jax.Array], x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> Any:
@@ -448,13 +452,11 @@ def of_pairs(value: Any) -> optax.Schedule:
 def averages() -> tuple[Average, ...]:
     """Averages over the last quarter of the run, in the order in which they take the weights' place."""
     steps, (long, short) = np.arange(TOTAL), LAST_STEPS
-    of_two = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2)
-    of_four = 4 / (FORGET * short)
+    of_two, of_four = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2), 4 / (FORGET * short)
     words = rates_of(steps % 2 == 1, of_two, long, first=max(0, TOTAL - long))
     banks = rates_of((TOTAL - 1 - steps) % 4 == 0, of_four, short)
     tables = rates_of(np.isin(steps, UPDATES), of_four, short)
-    blended = rates_of((steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2), long)
-    less = BANKS_BLEND - FASTER
+    blended, less = rates_of((steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2), long), BANKS_BLEND - FASTER
     return (
         Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
         Average(banks, {"values_outs": 1.0, "mlp": 1.0}),
@@ -470,15 +472,12 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
 
 WIDTHS = [(layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS)) for layer in range(LAYERS)]
 ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
-STAGES = tuple(
-    Stage(*row, scored=min(COLUMNS[number], VOCAB), every=TABLES_EVERY[number], own=number)
-    for number, row in enumerate(ROWS)
-)
+STAGES = tuple(Stage(*row, scored=min(COLUMNS[n], VOCAB), every=TABLES_EVERY[n], own=n) for n, row in enumerate(ROWS))
 
 RECIPE = Recipe(
     name="jspeed3",
     parent="r92",
-    track="fineweb/8xH100",
+    track="fineweb/8xH100-retrieval" if RETRIEVAL else "fineweb/8xH100",
     data=Data("fineweb", vocab_size=50_257, bos_id=BOS, align="bos"),
     target_loss=TARGET_LOSS,
     parameters=PARAMETERS,
@@ -497,4 +496,5 @@ RECIPE = Recipe(
     row_optimizers=row_optimizers,
     averages=averages(),
     keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
+    retrieval=Retrieval(RETRIEVAL) if RETRIEVAL else None,
 )

@@ -17,16 +17,16 @@ RECORDS = Path(__file__).parents[3] / "records"  # of a checkout; an installed p
 def remarks(run: Unsealed, records: Path = RECORDS) -> list[str]:
     """Return notes on ``run``, the content of a run.json, by comparison with the files in the ``records`` folder.
 
-    Only what its track says can be compared (``data.val_sha256``, ``data.train_sha256``, ``model.most_parameters`` of
+    Only what its track says can be compared (``data.val_sha256``, ``data.train_sha256``, and the rules on models of
     track.toml).
     """
     tracks = family(run["track"], records)
     track = track_of(run, tracks)
     data = other_data(run, tracks[track]) if track in tracks else None
-    large = tracks[track].too_large(run) if track in tracks else None
-    large = large and f"{large}: the run does not count on track {track}"
+    broken = [tracks[track].too_large(run), tracks[track].retrieves(run)] if track in tracks else []
+    rules = [f"{phrase}: the run does not count on track {track}" for phrase in broken if phrase]
     clash = name_clash(run["recipe"], track, run["recipe_sha256"], records)
-    return [note for note in (data, large, clash) if note]
+    return [note for note in (data, *rules, clash) if note]
 
 
 def family(track: str, records: Path) -> dict[str, Track]:

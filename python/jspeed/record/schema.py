@@ -117,6 +117,15 @@ class Holdout(TypedDict):
     val_loss: LossOrNull  # null when not finite
 
 
+class Index(TypedDict):
+    """What a run with retrieval was told of earlier steps."""
+
+    lengths: list[AtLeastOne]  # of contexts, in tokens
+    recent: AtLeastOne  # occurrences of a context that count, the latest
+    top: AtLeastOne  # tokens that are told
+    tokens: Tokens  # in the index at the end: those of all rows so far, with each row's last target
+
+
 class Kernels(TypedDict):
     """What attention and FP8 matmuls ran on."""
 
@@ -202,6 +211,7 @@ class Unsealed(TypedDict):
     container: str | None  # JSPEED_CONTAINER, which a launcher sets to the image's digest
     environment: str  # SHA-256 of the names and versions of all installed packages
     holdout: NotRequired[Holdout]  # where the track asks for one and the shards hold it
+    retrieval: NotRequired[Index]  # of recipes that use it
     kernels: NotRequired[Kernels]  # runs from before the preflight have none
     head_chunk: NotRequired[AtLeastOne | None]  # tokens of a row whose logits a step had at once; null, or none: all
     parameter_table: NotRequired[dict[str, Parameter]]  # by name; older runs have none

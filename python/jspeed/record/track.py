@@ -33,6 +33,7 @@ Rules = TypedDict(
         "holdout.first": NotRequired[AtLeastOne],
         "holdout.sha256": NotRequired[str],
         "model.most_parameters": NotRequired[AtLeastOne],
+        "model.retrieval": NotRequired[bool],
         "hardware.platform": NotRequired[str],
         "hardware.kind": NotRequired[str],
         "hardware.count": NotRequired[AtLeastOne],
@@ -79,6 +80,12 @@ class Track:
         if most and "parameter_table" not in run:
             return "its parameters are not listed, and the track limits them"
         return f"{total:,} parameters, more than the track's {most:,}" if most and total > most else None
+
+    def retrieves(self, run: Unsealed) -> str | None:
+        """Return that ``run`` has retrieval where the track does not allow it, as a phrase; None where it may."""
+        if "retrieval" not in run or self.rules.get("model.retrieval"):
+            return None
+        return "uses an index of trained tokens, which only a track with retrieval allows"
 
     def no_holdout(self, run: Unsealed) -> str | None:
         """Return that a ``run`` with a loss lacks the one on the track's second validation range; None where not."""
@@ -130,8 +137,9 @@ def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
     """Return the name of the track that ``run`` enters: its recipe's, or a sibling that its hardware fits.
 
     A recipe for eight H100s that ran on one enters fineweb/1xH100, and on one L40S fineweb/1xGPU. Siblings share the
-    name before the last slash, what is ranked and a limit on parameters; of those that fit, the first that names a kind
-    of device is taken. Where none fits either, the recipe's track shows the run as one of other hardware.
+    name before the last slash, what is ranked, a limit on parameters and whether there is retrieval; of those that fit,
+    the first that names a kind of device is taken. Where none fits either, the recipe's track shows the run as one of
+    other hardware.
     """
     declared = run["track"]
     own = tracks.get(declared)
@@ -141,7 +149,8 @@ def track_of(run: Unsealed, tracks: Mapping[str, Track]) -> str:
     for name in sorted(tracks, key=lambda name: ("hardware.kind" not in tracks[name].rules, name)):
         track = tracks[name]
         same = name.rpartition("/")[0] == family and all(
-            track.rules.get(key) == own.rules.get(key) for key in ("rank", "data.name", "model.most_parameters")
+            track.rules.get(key) == own.rules.get(key)
+            for key in ("rank", "data.name", "model.most_parameters", "model.retrieval")
         )
         if same and track.fits(run["devices"]):
             return name

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jspeed.corpus.tokenizers import GPT2, GPT2_BOS, gpt2_byte_pairs
 from jspeed.data import Shards, TokenLoader, canonical_mask
+from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
 from jspeed.parallel.mesh import batch_rows, put, replicated
 from jspeed.recipe import Context, Recipe
@@ -25,21 +26,18 @@ from jspeed.run.compute.step import eval_step, mean_weight, without_jit
 
 @dataclass
 class ValidationSet:
-    """Rows of validation tokens on the devices: ``[padded rows, eval_len + 1]`` of ``Data.dtype``.
+    """Rows of validation tokens on the devices: ``[padded rows, Recipe.row_words(eval_len)]`` of ``Data.dtype``.
 
-    The first ``count`` hold tokens; ``mean_weight`` is the mean weight of a target in the loss. ``impossible`` is that
-    of :class:`~jspeed.recipe.Context` for a canonical recipe; until it is known nothing is impossible.
+    The first ``count`` hold ``tokens`` to score in all; ``mean_weight`` is the mean weight of a target in the loss.
+    ``impossible`` is that of :class:`~jspeed.recipe.Context` for a canonical recipe; until it is known nothing is
+    impossible.
     """
 
     rows: jax.Array
     count: int
+    tokens: int
     mean_weight: float = 1.0
     impossible: jax.Array | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens that are scored."""
-        return self.count * (self.rows.shape[1] - 1)
 
 
 class HoldoutRows(NamedTuple):
@@ -108,15 +106,24 @@ def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
 
 
 def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
-    """Put the rows on the devices, with empty ones after them up to ``padded``."""
-    full = np.zeros((padded, rows.shape[1]), recipe.data.dtype)
-    full[: len(rows)] = rows
-    array, mean = put(full, batch_rows(mesh)), float(mean_weight(recipe, rows))
+    """Put the rows on the devices, with empty ones after them up to ``padded``, and no matches behind tokens alone."""
+    full = np.zeros((padded, recipe.row_words(recipe.eval_len)), recipe.data.dtype)
+    full[: len(rows), : rows.shape[1]] = rows
+    array, mean = put(full, batch_rows(mesh)), float(mean_weight(recipe, rows[:, : recipe.eval_len + 1]))
     nothing = None
     if recipe.canonical:
         zeros = jax.jit(partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh))
         nothing = zeros()
-    return ValidationSet(array, len(rows), mean, nothing)
+    return ValidationSet(array, len(rows), len(rows) * recipe.eval_len, mean, nothing)
+
+
+def look_up(validation: ValidationSet, rows: np.ndarray, loader: TokenLoader | Retriever, mesh: Mesh) -> None:
+    """Put what the steps so far say of validation ``rows`` behind them on the devices; without retrieval, nothing."""
+    if isinstance(loader, Retriever):
+        full = np.zeros(validation.rows.shape, validation.rows.dtype)
+        full[: len(rows)] = loader.looked_up(rows)
+        with jax.transfer_guard("allow"):
+            validation.rows = put(full, batch_rows(mesh))
 
 
 def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:

@@ -14,17 +14,18 @@ from rich.console import Console
 from jspeed.cluster.distributed import process_index
 from jspeed.cluster.launch import write_result
 from jspeed.corpus.tokenizers import TOKENIZER_FILE, unit_of
+from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput, writable_folder
 from jspeed.fields import as_json
 from jspeed.files import as_text
 from jspeed.record import loss_plot, store
 from jspeed.record.remarks import RECORDS
 from jspeed.record.run_json import write_run
-from jspeed.record.schema import SCHEMA, Holdout, Probe, Unsealed, count_parameters
+from jspeed.record.schema import SCHEMA, Holdout, Index, Probe, Unsealed, count_parameters
 from jspeed.run import export
 from jspeed.run.clock import utc_now
 from jspeed.run.compute.step import State
-from jspeed.run.evaluate import validation_accuracy, validation_loss
+from jspeed.run.evaluate import look_up, validation_accuracy, validation_loss
 from jspeed.run.evidence import probes, provenance
 from jspeed.run.evidence.data import data_evidence, evaluate_holdout
 from jspeed.run.output import console as output
@@ -85,6 +86,7 @@ def evaluate_and_probe(
     Returns the verdicts on their loss, and the loss on the track's second validation range."""
     clock, program, params = history.clock, setup.program, state["params"]
     with clock.section("final evaluation"), output.waiting(console, "final evaluation"):
+        look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
         loss = validation_loss(program.evaluate, params, setup.validation)
         known = history.at_validation  # of a run that stopped at its target
         accuracy = None if known else validation_accuracy(program, params, setup.validation)
@@ -176,6 +178,10 @@ def record(
         "probes": cast(dict[str, Probe], verdicts),
         **origin,
     }
+    if recipe.retrieval and isinstance(setup.data.loader, Retriever):
+        asked = recipe.retrieval
+        in_index = {"lengths": list(asked.lengths), "recent": asked.recent, "top": asked.top}
+        run["retrieval"] = cast(Index, in_index | {"tokens": setup.data.loader.indexed_tokens})
     if holdout and val_loss is not None:
         run["holdout"] = holdout
     return run

@@ -19,6 +19,7 @@ from jspeed.corpus.tokenizers import TOKENIZERS, copy_tokenizer
 from jspeed.data import Shards, Shuffle, TokenLoader, find_split
 from jspeed.data.manifest import read_manifest
 from jspeed.data.recipe_compatibility import check_fits
+from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
 from jspeed.fields import as_json, flag
 from jspeed.files import as_text, cache_folder, write_whole
@@ -67,7 +68,7 @@ class RunData:
     manifest: Mapping[str, Any]
     shards: Shards
     val_shards: Shards
-    loader: TokenLoader
+    loader: TokenLoader | Retriever
     rows: np.ndarray
     holdout: evaluate.HoldoutRows | None
     byte_pairs: Sequence[bytes]
@@ -195,7 +196,7 @@ def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[L
     all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
     evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
-    loader = open_loader(recipe, shards, options.seed)
+    loader = open_loader(recipe, shards, options.seed, options.steps)
     data = RunData(folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs)
     return replace(loaded, recipe=recipe), data
 
@@ -350,13 +351,16 @@ def data_folder(recipe: Recipe, given: Path | None) -> Path:
     return folder
 
 
-def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
-    """Open the stream of training batches; it starts to read when the first one is asked for."""
+def open_loader(recipe: Recipe, shards: Shards, seed: int, steps: int | None = None) -> TokenLoader | Retriever:
+    """Open the stream of training batches, all or the first ``steps``; it starts to read when one is asked for.
+
+    With retrieval every process reads all lanes. Raises BadInput where there is no memory for the index of a run."""
+    index, count = (0, 1) if recipe.retrieval else (jax.process_index(), jax.process_count())
     block = recipe.data.shuffle_block
     shuffle = Shuffle(seed, block) if block else None
     if recipe.data.windows == "random":
         shuffle = Shuffle(seed, unit="window")
-    return TokenLoader(
+    loader = TokenLoader(
         shards,
         lanes=recipe.lanes,
         schedule=recipe.stages,
@@ -365,6 +369,18 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int) -> TokenLoader:
         vocab_size=recipe.vocab_size,
         shuffle=shuffle,
         epochs=None,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=index,
+        process_count=count,
+    )
+    if recipe.retrieval is None:
+        return loader
+    lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
+    own = recipe.lanes // jax.process_count()
+    return Retriever(
+        loader,
+        recipe.retrieval,
+        capacity=recipe.lanes * sum(length + 1 for length in lengths[:steps]),
+        bos_id=recipe.data.bos_id,
+        dtype=recipe.data.dtype,
+        lanes=slice(own * jax.process_index(), own * (jax.process_index() + 1)),
     )

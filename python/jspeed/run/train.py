@@ -18,6 +18,7 @@ from rich.console import Console
 from jspeed.cluster import distributed
 from jspeed.cluster.graceful_stop import GracefulStop
 from jspeed.cluster.join import joined
+from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput, Terminated, first_line
 from jspeed.parallel.mesh import batch_rows, put_rows
 from jspeed.recipe import Recipe, Stage
@@ -25,7 +26,7 @@ from jspeed.run.checkpoint import Checkpoints
 from jspeed.run.clock import Clock, now
 from jspeed.run.compute.program import StepProgram
 from jspeed.run.compute.step import State, without_jit
-from jspeed.run.evaluate import impossible, validation_accuracy, validation_loss
+from jspeed.run.evaluate import impossible, look_up, validation_accuracy, validation_loss
 from jspeed.run.export import FILE
 from jspeed.run.finish import finish, keep_best
 from jspeed.run.options import Options
@@ -96,8 +97,10 @@ def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkp
     mask = cache(lambda: begin_mask(setup))
 
     def settle() -> None:
-        """Read the last loss and wait, on the clock, for the mask: nothing of either happens in a pause."""
+        """Read the last loss and wait, on the clock, for the mask and the index: none of it happens in a pause."""
         history.read()
+        if isinstance(setup.data.loader, Retriever):
+            setup.data.loader.wait()
         if history.steps and (built := mask()):
             setup.validation.impossible = built.result()
 
@@ -121,7 +124,7 @@ def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkp
             save(setup, history, state, checkpoints, pause)
         profile.before(history.steps)
         before = now()
-        batch = next(setup.data.loader)
+        batch = setup.data.loader.__next__()  # next() would forget its type
         loaded = now()
         # Tokens alone, as stored: the device derives inputs, targets and documents from them.
         state, metrics = execute(state, put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows))
@@ -151,6 +154,7 @@ def begin_mask(setup: Setup) -> Future[jax.Array] | None:
 def evaluate(setup: Setup, history: History, state: State, pause: Pause) -> None:
     """Evaluate, off the clock, and keep the best parameters where that is asked for."""
     with pause("evaluation"):
+        look_up(setup.validation, setup.data.rows, setup.data.loader, setup.placement.mesh)
         loss = validation_loss(setup.program.evaluate, state["params"], setup.validation)
         history.validated(loss, validation_accuracy(setup.program, state["params"], setup.validation))
         gc.collect()

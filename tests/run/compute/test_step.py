@@ -212,7 +212,7 @@ def test_a_constant_loss_stays_what_it_is():
     recipe = replace(small, parameters=table, loss=loss, optimizer=lambda: optax.sgd(0.0))
     _, losses = run(recipe, mesh_of(1), 1000, batches(recipe, 2))
     assert losses == [5.0, 5.0]
-    rows = evaluate.ValidationSet(jnp.zeros((100_000, 2), jnp.uint16), 99_999)
+    rows = evaluate.ValidationSet(jnp.zeros((100_000, 2), jnp.uint16), 99_999, 99_999)
     assert evaluate.validation_loss(lambda params, rows, _: jnp.full(len(rows), 5.0), {}, rows) == 5.0
 
 

@@ -42,7 +42,8 @@ def rules(track: BoardTrack) -> str:
     sigma = f"; sigma {track['sigma']:.4f} (of a run's loss, over seeds)" if track["sigma"] else ""
     most = track.get("model.most_parameters")
     limit = f"; at most {formatting.with_prefix(most)} parameters" if most else ""
-    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}{limit}"
+    index = "; with retrieval from trained tokens" if track.get("model.retrieval") else ""
+    text = f"mean loss <= {track['target_loss']:g} nats{on}{level}{sigma}; {track['hardware']}{limit}{index}"
     return "\n".join(wrapped(text, WIDTH))
 
 

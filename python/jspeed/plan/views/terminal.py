@@ -92,7 +92,7 @@ def print_estimates(
     formulas = (
         "exact: stored, the master copy, sharded as jspeed run --show-layout shows",
         "exact: sharded as its parameters",
-        f"exact: {recipe.lanes // row_shards(mesh)} lanes x {stage.lane_len + 1} tokens",
+        f"exact: {recipe.lanes // row_shards(mesh)} lanes x {recipe.row_words(stage.lane_len)} tokens",
         f"bound: every parameter that is cast or gathered, {whole}",
         f"bound: {whole} in the compute dtype, and sharded as stored; with several micro-batches also an fp32 sum",
         f"estimate for {tokens:,} tokens: input and output of every matrix, a row of every table, logits twice",

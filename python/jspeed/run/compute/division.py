@@ -76,8 +76,9 @@ def micro_batches(recipe: Recipe, stage: Stage, mesh: Mesh, device: Device, micr
 
 
 def numbers_of_pieces(recipe: Recipe, stage: Stage) -> list[int]:
-    """Numbers of pieces into which a lane may be cut, each making them shorter; none where documents have no bound."""
-    if recipe.data.align != "bos" or not stage.max_doc_len or not stage.max_docs:
+    """Numbers of pieces into which a lane may be cut, each making them shorter; none where documents have no bound, or
+    tokens have matches beside them."""
+    if recipe.retrieval or recipe.data.align != "bos" or not stage.max_doc_len or not stage.max_docs:
         return []
     numbers, longest = [], stage.lane_len
     for pieces in (2**n for n in range(1, MOST.bit_length())):

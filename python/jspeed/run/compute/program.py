@@ -36,13 +36,14 @@ StepProgram = Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]
 class Program:
     """Compiled executables. All take and return arrays on the mesh; none moves anything to the host.
 
-    ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p
-    modulo the recipe's period: donated state and tokens ``[lanes, lane_len + 1]`` of ``Data.dtype`` -> (state, {"loss":
-    fp32 scalar}). ``evaluate(params, rows, impossible)``: tokens ``[eval_rows, eval_len + 1]``, and ``[V, V / 8]`` bits
-    or None, -> fp32 mean loss of each row, the last ones padding; ``accuracy`` likewise, if asked for.
-    ``at_end(state)``, donated, after the last step: averages of weights take their place. In the last stage a device
-    takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk`` (None: all), and layers are recomputed for
-    their gradients with ``remat``. ``parts``: micro-batches of a device in each stage.
+    ``init(seed)``: the first state. ``steps[i][p](state, tokens)``, for stage i and steps whose number is p modulo the
+    recipe's period: donated state and rows ``[lanes, lane_len + 1]`` of ``Data.dtype`` (longer with retrieval:
+    :mod:`jspeed.retrieval`) -> (state, {"loss": fp32 scalar}). ``evaluate(params, rows, impossible)``: such rows
+    ``[eval_rows, eval_len + 1]``, and ``[V, V / 8]`` bits or None, -> fp32 mean loss of each row, the last ones
+    padding; ``accuracy`` likewise, if asked for. ``at_end(state)``, donated, after the last step: averages of weights
+    take their place. In the last stage a device takes ``micro_tokens`` at once, of a row the head's loss ``head_chunk``
+    (None: all), and layers are recomputed for their gradients with ``remat``. ``parts``: micro-batches of a device in
+    each stage.
     """
 
     init: Callable[[int], State]
@@ -225,7 +226,8 @@ def trace_step(
     mesh, layout = placement.mesh, placement.layout
     ctx = replace(step_context(recipe, stage, placement.device, phase), head_chunk=head_chunk)
     state, shardings = state_shardings(recipe, layout, mesh)
-    tokens = jax.ShapeDtypeStruct((recipe.lanes, stage.lane_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
+    shape = recipe.lanes, recipe.row_words(stage.lane_len)
+    tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
 
     def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         return train_step(recipe, ctx, placement, parts, state, tokens)
@@ -249,7 +251,8 @@ def lower_evaluation(
     ctx = eval_context(recipe, placement.device)
     state, _ = state_shardings(recipe, layout, mesh)
     parts, padded = eval_parts(recipe, rows, mesh, micro_tokens)
-    tokens = jax.ShapeDtypeStruct((padded, recipe.eval_len + 1), recipe.data.dtype, sharding=batch_rows(mesh))
+    shape = padded, recipe.row_words(recipe.eval_len)
+    tokens = jax.ShapeDtypeStruct(shape, recipe.data.dtype, sharding=batch_rows(mesh))
     whole = replicated(mesh)
     bits = jax.ShapeDtypeStruct(impossible_shape(recipe), jnp.uint8, sharding=whole) if recipe.canonical else None
 
@@ -320,7 +323,7 @@ def warm_up(program: Program, recipe: Recipe, mesh: Mesh, rows: jax.Array, impos
     """Run every executable on dummy tokens and a throw-away state, so that no one-time cost falls on the first step."""
     state = program.init(0)
     for stage, steps in zip(recipe.stages, program.steps, strict=True):
-        dummy = np.zeros((recipe.lanes, stage.lane_len + 1), recipe.data.dtype)
+        dummy = np.zeros((recipe.lanes, recipe.row_words(stage.lane_len)), recipe.data.dtype)
         for step in WARM_UPS * steps:
             state, metrics = step(state, put(dummy, batch_rows(mesh)))
             jax.block_until_ready(metrics)

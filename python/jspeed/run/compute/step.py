@@ -29,6 +29,7 @@ from jspeed.parallel.layout import (
 )
 from jspeed.parallel.mesh import ROW_AXES, rows_spec
 from jspeed.recipe import Context, ParamSpec, Recipe, init_parameters, leaves, map_specs, without_lazy
+from jspeed.retrieval import unpacked
 from jspeed.run.compute import accumulators, division
 from jspeed.run.compute.device import Placement
 
@@ -74,7 +75,7 @@ def train_step(
     mesh, layout = placement.mesh, placement.layout
     cuts, carry_specs = partitions(recipe.parameters, layout, mesh), accumulators.specs(recipe, layout, mesh)
     later = gathered_per_layer(recipe, layout)
-    mean = mean_weight(recipe, tokens)
+    mean = mean_weight(recipe, unpacked(recipe.retrieval, tokens)[0])
     weight = 1 / recipe.tokens_per_step(ctx.stage) / mean
     ctx = replace(ctx, blocks=blocks(recipe, layout, mesh, parts), **fetcher(recipe, mesh, cuts))
     if find_layout(layout).remat:
@@ -168,7 +169,8 @@ def gradients(
     weights = jnp.full((tokens.shape[1], ctx.stage.lane_len), weight, jnp.float32)
 
     def loss(params: Any, micro: jax.Array, first_row: jax.Array) -> tuple[jax.Array, jax.Array]:
-        now = replace(ctx, first_row=first_row)
+        micro, matches = unpacked(recipe.retrieval, micro)
+        now = replace(ctx, first_row=first_row, matches=matches)
         total, loss_BT = recipe.loss(params, micro[:, :-1], micro[:, 1:], weigh(recipe, micro, weights), now)
         return total, jnp.mean(weigh(recipe, micro, loss_BT), axis=1)
 
@@ -187,7 +189,7 @@ def gradient(
     The gradient of a lazily updated table is a :class:`~jspeed.parallel.lazy_table.Sink`; of summed tables, that of
     earlier steps and this one.
     """
-    tokens = micro.shape[0] * (micro.shape[1] - 1)
+    tokens = unpacked(recipe.retrieval, micro)[0][:, 1:].size
 
     def leaf(spec: ParamSpec, p: Any) -> Any:
         if spec.summed:
@@ -276,8 +278,9 @@ def eval_step(
         whole, now = gather_parameters(recipe, gather, params, cuts, later), replace(ctx, impossible=impossible)
 
         def losses(part: jax.Array) -> jax.Array:
+            part, matches = unpacked(recipe.retrieval, part)
             ones = jnp.ones((part.shape[0], part.shape[1] - 1), jnp.float32)
-            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, now)[1]
+            loss_BT = recipe.loss(whole, part[:, :-1], part[:, 1:], ones, replace(now, matches=matches))[1]
             return jnp.mean(weigh(recipe, part, loss_BT), axis=1)
 
         tokens = rows.astype(jnp.int32).reshape(parts, -1, rows.shape[-1])

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jspeed.cores import cores
 from jspeed.data import Shards
 from jspeed.data.find_shards import HEADER_BYTES
+from jspeed.data.retriever import looked_up
 from jspeed.errors import BadInput
 from jspeed.files import sha256_of
 from jspeed.record.schema import Data, Holdout
@@ -82,7 +83,8 @@ def sha256_of_rows(rows: NDArray[np.unsignedinteger], setup: Setup) -> str:
 def evaluate_holdout(setup: Setup, holdout: evaluate.HoldoutRows, params: Any) -> Holdout:
     """Evaluate the track's second range of the validation tokens by the program of the first; every process must."""
     first, rows = holdout
-    validation = evaluate.to_devices(rows, setup.program.eval_rows, setup.recipe, setup.placement.mesh)
+    known = looked_up(setup.data.loader, rows)
+    validation = evaluate.to_devices(known, setup.program.eval_rows, setup.recipe, setup.placement.mesh)
     validation.impossible = setup.validation.impossible
     loss = evaluate.validation_loss(setup.program.evaluate, params, validation)
     sha256 = sha256_of_rows(rows, setup)

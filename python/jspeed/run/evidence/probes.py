@@ -10,10 +10,12 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 
 from jspeed.cluster.distributed import broadcast, gather, process_count, process_index
+from jspeed.data.retriever import looked_up
 from jspeed.errors import type_and_line
 from jspeed.parallel.mesh import put, replicated
 from jspeed.parallel.replicas import drift
-from jspeed.recipe import Context
+from jspeed.recipe import Context, Matches
+from jspeed.retrieval import unpacked
 from jspeed.run.compute.program import eval_context
 from jspeed.run.compute.step import State, replicated_on_all_devices
 from jspeed.run.evaluate import validation_loss
@@ -88,7 +90,8 @@ def no_overlap(setup: Setup) -> Verdict:
 
 
 def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
-    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it must not change.
+    """Change the inputs of ``row`` (ids ``[eval_len + 1]``) from some position on: losses before it must not change,
+    what retrieval finds for the changed inputs included.
 
     The targets stay, because looking ahead by one token first shows in the loss just before the change. Eight
     positions, odd ones, so that they lie inside whatever blocks a recipe works in. And read the program for calls to
@@ -99,25 +102,31 @@ def causality(setup: Setup, params: Any, row: np.ndarray) -> dict[str, Verdict]:
     ctx, impossible = eval_context(recipe, setup.placement.device), setup.validation.impossible
 
     def losses(whole: Any, both: jax.Array, ctx: Context) -> jax.Array:
-        inputs, targets = both[:1], both[1:]
+        both, matches = unpacked(recipe.retrieval, both)
+        inputs, targets = both[:1, :-1], both[1:, 1:]
+        ctx = replace(ctx, matches=matches and Matches(*(part[:1] for part in matches)))
         return recipe.loss(whole, inputs, targets, jnp.ones(inputs.shape, jnp.float32), ctx)[1]
 
     probe = replicated_on_all_devices(recipe, ctx, setup.placement, losses)
-    tokens = np.stack([row[:-1], row[1:]]).astype(np.int32)
+    rows = np.stack([row, row])
+
+    def on_devices(both: np.ndarray) -> jax.Array:
+        known = looked_up(setup.data.loader, both)
+        return put(known.astype(np.int32), replicated(setup.placement.mesh))
 
     def measured(both: np.ndarray) -> np.ndarray:
-        found = jax.device_get(probe(params, put(both, replicated(setup.placement.mesh)), impossible))[0]
+        found = jax.device_get(probe(params, on_devices(both), impossible))[0]
         if not np.isfinite(found).all():  # which would compare as no leak
             raise FloatingPointError("a loss of the row or of its changed inputs is not finite")
         return found
 
-    before, leak, moved = measured(tokens), 0.0, np.inf
+    before, leak, moved = measured(rows), 0.0, np.inf
     for cut in sorted({min(length * part // 8 | 1, length - 1) for part in range(8)}):
-        changed = tokens.copy()
-        changed[0, cut:] = (changed[0, cut:] + 1) % recipe.vocab_size
+        changed = rows.copy()
+        changed[0, cut:] = (changed[0, cut:].astype(np.int64) + 1) % recipe.vocab_size
         difference = np.abs(measured(changed) - before)
         leak, moved = max(leak, float(difference[:cut].max())), min(moved, float(difference[cut:].max()))
-    calls = callbacks(probe.trace(params, put(tokens, replicated(setup.placement.mesh)), impossible).jaxpr)
+    calls = callbacks(probe.trace(params, on_devices(rows), impossible).jaxpr)
     return {
         "causality": {"passed": leak <= LEAK and moved > 0, "leak": leak, "moved": moved},
         "evaluation_stays_on_device": {"passed": not calls, "calls": calls},
@@ -147,7 +156,8 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
     ctx = eval_context(recipe, setup.placement.device)
 
     def both(whole: Any, tokens: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        tokens, matches = unpacked(recipe.retrieval, tokens)
+        inputs, targets, ctx = tokens[:, :-1], tokens[:, 1:], replace(ctx, matches=matches)
         logits = recipe.forward(whole, inputs, ctx).astype(jnp.float32)
         if ctx.impossible is not None:
             bits = jnp.unpackbits(ctx.impossible[inputs], axis=-1, count=logits.shape[-1], bitorder="little")
@@ -158,7 +168,8 @@ def normalisation(setup: Setup, params: Any, row: np.ndarray) -> Verdict:
         return jnp.mean(found), jnp.mean(expected)
 
     probe = replicated_on_all_devices(recipe, ctx, setup.placement, both)
-    tokens = put(row[None, : length + 1].astype(np.int32), replicated(setup.placement.mesh))
+    known = looked_up(setup.data.loader, row[None, : length + 1])
+    tokens = put(known.astype(np.int32), replicated(setup.placement.mesh))
     found, expected = jax.device_get(probe(params, tokens, setup.validation.impossible))
     error = abs(float(found - expected))
     return {"passed": error <= SAME_LOSS, "error": error}

@@ -1,0 +1,149 @@
+"""Whole runs with an index of trained tokens: what it tells, what it cannot tell, several processes, a resumed run."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jspeed.commands.evaluate import on_shards
+from jspeed.data.folder import EncodedDocuments, write_folder
+from jspeed.inference.trained import load_model
+from jspeed.run.options import Options
+from jspeed.run.train import train
+
+from ..multi_process import ended, metrics, places, start, words
+
+BOS = 256
+# The head reads the token and what followed its context before. It learns how far to trust that.
+RECIPE = '''"""What followed, and no more.
+
+What    A bigram model with retrieval.
+Source  tests/run/test_retrieval.py
+"""
+
+import optax
+from jax.nn import initializers
+
+from jspeed.model import retrieved
+from jspeed.model.layers import lookup, rms_norm
+from jspeed.model.mudd import blend
+from jspeed.recipe import Data, ParamSpec, Recipe, Retrieval, Stage
+
+VOCAB = 272
+LENGTHS = (4, 8)
+STEPS = 24
+CELLS = retrieved.number_of_cells(LENGTHS)
+PARAMETERS = {
+    "embed": ParamSpec((VOCAB, 64), ("token", "model"), initializers.normal(1.0), "all"),
+    "head": ParamSpec((VOCAB, 64), ("vocab", "model"), initializers.zeros, "all"),
+    "scales": ParamSpec((1, CELLS), ("layer", "in"), initializers.zeros, "all"),
+}
+
+
+def hidden(params, tokens_BT, ctx):
+    terms = retrieved.terms(params["scales"], params["embed"], ctx.matches, LENGTHS)
+    return rms_norm(blend((1.0, lookup(params["embed"], tokens_BT)), *terms))
+
+
+def forward(params, tokens_BT, ctx):
+    return hidden(params, tokens_BT, ctx) @ params["head"].T
+
+
+def loss(params, tokens_BT, targets_BT, weights_BT, ctx):
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(forward(params, tokens_BT, ctx), targets_BT)
+    return (weights_BT * losses_BT).sum(), losses_BT
+
+
+RECIPE = Recipe(
+    name="followed",
+    parent=None,
+    track="toy/retrieval",
+    data=Data("toy", vocab_size=257, bos_id=256, align="bos"),
+    target_loss=6.0,
+    parameters=PARAMETERS,
+    forward=forward,
+    loss=loss,
+    optimizer=lambda: optax.adam(0.05),
+    stages=(Stage(STEPS // 2, 96, 96, 97), Stage(STEPS - STEPS // 2, 128, 96, 129)),
+    lanes=8,
+    eval_every=8,
+    eval_tokens=256,
+    eval_len=64,
+    attention_width=64,
+    layers=1,
+    retrieval=Retrieval(LENGTHS, top=2),
+)
+'''
+
+PASSAGE = np.random.default_rng(9).integers(
+    130, 138, 70
+)  # of bytes that no other text has, no two of which say the next
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Makes a run in ``tmp_path`` whose validation shard is a passage alone, which it has trained on or not."""
+    (tmp_path / "followed.py").write_text(RECIPE)
+
+    def make(name, planted=False, **options):
+        folder, text = tmp_path / f"shards-{planted}", np.frombuffer(words(16_000, 1), np.uint8)
+        train_text = np.split(text, np.arange(80, len(text), 80))
+        if planted:
+            train_text[10::20] = [PASSAGE] * len(train_text[10::20])
+        both = [("train", part) for part in train_text] + [("val", PASSAGE)] * 6
+        ids = [(split, np.append(BOS, part).astype(np.uint16)) for split, part in both]
+        documents = (EncodedDocuments(split, each, np.array([len(each)])) for split, each in ids)
+        write_folder(folder, documents, {"tokenizer": "bytes", "vocab_size": 257, "bos_id": BOS, "source": {}}, "toy")
+        given = {"data": folder, "recipe": str(tmp_path / "followed.py"), "run_dir": tmp_path / name, "sample": False}
+        train(Options(**given | {"progress": False} | options))
+        return json.loads((tmp_path / name / "run.json").read_text())
+
+    return make
+
+
+def without_index(tmp_path, name, folder):
+    return on_shards(load_model(tmp_path / name), tmp_path / folder, None, False)["loss"]
+
+
+def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsys):
+    """Each of its documents is the same passage; the index knows it where the run has trained on it, and only there."""
+    unseen = made("unseen")
+    assert unseen["status"] == "finished" and all(probe["passed"] for probe in unseen["probes"].values())
+    assert unseen["retrieval"] == {"lengths": [4, 8], "recent": 96, "top": 2, "tokens": 8 * (12 * 97 + 12 * 129)}
+    assert unseen["val_loss"] == pytest.approx(without_index(tmp_path, "unseen", "shards-False"), abs=1e-5)
+    seen = made("seen", planted=True)
+    assert seen["val_loss"] < without_index(tmp_path, "seen", "shards-True") - 0.3
+    assert "told that nothing was found" in capsys.readouterr().out
+
+
+def test_a_resumed_run_knows_the_tokens_of_the_steps_before(made, tmp_path):
+    made("whole", planted=True)
+    made("half", planted=True, steps=14, checkpoint_every=7)
+    run = made("half", planted=True, resume=True)
+    assert run["resumed"] == [14] and run["steps"] == 24
+    for kind in ("train_loss", "val_loss"):
+        whole, half = metrics(tmp_path / "whole", kind), metrics(tmp_path / "half", kind)
+        np.testing.assert_allclose(list(half.values()), [whole[step] for step in half], atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(made, tmp_path):
+    """Each trains on four of eight lanes, and is told what followed in all of them."""
+    made("one")
+    flags = [
+        "--data",
+        tmp_path / "shards-False",
+        "--run-dir",
+        "two",
+        "--mesh",
+        "data=2",
+        "--no-sample",
+        "--target-loss",
+        9,
+    ]
+    two = ended([start(tmp_path, place, "followed.py", *flags) for place in places(2)])
+    assert [code for code, _, _ in two] == [0, 0], two
+    for kind in ("train_loss", "val_loss"):
+        one, several = metrics(tmp_path / "one", kind), metrics(tmp_path / "two", kind)
+        assert one.keys() == several.keys()
+        np.testing.assert_allclose(list(several.values()), list(one.values()), atol=1e-5)
