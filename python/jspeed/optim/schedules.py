@@ -1,9 +1,40 @@
 """Learning-rate schedules: a peak for each training stage with one decay over all, and piecewise linear ones."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import sub
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import optax
+
+from jspeed.errors import BadInput
+
+
+def shortened(
+    share: float, steps: tuple[int, ...], schedules: tuple[Any, ...], period: int
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the steps of each stage, and ``schedules`` for them, in a run ``share`` as long; at 1 both as they are.
+
+    Stages begin with multiples of ``period``. A step of a schedule (a number, several, or the keys of a mapping) keeps
+    its place between the borders of its stage. Raises BadInput where a stage would have no steps.
+    """
+    if share == 1:
+        return steps, schedules
+    starts = (0, *accumulate(steps))
+    new = [period * round(share * start / period) for start in starts]
+    if min(shorter := tuple(map(sub, new[1:], new))) < 1:
+        raise BadInput(f"a run {share:g} as long leaves {shorter} steps to its stages; each needs {period}: give more")
+
+    def moved(schedule: Any) -> Any:
+        if isinstance(schedule, Mapping):
+            return {moved(step): value for step, value in schedule.items()}
+        if isinstance(schedule, tuple):
+            return tuple(map(moved, schedule))
+        return round(float(np.interp(schedule, starts, new)))
+
+    return shorter, moved(schedules)
 
 
 def staged(peaks: Sequence[float], starts: Sequence[int], *, fall: Mapping[int, float], floor: float) -> optax.Schedule:

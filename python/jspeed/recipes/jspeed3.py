@@ -4,8 +4,9 @@ What        Against r92: a pointer. One head of attention over the document's la
             next, a padding id of the head how likely that is; their mixture replaces the softmax in the loss of the
             next token, in training and evaluation (which looks back 8,192 tokens). Rows and signs of n-grams are hashed
             from the first token of like text (Table, " table"). Steps are 0.86 of r92's, by benchmarks/speed.md.
+            With RETRIEVAL it is also told what followed its context in the documents of earlier steps.
 Departures  Of PR 379: keys lie within a window, not in the query's block and the one before it.
-Source      r92; the pointer of PR 379 and the classes of PR 375 of modded-nanogpt, both open in October 2026.
+Source      r92; PRs 379 (the pointer), 375 (classes) and 367 (cells) of modded-nanogpt, all open in October 2026.
 Hardware    8xH100: not run here.
 Parent      r92
 """
@@ -45,7 +46,7 @@ from jspeed.optim.anvil import Rails, anvil
 from jspeed.optim.averages import Average, rates_of
 from jspeed.optim.cautious import cautious_adam
 from jspeed.optim.rows import RowTransformation, row_adam
-from jspeed.optim.schedules import jumps, staged, through
+from jspeed.optim.schedules import jumps, shortened, staged, through
 from jspeed.optim.slow import measured, slow_adams, tied, when_due
 from jspeed.recipe import Context, Data, ParamSpec, Recipe, Retrieval, Stage, groups
 
@@ -90,6 +91,7 @@ OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where t
 # Stages
 LANES = 8
 STEPS = (276, 12, 297, 244, 122, 58, 17)
+LENGTH = 1.0  # share of them that is made; all that follows in steps is moved with the borders of stages
 LANE_LENS = (16_384, 32_768, 32_768, 49_152, 49_152, 40_960, 16_384)
 MAX_DOC_LENS = (896, 2048, 2048, 3072, 3072, 3072, 3072)
 SEGMENT = 2560  # tokens of a document that attention takes as one
@@ -145,6 +147,8 @@ EVAL_WINDOW = 20  # blocks in LONG_LAYERS
 EVAL_POINTER_WINDOW = 8192  # tokens
 EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 
+STEPS, moved = shortened(LENGTH, STEPS, (SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS[0], COOLDOWN), period=4)
+SHARES, PREFIX_SHARE, LAST_TIED, MOMENTUM, RAILS_FROM, COOLDOWN = moved
 STARTS = (0, *accumulate(STEPS))
 TOTAL, LAST, HEAD_WIDTH, NARROW = sum(STEPS), LAYERS - 1, WIDTH // HEADS, len(ATTENDING) - len(LONG_LAYERS)
 FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)  # whose MLP is where in the bank
@@ -157,13 +161,11 @@ GATES, GATE_STARTS = slots(KINDS, (range(GATES_FROM), range(GATES_FROM, LAYERS))
 GAIN = 1.1**0.5
 MIX_STARTS = padded([0.0] * 6 + [2.0, 2.0, GAIN, 1.0, 0.0, 0.05, GAIN, 1.0], [0.0, -0.5] + [0.0] * 8)
 HEAD_SCALES, LOGIT_SCALE = fp8.Scales(x=100 / 448, w=2.0 / 448, grad=0.75 / 8 / 448), 0.5  # any power of two but 1
-LARGEST_NORMED = WIDTH**0.5 / 448  # FP8 scale of what rms_norm gives
-LARGEST = np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])
+LARGEST_NORMED, LARGEST = WIDTH**0.5 / 448, np.array([448 / MARGIN, 0.0, 0.0, 0.0, 0.0])  # FP8 scales: of rms_norm
 rate = staged(RATES, STARTS[:-1], fall=COOLDOWN, floor=FINAL_RATE)
 small, tiny, zeros = initializers.normal(0.01), initializers.normal(0.005), initializers.zeros
-# The steps in which tables are updated.
 STAGE_OF = np.repeat(np.arange(len(STEPS)), STEPS)
-UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
+TABLE_UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[STAGE_OF[step]] == 0], np.int32)
 
 # Columns that are read of each matrix for queries and keys, and of each for values: half of every head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
@@ -241,8 +243,7 @@ def hidden(
         yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
     )
-    largest = params["largest"] if ctx.use_fp8(FP8) else None
-    kernels = ctx.use_own_kernels(OWN_KERNELS)
+    largest, kernels = params["largest"] if ctx.use_fp8(FP8) else None, ctx.use_own_kernels(OWN_KERNELS)
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
     # Scales of all layers at once; the last one has none after it.
     layers, own = np.array(ATTENDING), params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype)
@@ -310,8 +311,7 @@ def hidden(
     if e_BTD is None or not tied:
         e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
-    half = NGRAMS // 2
-    likes_BT = jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT]
+    half, likes_BT = NGRAMS // 2, jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT]
     rows_BT = jnp.concatenate([bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1)
     found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=kernels).astype(e_BTD.dtype), 2, axis=1)
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
@@ -423,7 +423,9 @@ def optimizer() -> optax.GradientTransformation:
     betas = of_pairs(lambda pairs: beta1**pairs), of_pairs(lambda pairs: beta2**pairs)
     decays = of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
     by_group["tables"] = when_due(cautious_adam(of_tables, *betas, eps=ADAM_EPS, weight_decay=decays), every=4)
-    muon = partial(anvil, lambda step: ANVIL_LR * rate(step), through(MOMENTUM), Rails(*RAILS), beta2=ANVIL_BETA2)
+    muon = partial(
+        anvil, lambda step: ANVIL_LR * rate(step), through(MOMENTUM), Rails(RAILS_FROM, *RAILS[1:]), beta2=ANVIL_BETA2
+    )
     wide, live = max(1.0, MLP_WIDTH / WIDTH) ** 0.5, np.arange(PARAMETERS["mlp"].shape[0]) < 2 * len(FEEDS)
     up_and_down = (np.tile([wide, 2 * wide], len(live) // 2) * live)[:, None, None]
     for group, scale in {"queries_keys": 1.0, "values_outs": 1.0, "mlp": up_and_down}.items():
@@ -440,27 +442,25 @@ def row_optimizers() -> dict[str, RowTransformation]:
 
 def of_tables(update: jax.Array) -> jax.Array:
     """The rate of an update of tables, by how many came before it."""
-    return TABLES[0] * rate(jnp.asarray(UPDATES)[update])
+    return TABLES[0] * rate(jnp.asarray(TABLE_UPDATES)[update])
 
 
 def of_pairs(value: Any) -> optax.Schedule:
     """A schedule by the number of past updates of tables: ``value`` of how many pairs of steps an update stands for."""
-    pairs = np.array([TABLES_EVERY[STAGE_OF[step]] / 2 for step in UPDATES])
+    pairs = np.array([TABLES_EVERY[STAGE_OF[step]] / 2 for step in TABLE_UPDATES])
     return lambda update: jnp.asarray(value(pairs), jnp.float32)[update]
 
 
 def averages() -> tuple[Average, ...]:
     """Averages over the last quarter of the run, in the order in which they take the weights' place."""
-    steps, (long, short) = np.arange(TOTAL), LAST_STEPS
+    steps, long, short = np.arange(TOTAL), *(round(LENGTH * last) for last in LAST_STEPS)
     of_two, of_four = np.where(steps == TOTAL - 1, 2 / (long + 1), 1 - (1 - 2 / (long + 1)) ** 2), 4 / (FORGET * short)
     words = rates_of(steps % 2 == 1, of_two, long, first=max(0, TOTAL - long))
-    banks = rates_of((TOTAL - 1 - steps) % 4 == 0, of_four, short)
-    tables = rates_of(np.isin(steps, UPDATES), of_four, short)
     blended, less = rates_of((steps % 4 == 1) | (steps >= TOTAL - 2), 8 / (long + 2), long), BANKS_BLEND - FASTER
     return (
         Average(words, {"head": WORDS_BLEND, "embed": WORDS_BLEND}),
-        Average(banks, {"values_outs": 1.0, "mlp": 1.0}),
-        Average(tables, {"values": 1.0}),
+        Average(rates_of((TOTAL - 1 - steps) % 4 == 0, of_four, short), {"values_outs": 1.0, "mlp": 1.0}),
+        Average(rates_of(np.isin(steps, TABLE_UPDATES), of_four, short), {"values": 1.0}),
         Average(blended, {"queries_keys": BANKS_BLEND, "values_outs": less, "mlp": less}),
     )
 
