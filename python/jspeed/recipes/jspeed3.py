@@ -1,10 +1,9 @@
 """jspeed3: r92, where a token may also be copied from earlier in its document; n-grams of tokens of like text.
 
-What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them comes
-            next, a padding id of the head how likely that is; their mixture replaces the softmax in the loss of the
-            next token, in training and evaluation (which looks back 8,192 tokens). Rows and signs of n-grams are hashed
-            from the first token of like text (Table, " table"). Steps are 0.86 of r92's, by benchmarks/speed.md.
-            With RETRIEVAL it is also told what followed its context in the documents of earlier steps.
+What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them is
+            next, a padding id of the head how likely that is; their mixture is the distribution of the next token, in
+            training and evaluation (over 8,192 tokens). N-grams are hashed from the first token of like text: Table,
+            " table". With RETRIEVAL it is told what followed its context before. Steps are 0.86 of r92's: see speed.md.
 Departures  Of PR 379: keys lie within a window, not in the query's block and the one before it.
 Source      r92; PRs 379 (the pointer), 375 (classes) and 367 (cells) of modded-nanogpt, all open in October 2026.
 Hardware    8xH100: not run here.
@@ -83,6 +82,7 @@ TRIGRAM_SIGNS = (58699, 39779, 26801)
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 POINTER_WIDTH = 128
+LIKE = True  # whether n-grams of tokens of like text are one
 RETRIEVAL = ()  # lengths of contexts to look for in earlier steps, in tokens: none
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
@@ -311,7 +311,7 @@ def hidden(
     if e_BTD is None or not tied:
         e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
-    half, likes_BT = NGRAMS // 2, jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT]
+    half, likes_BT = NGRAMS // 2, jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT
     rows_BT = jnp.concatenate([bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1)
     found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=kernels).astype(e_BTD.dtype), 2, axis=1)
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
