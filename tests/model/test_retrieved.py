@@ -56,9 +56,9 @@ def test_the_mean_embedding_is_weighed_by_counts_and_no_gradient_reaches_the_tab
 def test_terms_are_scaled_by_cell_and_there_are_none_without_an_index():
     rng = np.random.default_rng(1)
     table, found = jnp.asarray(rng.normal(size=(11, 8)), jnp.float32), matches(rng)
-    scales = jnp.asarray(rng.normal(size=(2, retrieved.number_of_cells(LENGTHS))), jnp.float32)
+    scales = jnp.asarray(rng.normal(size=(retrieved.number_of_cells(LENGTHS), 2)), jnp.float32)
     cell_BT = np.asarray(retrieved.cells(found, LENGTHS))
     for number, (scale_BT, mean_BTD) in enumerate(retrieved.terms(scales, table, found, LENGTHS)):
-        np.testing.assert_array_equal(scale_BT, np.asarray(scales)[number][cell_BT])
+        np.testing.assert_array_equal(scale_BT, np.asarray(scales)[cell_BT, number])
         np.testing.assert_array_equal(mean_BTD, retrieved.mean_embedding(table, found))
     assert retrieved.terms(None, table, found, LENGTHS) == retrieved.terms(scales, table, None, LENGTHS) == []

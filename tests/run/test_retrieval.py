@@ -36,7 +36,7 @@ CELLS = retrieved.number_of_cells(LENGTHS)
 PARAMETERS = {
     "embed": ParamSpec((VOCAB, 64), ("token", "model"), initializers.normal(1.0), "all"),
     "head": ParamSpec((VOCAB, 64), ("vocab", "model"), initializers.zeros, "all"),
-    "scales": ParamSpec((1, CELLS), ("layer", "in"), initializers.zeros, "all"),
+    "scales": ParamSpec((CELLS, 1), ("in", "out"), initializers.zeros, "all"),
 }
 
 

@@ -30,14 +30,17 @@ def cells(matches: Matches, lengths: Sequence[int]) -> jax.Array:
 
 
 def terms(
-    scales_NC: jax.Array | None, table_VD: jax.Array, matches: Matches | None, lengths: Sequence[int]
+    scales_CN: jax.Array | None, table_VD: jax.Array, matches: Matches | None, lengths: Sequence[int]
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Return N terms for :func:`jspeed.model.mudd.blend`: the :func:`mean_embedding`, each time scaled by what the
     position's cell says; none without an index."""
-    if scales_NC is None or matches is None:
+    if scales_CN is None or matches is None:
         return []
-    mean_BTD, cell_BT = mean_embedding(table_VD, matches), cells(matches, lengths)
-    return [(scales_C[cell_BT], mean_BTD) for scales_C in scales_NC]
+    mean_BTD = mean_embedding(table_VD, matches)
+    numbers_C = jnp.arange(len(scales_CN), dtype=jnp.int32)
+    # A sum over cells, whose gradient is one too: that of an indexed read adds scalars one by one.
+    of_cell_BTC = cells(matches, lengths)[..., None] == numbers_C[None, None]
+    return [(jnp.sum(jnp.where(of_cell_BTC, scales_C, 0.0), axis=-1), mean_BTD) for scales_C in scales_CN.T]
 
 
 def mean_embedding(table_VD: jax.Array, matches: Matches) -> jax.Array:

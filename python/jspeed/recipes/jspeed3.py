@@ -227,7 +227,7 @@ PARAMETERS = {
     "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
 }
 if RETRIEVAL:  # how much of what followed a context the first state and the head get, by how sure it is
-    PARAMETERS["retrieved"] = slow(0.0, "scalars", 2, retrieved.number_of_cells(RETRIEVAL))
+    PARAMETERS["retrieved"] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(RETRIEVAL), 2)
 
 
 def hidden(
@@ -496,5 +496,5 @@ RECIPE = Recipe(
     row_optimizers=row_optimizers,
     averages=averages(),
     keep_norm=("embed", "head", "mlp", "queries_keys", "values_outs"),
-    retrieval=Retrieval(RETRIEVAL) if RETRIEVAL else None,
+    retrieval=Retrieval(RETRIEVAL, recent=32) if RETRIEVAL else None,
 )
