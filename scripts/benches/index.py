@@ -12,6 +12,7 @@ from jspeed._dataloader import ContextIndex, Matches
 from jspeed.data import find_split
 from jspeed.data.find_shards import map_tokens
 from jspeed.errors import BadInput
+from jspeed.fields import Count
 
 from .loader import BOS, Row, megabytes, show
 
@@ -45,9 +46,15 @@ def steps(text: np.ndarray, first: int, count: int) -> Iterator[np.ndarray]:
         yield text[start : start + STEP].reshape(ROWS, -1)
 
 
-def seconds_a_token(text: np.ndarray, held: int, threads: int) -> tuple[float, float, ContextIndex, Matches]:
-    """CPU seconds a token of push and of query once ``held`` tokens are there, medians of three steps."""
-    index = ContextIndex(held + 3 * STEP, threads=threads)
+Asked = dict[str, Any]  # arguments of ContextIndex
+
+
+def seconds_a_token(
+    text: np.ndarray, held: int, threads: int, asked: Asked
+) -> tuple[float, float, ContextIndex, Matches, np.ndarray]:
+    """CPU seconds a token of push and of query once ``held`` tokens are there, medians of three steps; and what the
+    last of these was told, and is."""
+    index = ContextIndex(held + 3 * STEP, threads=threads, **asked)
     whole = held // STEP
     for rows in steps(text, 0, whole):
         index.push(index.steps, rows)
@@ -58,36 +65,48 @@ def seconds_a_token(text: np.ndarray, held: int, threads: int) -> tuple[float, f
         push, _ = cpu_seconds(partial(index.push, index.steps, rows))
         took.append((push, query))
     push, query = np.median(took, 0) / STEP
-    return push, query, index, found
+    return push, query, index, found, rows
 
 
-def rows(text: np.ndarray, held: int) -> Iterator[Row]:
+def rows(text: np.ndarray, held: int, asked: Asked) -> Iterator[Row]:
     """What there is to say of an index of ``held`` tokens."""
     before = megabytes("RssAnon")
-    push, query, index, found = seconds_a_token(text, held, 1)
+    push, query, index, found, step = seconds_a_token(text, held, 1, asked)
     grown = megabytes("RssAnon") - before
     at = f"{held / 1e6:g} M tokens held"
     yield Row("push", 1e-6 / push, "M tokens/s and core", None, f"{at}, {1e9 * push:.0f} ns a token")
     yield Row("query", 1e-6 / query, "M tokens/s and core", None, f"{at}, {1e9 * query:.0f} ns a token")
     matched, times = found.lengths > 0, found.occurrences
-    note = f"6 tokens or more, {times[matched].mean():.3g} times"
+    note = f"{min(asked['lengths'])} tokens or more, {times[matched].mean():.3g} times"
     yield Row("positions whose context occurred", 100 * float(matched.mean()), "%", None, note)
+    told = (found.tokens[:, :-1] == step[:, 1:, None]) & (found.counts[:, :-1] > 0)
+    note = f"first of those told; among all {asked['top']}: {100 * float(told.any(-1).mean()):.3g} %"
+    yield Row("positions whose next token is told", 100 * float(told[..., 0].mean()), "%", None, note)
     stated = f"{index.nbytes / 1e6:.0f} MB; the process grew by {grown:.0f} MB"
     yield Row("memory over what is stated", 1e6 * grown / index.nbytes, "x", 1.5, stated)
     for cores in (16, 96):
-        push, query, *_ = seconds_a_token(text, held, cores)
+        push, query, *_ = seconds_a_token(text, held, cores, asked)
         note = f"by arithmetic: CPU time of {cores} threads"
         yield Row(
             f"a step of {STEP:,} tokens on {cores} cores", 1e3 * STEP * (push + query) / cores, "ms", STEP_MS, note
         )
 
 
-def index(data: Path | None = None, quick: bool = False) -> int:
+def index(
+    data: Path | None = None,
+    quick: bool = False,
+    lengths: tuple[Count, ...] = (6, 10, 20),
+    recent: Count = 96,
+    top: Count = 8,
+) -> int:
     """Measure the index of contexts; exit code 1 when it would not fit beside a step of 20 ms.
 
     Args:
         data: A folder of shards of GPT-2 tokens whose training text to use, instead of made-up text.
         quick: After 1 million tokens only, not 10 million.
+        lengths: Tokens of the contexts to look for.
+        recent: How many occurrences of a context count.
+        top: How many next tokens are told.
     """
     sizes = (1_000_000,) if quick else (1_000_000, 10_000_000)
     need = sizes[-1] + 3 * STEP
@@ -100,6 +119,7 @@ def index(data: Path | None = None, quick: bool = False) -> int:
         text = np.concatenate([map_tokens(path, shards.dtype) for path in shards.paths])[:need]
     else:
         text = repeating_text(need)
-    found = [row for held in sizes for row in rows(text, held)]
+    asked = {"lengths": lengths, "recent": recent, "top": top}
+    found = [row for held in sizes for row in rows(text, held, asked)]
     show(found)
     return int(any(row.passed is False for row in found))

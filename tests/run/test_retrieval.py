@@ -1,6 +1,7 @@
 """Whole runs with an index of trained tokens: what it tells, what it cannot tell, several processes, a resumed run."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,8 +102,9 @@ def made(tmp_path):
     return make
 
 
-def without_index(tmp_path, name, folder):
-    return on_shards(load_model(tmp_path / name), tmp_path / folder, None, False)["loss"]
+def evaluated(run_dir, folder, index=True):
+    model = load_model(run_dir)
+    return on_shards(model if index else replace(model, trained=None), folder, None, False)["loss"]
 
 
 def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsys):
@@ -110,10 +112,14 @@ def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsy
     unseen = made("unseen")
     assert unseen["status"] == "finished" and all(probe["passed"] for probe in unseen["probes"].values())
     assert unseen["retrieval"] == {"lengths": [4, 8], "recent": 96, "top": 2, "tokens": 8 * (12 * 97 + 12 * 129)}
-    assert unseen["val_loss"] == pytest.approx(without_index(tmp_path, "unseen", "shards-False"), abs=1e-5)
+    assert unseen["val_loss"] == pytest.approx(
+        evaluated(tmp_path / "unseen", tmp_path / "shards-False", False), abs=1e-5
+    )
     seen = made("seen", planted=True)
-    assert seen["val_loss"] < without_index(tmp_path, "seen", "shards-True") - 0.3
+    assert seen["val_loss"] < evaluated(tmp_path / "seen", tmp_path / "shards-True", False) - 0.3
     assert "told that nothing was found" in capsys.readouterr().out
+    assert seen["val_loss"] == pytest.approx(evaluated(tmp_path / "seen", tmp_path / "shards-True"), abs=1e-5)
+    assert "with an index of what 24 steps with seed 1 read of" in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_the_tokens_of_the_steps_before(made, tmp_path):

@@ -107,8 +107,10 @@ def on_shards(model: Model, folder: Path, tokens: int | None, accuracy: bool) ->
     from jspeed.corpus.tokenizers import unit_of
     from jspeed.inference.score import validate
 
-    if model.recipe.retrieval:
-        print(f"{model.recipe.name} is told that nothing was found: the index of its run is not kept")
+    if model.recipe.retrieval and model.trained:
+        print(f"with an index of what {model.trained[1]} steps with seed {model.trained[0]} read of {folder}")
+    elif model.recipe.retrieval:
+        print(f"{model.recipe.name} is told that nothing was found: nothing here says what its run had read")
     result = validate(model, folder, tokens, accuracy)
     print(
         f"{result.loss:.4f} nats/{unit_of(model.facts)}, {result.bits_per_byte:.4f} bits/byte on "

@@ -93,7 +93,11 @@ class Retriever:
         start = self._loader.state_dict()
         self._loader.load_state_dict(state)
         self._loader.load_state_dict(start)
-        while self._loader.state_dict() != state:
+        self.read(int(state["step"]))
+
+    def read(self, steps: int) -> None:
+        """Read so many batches for the index alone, before the first one is handed out."""
+        for _ in range(steps):
             batch = next(self._loader)
             self._index.push(batch.step, batch.tokens)
         self._state = self._loader.state_dict()

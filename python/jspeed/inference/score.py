@@ -16,6 +16,7 @@ from jspeed.corpus.download import Download
 from jspeed.corpus.tokenizers import Tokenizer
 from jspeed.data import find_split
 from jspeed.data.manifest import read_manifest
+from jspeed.data.retriever import Retriever
 from jspeed.errors import BadInput
 from jspeed.files import read_text
 from jspeed.inference.generate import context_length
@@ -27,6 +28,7 @@ from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.step import weigh
+from jspeed.run.setup import open_loader
 
 HELLASWAG = Download(  # of that commit, as evaluations on it publish
     "hellaswag_val.jsonl",
@@ -59,6 +61,7 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
 
     ``accurate``: measure accuracy too, which doubles the time. Raises BadInput when the folder's tokens are not the
     model's, by its manifest or by the ids themselves.
+    With retrieval the index is of the folder's training tokens (:func:`index_of`).
     """
     manifest: Mapping[str, Any] = read_manifest(folder) or {}
     theirs = {name: manifest[name] for name in ("tokenizer", "symbols") if name in manifest}
@@ -82,6 +85,9 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
     validation = evaluate.to_devices(rows, padded, recipe, model.mesh)
     if pairs := evaluate.byte_pairs(recipe, tokenizer.name):
         validation.impossible = evaluate.impossible(recipe, pairs, model.mesh)
+    if index := index_of(model, folder):
+        with index:
+            evaluate.look_up(validation, rows, index, model.mesh)
     loss = evaluate.validation_loss(run, model.params, validation)
     if not math.isfinite(loss):
         raise BadInput(f"the loss of {model.recipe.name} on {folder} is {loss}: no figure of a model; give another")
@@ -91,6 +97,20 @@ def validate(model: Model, folder: Path, tokens: int | None = None, accurate: bo
             f"{folder}: the first {found.tokens:,} validation tokens are of no text; prepare a folder with text"
         )
     return replace(found, accuracy=accuracy(model, rows)) if accurate else found
+
+
+def index_of(model: Model, folder: Path) -> Retriever | None:
+    """Return the batches of ``folder`` with the index that the run of ``model``, with retrieval, had at its end.
+
+    The tokens that it trained on are read again. None without retrieval, and where its seed and steps are not known."""
+    if model.recipe.retrieval is None or model.trained is None:
+        return None
+    seed, steps = model.trained
+    loader = open_loader(model.recipe, find_split(folder, "train"), seed, steps)
+    if isinstance(loader, Retriever):
+        loader.read(steps)
+        return loader
+    return None
 
 
 def accuracy(model: Model, rows: np.ndarray) -> float:

@@ -31,7 +31,8 @@ from jspeed.run.model_config import find_trained, read_config
 class Model:
     """A recipe, its trained parameters on the devices of ``mesh``, and the facts of its tokenizer (see a manifest).
 
-    ``folder`` holds the tokenizer's file, where it has one; ``gpt2``: it is Hugging Face's of a GPT-2.
+    ``folder`` holds the tokenizer's file, where it has one; ``gpt2``: it is Hugging Face's of a GPT-2. ``trained``: the
+    seed and the steps of its run, where they are known.
     """
 
     found: LoadedRecipe
@@ -40,6 +41,7 @@ class Model:
     facts: TokenizerFacts
     folder: Path | None = None
     gpt2: bool = False
+    trained: tuple[int, int] | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -90,7 +92,9 @@ def load_model(path: Path, mesh: Mesh | None = None) -> Model:
     else:
         params = restored(run_dir / "checkpoints", step, loaded.recipe, mesh)
     require_finite(params, path)
-    return Model(loaded, params, mesh, facts, run_dir, config.get("model_type") == "gpt2")
+    seed, steps = config.get("options", {}).get("seed"), metadata.get(STEP) if step is None else step
+    trained = None if seed is None or steps is None else (int(seed), int(steps))
+    return Model(loaded, params, mesh, facts, run_dir, config.get("model_type") == "gpt2", trained)
 
 
 def metadata_of(file: Path) -> dict[str, str]:
