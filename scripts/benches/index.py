@@ -94,7 +94,7 @@ def rows(text: np.ndarray, held: int, asked: Asked) -> Iterator[Row]:
 
 def index(
     data: Path | None = None,
-    quick: bool = False,
+    tokens: tuple[Count, ...] = (1_000_000, 10_000_000),
     lengths: tuple[Count, ...] = (6, 10, 20),
     recent: Count = 96,
     top: Count = 8,
@@ -103,23 +103,22 @@ def index(
 
     Args:
         data: A folder of shards of GPT-2 tokens whose training text to use, instead of made-up text.
-        quick: After 1 million tokens only, not 10 million.
+        tokens: How many tokens the index holds; each is measured.
         lengths: Tokens of the contexts to look for.
         recent: How many occurrences of a context count.
         top: How many next tokens are told.
     """
-    sizes = (1_000_000,) if quick else (1_000_000, 10_000_000)
-    need = sizes[-1] + 3 * STEP
+    need = max(tokens) + 3 * STEP
     if data:
         shards = find_split(data, "train")
         if shards.num_tokens < need:
             raise BadInput(
-                f"{data} has {shards.num_tokens:,} training tokens, but {need:,} are needed; give --quick or more"
+                f"{data} has {shards.num_tokens:,} training tokens, but {need:,} are needed; give fewer --tokens"
             )
         text = np.concatenate([map_tokens(path, shards.dtype) for path in shards.paths])[:need]
     else:
         text = repeating_text(need)
     asked = {"lengths": lengths, "recent": recent, "top": top}
-    found = [row for held in sizes for row in rows(text, held, asked)]
+    found = [row for held in tokens for row in rows(text, held, asked)]
     show(found)
     return int(any(row.passed is False for row in found))

@@ -33,9 +33,9 @@ def test_the_loader_is_measured(tmp_path):
 
 @pytest.mark.slow
 def test_the_index_is_measured():
-    done = bench("index", "--quick")
+    done = bench("index", "--tokens", "1000000", "--lengths", "3", "6")
     assert done.returncode == ("FAIL" in done.stdout), done.stderr
-    assert done.stdout.count("\n") == 7 and done.stdout.count("by arithmetic") == 2
+    assert done.stdout.count("\n") == 8 and done.stdout.count("by arithmetic") == 2
 
 
 @pytest.mark.slow
