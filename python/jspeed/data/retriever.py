@@ -81,6 +81,11 @@ class Retriever:
         self.wait()
         return self._index.num_tokens
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the index, empty or full."""
+        return self._index.nbytes
+
     def state_dict(self) -> dict[str, int | str]:
         """Return where the stream stands after the batches handed out so far."""
         return self._state

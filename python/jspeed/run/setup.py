@@ -245,6 +245,10 @@ def say_opening(options: Options, loaded: LoadedRecipe, checked: Preflight, data
         ("kernels", explanation, kernels),
         ("data", str(data.folder), f"{data.shards.num_tokens:,} tokens"),
     ]
+    if isinstance(data.loader, Retriever) and recipe.retrieval:
+        lengths = ", ".join(map(str, recipe.retrieval.lengths))
+        what = f"index of what this run trains on, contexts of {lengths} tokens; memory of each process's host"
+        rows.append(("retrieval", what, f"{data.loader.nbytes / 1e9:.1f} GB"))
     output.opening(console, rows)
     differences = departures(options.init_from, loaded, data.manifest) if options.init_from else ()
     clash = name_clash(recipe.name, recipe.track or recipe.data.name, loaded.source_sha256)
