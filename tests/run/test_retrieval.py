@@ -119,7 +119,7 @@ def test_text_of_the_validation_shard_alone_is_never_found(made, tmp_path, capsy
     assert seen["val_loss"] < evaluated(tmp_path / "seen", tmp_path / "shards-True", False) - 0.3
     assert "told that nothing was found" in capsys.readouterr().out
     assert seen["val_loss"] == pytest.approx(evaluated(tmp_path / "seen", tmp_path / "shards-True"), abs=1e-5)
-    assert "with an index of what 24 steps with seed 1 read of" in capsys.readouterr().out
+    assert "loss with an index of what 24 steps with seed 1 read of" in capsys.readouterr().out
 
 
 def test_a_resumed_run_knows_the_tokens_of_the_steps_before(made, tmp_path):

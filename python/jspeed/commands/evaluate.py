@@ -108,7 +108,9 @@ def on_shards(model: Model, folder: Path, tokens: int | None, accuracy: bool) ->
     from jspeed.inference.score import validate
 
     if model.recipe.retrieval and model.trained:
-        print(f"with an index of what {model.trained[1]} steps with seed {model.trained[0]} read of {folder}")
+        without = ", accuracy without" if accuracy else ""
+        seed, steps = model.trained
+        print(f"loss with an index of what {steps} steps with seed {seed} read of {folder}{without}")
     elif model.recipe.retrieval:
         print(f"{model.recipe.name} is told that nothing was found: nothing here says what its run had read")
     result = validate(model, folder, tokens, accuracy)
