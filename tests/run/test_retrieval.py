@@ -86,8 +86,8 @@ def made(tmp_path):
     """Makes a run in ``tmp_path`` whose validation shard is a passage alone, which it has trained on or not."""
     (tmp_path / "followed.py").write_text(RECIPE)
 
-    def make(name, planted=False, **options):
-        folder, text = tmp_path / f"shards-{planted}", np.frombuffer(words(16_000, 1), np.uint8)
+    def make(name, planted=False, size=16_000, **options):
+        folder, text = tmp_path / f"shards-{planted}", np.frombuffer(words(size, 1), np.uint8)
         train_text = np.split(text, np.arange(80, len(text), 80))
         if planted:
             train_text[10::20] = [PASSAGE] * len(train_text[10::20])
@@ -130,6 +130,12 @@ def test_a_resumed_run_knows_the_tokens_of_the_steps_before(made, tmp_path):
     for kind in ("train_loss", "val_loss"):
         whole, half = metrics(tmp_path / "whole", kind), metrics(tmp_path / "half", kind)
         np.testing.assert_allclose(list(half.values()), [whole[step] for step in half], atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "too_few"), [(16_000, False), (4_000, True)])
+def test_text_that_is_read_twice_is_found_and_a_run_says_so(made, capsys, size, too_few):
+    made("run", size=size, steps=1, preflight=False)
+    assert ("reads its text more than once, and from then on its index knows" in capsys.readouterr().out) is too_few
 
 
 @pytest.mark.slow

@@ -252,7 +252,9 @@ def say_opening(options: Options, loaded: LoadedRecipe, checked: Preflight, data
     output.opening(console, rows)
     differences = departures(options.init_from, loaded, data.manifest) if options.init_from else ()
     clash = name_clash(recipe.name, recipe.track or recipe.data.name, loaded.source_sha256)
-    notes = platform_problem(device.platform), clash, data.holdout and data.holdout.note
+    again = recipe.retrieval and data.shards.num_tokens < recipe.tokens
+    twice = "the run reads its text more than once, and from then on its index knows what comes next: take fewer steps"
+    notes = platform_problem(device.platform), clash, data.holdout and data.holdout.note, twice if again else None
     output.notes(console, loaded.note, *differences, device.note, *notes)
 
 
