@@ -1,5 +1,7 @@
 """Schedules of a shorter run."""
 
+from itertools import accumulate
+
 import pytest
 
 from jspeed.errors import BadInput
@@ -25,4 +27,4 @@ def test_a_shorter_jspeed3_makes_that_share_of_its_steps(share):
     recipe = find("jspeed3", [f"LENGTH={share}"]).recipe
     assert recipe.steps / jspeed3.TOTAL == pytest.approx(share, abs=0.002)
     assert recipe.tokens / jspeed3.RECIPE.tokens == pytest.approx(share, abs=0.005)
-    assert recipe.parameters.keys() == jspeed3.PARAMETERS.keys()
+    assert not any(border % 4 for border in accumulate(stage.steps for stage in recipe.stages))

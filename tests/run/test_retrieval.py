@@ -76,9 +76,8 @@ RECIPE = Recipe(
 )
 '''
 
-PASSAGE = np.random.default_rng(9).integers(
-    130, 138, 70
-)  # of bytes that no other text has, no two of which say the next
+# Of bytes that no other text has; the one before does not say the next.
+PASSAGE = np.random.default_rng(9).integers(130, 138, 70)
 
 
 @pytest.fixture
@@ -142,17 +141,8 @@ def test_text_that_is_read_twice_is_found_and_a_run_says_so(made, capsys, size, 
 def test_two_processes_are_one(made, tmp_path):
     """Each trains on four of eight lanes, and is told what followed in all of them."""
     made("one")
-    flags = [
-        "--data",
-        tmp_path / "shards-False",
-        "--run-dir",
-        "two",
-        "--mesh",
-        "data=2",
-        "--no-sample",
-        "--target-loss",
-        9,
-    ]
+    flags = ["--data", tmp_path / "shards-False", "--run-dir", "two", "--mesh", "data=2"]
+    flags += ["--no-sample", "--target-loss", 9]
     two = ended([start(tmp_path, place, "followed.py", *flags) for place in places(2)])
     assert [code for code, _, _ in two] == [0, 0], two
     for kind in ("train_loss", "val_loss"):

@@ -33,9 +33,7 @@ class Retriever:
         self, loader: TokenLoader, asked: Retrieval, *, capacity: int, bos_id: int, dtype: np.dtype[Any], lanes: slice
     ) -> None:
         self._loader, self._dtype, self._lanes = loader, dtype, lanes
-        self._index = ContextIndex(
-            capacity, lengths=asked.lengths, recent=asked.recent, top=asked.top, bos_id=bos_id, threads=None
-        )
+        self._index = ContextIndex(capacity, lengths=asked.lengths, recent=asked.recent, top=asked.top, bos_id=bos_id)
         self._thread = ThreadPoolExecutor(1, "retriever")
         self._state = loader.state_dict()  # after the batches that were handed out
         self._coming: Future[tuple[Batch, Rows, dict[str, Any]] | None] | None = None
@@ -48,9 +46,6 @@ class Retriever:
         batch, rows, self._state = coming
         self._coming = self._thread.submit(self._advance, batch)
         return rows
-
-    def __iter__(self) -> Self:
-        return self
 
     def _advance(self, before: Batch | None) -> tuple[Batch, Rows, dict[str, Any]] | None:
         if before is not None:

@@ -28,7 +28,7 @@ from jspeed.run.compute.device import Placement, device_of
 from jspeed.run.compute.preflight import preflight
 from jspeed.run.compute.program import compile_evaluation, eval_context
 from jspeed.run.compute.step import weigh
-from jspeed.run.setup import open_loader
+from jspeed.run.setup import open_retriever
 
 HELLASWAG = Download(  # of that commit, as evaluations on it publish
     "hellaswag_val.jsonl",
@@ -106,11 +106,9 @@ def index_of(model: Model, folder: Path) -> Retriever | None:
     if model.recipe.retrieval is None or model.trained is None:
         return None
     seed, steps = model.trained
-    loader = open_loader(model.recipe, find_split(folder, "train"), seed, steps)
-    if isinstance(loader, Retriever):
-        loader.read(steps)
-        return loader
-    return None
+    index = open_retriever(model.recipe.retrieval, steps, model.recipe, find_split(folder, "train"), seed)
+    index.read(steps)
+    return index
 
 
 def accuracy(model: Model, rows: np.ndarray) -> float:

@@ -107,9 +107,11 @@ def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
 
 def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
     """Put the rows on the devices, with empty ones after them up to ``padded``, and no matches behind tokens alone."""
-    full = np.zeros((padded, recipe.row_words(recipe.eval_len)), recipe.data.dtype)
-    full[: len(rows), : rows.shape[1]] = rows
-    array, mean = put(full, batch_rows(mesh)), float(mean_weight(recipe, rows[:, : recipe.eval_len + 1]))
+    shape = padded, recipe.row_words(recipe.eval_len)
+    array, mean = (
+        put_padded(rows, shape, recipe.data.dtype, mesh),
+        float(mean_weight(recipe, rows[:, : recipe.eval_len + 1])),
+    )
     nothing = None
     if recipe.canonical:
         zeros = jax.jit(partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh))
@@ -120,10 +122,15 @@ def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> Val
 def look_up(validation: ValidationSet, rows: np.ndarray, loader: TokenLoader | Retriever, mesh: Mesh) -> None:
     """Put what the steps so far say of validation ``rows`` behind them on the devices; without retrieval, nothing."""
     if isinstance(loader, Retriever):
-        full = np.zeros(validation.rows.shape, validation.rows.dtype)
-        full[: len(rows)] = loader.looked_up(rows)
         with jax.transfer_guard("allow"):
-            validation.rows = put(full, batch_rows(mesh))
+            validation.rows = put_padded(loader.looked_up(rows), validation.rows.shape, validation.rows.dtype, mesh)
+
+
+def put_padded(rows: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], mesh: Mesh) -> jax.Array:
+    """Put ``rows`` on the devices as the first ones of an array of this ``shape``, with zeros after and behind them."""
+    full = np.zeros(shape, dtype)
+    full[: len(rows), : rows.shape[1]] = rows
+    return put(full, batch_rows(mesh))
 
 
 def byte_pairs(recipe: Recipe, tokenizer: str | None) -> Sequence[bytes]:

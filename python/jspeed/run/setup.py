@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from jspeed.fields import as_json, flag
 from jspeed.files import as_text, cache_folder, write_whole
 from jspeed.parallel.layout import partitions
 from jspeed.parallel.mesh import make_mesh, mesh_for, put
-from jspeed.recipe import Recipe, without_lazy
+from jspeed.recipe import Recipe, Retrieval, without_lazy
 from jspeed.record.preregistration import place_in_plan
 from jspeed.record.remarks import name_clash
 from jspeed.run import evaluate, export
@@ -196,7 +197,8 @@ def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[L
     all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
     evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
-    loader = open_loader(recipe, shards, options.seed, options.steps)
+    opened = open_loader if recipe.retrieval is None else partial(open_retriever, recipe.retrieval, options.steps)
+    loader = opened(recipe, shards, options.seed)
     data = RunData(folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs)
     return replace(loaded, recipe=recipe), data
 
@@ -357,16 +359,14 @@ def data_folder(recipe: Recipe, given: Path | None) -> Path:
     return folder
 
 
-def open_loader(recipe: Recipe, shards: Shards, seed: int, steps: int | None = None) -> TokenLoader | Retriever:
-    """Open the stream of training batches, all or the first ``steps``; it starts to read when one is asked for.
-
-    With retrieval every process reads all lanes. Raises BadInput where there is no memory for the index of a run."""
-    index, count = (0, 1) if recipe.retrieval else (jax.process_index(), jax.process_count())
+def open_loader(recipe: Recipe, shards: Shards, seed: int, all_lanes: bool = False) -> TokenLoader:
+    """Open the stream of training batches, this process's lanes or all; it starts to read when one is asked for."""
+    index, count = (0, 1) if all_lanes else (jax.process_index(), jax.process_count())
     block = recipe.data.shuffle_block
     shuffle = Shuffle(seed, block) if block else None
     if recipe.data.windows == "random":
         shuffle = Shuffle(seed, unit="window")
-    loader = TokenLoader(
+    return TokenLoader(
         shards,
         lanes=recipe.lanes,
         schedule=recipe.stages,
@@ -378,13 +378,17 @@ def open_loader(recipe: Recipe, shards: Shards, seed: int, steps: int | None = N
         process_index=index,
         process_count=count,
     )
-    if recipe.retrieval is None:
-        return loader
+
+
+def open_retriever(asked: Retrieval, steps: int | None, recipe: Recipe, shards: Shards, seed: int) -> Retriever:
+    """Open the same stream with an index of its tokens, with room for all or the first ``steps``.
+
+    Raises BadInput where there is no memory for it."""
     lengths = [stage.lane_len for stage in recipe.stages for _ in range(stage.steps)]
     own = recipe.lanes // jax.process_count()
     return Retriever(
-        loader,
-        recipe.retrieval,
+        open_loader(recipe, shards, seed, all_lanes=True),
+        asked,
         capacity=recipe.lanes * sum(length + 1 for length in lengths[:steps]),
         bos_id=recipe.data.bos_id,
         dtype=recipe.data.dtype,

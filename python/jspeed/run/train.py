@@ -126,7 +126,7 @@ def loop(setup: Setup, history: History, stop: GracefulStop, checkpoints: Checkp
         before = now()
         batch = setup.data.loader.__next__()  # next() would forget its type
         loaded = now()
-        # Tokens alone, as stored: the device derives inputs, targets and documents from them.
+        # Tokens as stored, and their matches: the device derives inputs, targets and documents from them.
         state, metrics = execute(state, put_rows(batch.tokens.astype(recipe.data.dtype, copy=False), rows))
         history.data_wait_seconds += loaded - before
         history.dispatch_seconds += now() - loaded
