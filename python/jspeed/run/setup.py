@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +196,8 @@ def open_data(options: Options, loaded: LoadedRecipe, device: Device) -> tuple[L
     all_rows = np.concatenate([rows, holdout.rows]) if holdout else rows
     evaluate.check_documents(all_rows, recipe, eval_context(recipe, device).stage.max_docs)
     recipe = replace(recipe, eval_max_doc_len=evaluate.longest_document(all_rows, recipe))
-    opened = open_loader if recipe.retrieval is None else partial(open_retriever, recipe.retrieval, options.steps)
-    loader = opened(recipe, shards, options.seed)
+    asked, stream = recipe.retrieval, (recipe, shards, options.seed)
+    loader: TokenLoader | Retriever = open_retriever(asked, options.steps, *stream) if asked else open_loader(*stream)
     data = RunData(folder, manifest or {}, shards, val_shards, loader, rows, holdout, byte_pairs)
     return replace(loaded, recipe=recipe), data
 
