@@ -12,6 +12,7 @@ from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.model.kernels import composed_heads, own_value
 from jspeed.model.kernels.qk_norm import norm_and_rotate
+from jspeed.model.sampled import candidates
 from jspeed.recipes import jspeed2, r89
 from jspeed.run.find_recipe import find
 
@@ -19,7 +20,7 @@ from ..model import dense
 from ..run.compute.steps import batches, mesh_of, run
 from ..toys import TOYS
 
-OWN = {"EXACT_TOKENS", "SAMPLED_ONE_IN", "FP8_GRADIENTS", "FP8_PROJECTIONS"}
+OWN = {"EXACT_TOKENS", "SAMPLED_ONE_IN", "CANDIDATES", "FP8_GRADIENTS", "FP8_PROJECTIONS"}
 EVERYTHING = ["EXACT_TOKENS=64", "SAMPLED_ONE_IN=1"]  # through the sampled softmax
 BANKS = "queries_keys", "values_outs", "mlp"
 PREFIXES = np.random.default_rng(0).integers(-100, 272, size=272).clip(-1).astype(np.int32)
@@ -153,3 +154,17 @@ def test_any_devices_and_micro_batches_draw_the_same_sample(toy):
     tokens = batches(recipe, 8)
     expected, found = (run(recipe, mesh_of(devices), lanes, tokens)[1] for devices, lanes in ((1, None), (4, 1)))
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_record_92s_softmax_is_over_candidates_alone(toy, number):
+    """Against logits of all tokens: that of the next one and of 96 candidates, each once."""
+    recipe = toy("jspeed2", "CANDIDATES=(96,272)", "TARGETS=(1,1)", "PREFIX_SHARE={}")
+    assert [stage.scored for stage in recipe.stages] == [96, 272]
+    params, tokens, targets, weights = example(recipe, number)
+    ctx = r.Context(recipe.stages[number], training=True, step=jnp.int32(2))
+    _, found = jax.jit(functools.partial(recipe.loss, ctx=ctx))(params, tokens, targets, weights)
+    logits = np.asarray(jax.jit(functools.partial(recipe.forward, ctx=ctx))(params, tokens)[0], np.float64)
+    ids = candidates(targets[0], 272, 96, 2 * 96)[0] if number == 0 else np.arange(272)
+    expected = np.log(np.sum(np.exp(logits[:, ids]), axis=1)) - logits[np.arange(len(logits)), targets[0]]
+    np.testing.assert_allclose(found[0], expected, rtol=1e-5)

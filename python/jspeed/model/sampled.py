@@ -4,6 +4,7 @@ After Jean et al. 2015 (arXiv 1412.2007) and Bengio and Senecal 2008; here the s
 replacement, and the estimate of the softmax's partition function has no bias.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from jspeed.errors import BadInput
 from jspeed.model.layers import key_of, lookup
 from jspeed.model.losses import (
+    Copies,
     Head,
     Softcap,
     dlogits,
@@ -143,6 +145,34 @@ def candidates(
     place_V = jnp.cumsum(member_V, dtype=jnp.int32) - 1
     ids_C = jnp.searchsorted(place_V, jnp.arange(count, dtype=jnp.int32), method="scan_unrolled").astype(jnp.int32)
     return jnp.where((jnp.arange(count) == 0) & (room < 0), -1, ids_C), place_V
+
+
+def over_candidates(
+    score: Callable[..., tuple[jax.Array, jax.Array]],
+    rows_of_lanes: Sequence[jax.Array],
+    chosen: Sequence[tuple[jax.Array, jax.Array]],
+    x_BTD: jax.Array,
+    targets_NBT: jax.Array,
+    weights_NBT: jax.Array,
+    copies: Copies | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weighted sum, loss of every token) where each lane has its own :func:`candidates`, ``chosen``.
+
+    ``score`` is :func:`jspeed.model.losses.cross_entropy` of a head, called for each lane with its candidates' rows
+    and the targets' places among them. A target that is no candidate (a few of those further ahead) counts nothing;
+    where a lane has more next tokens than candidates the sum is NaN.
+    """
+    parts = []
+    for lane, (ids_C, place_V) in enumerate(chosen):
+        targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
+        places_N1T = place_V[targets_N1T].clip(0)
+        weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
+        of_lane = {}
+        if copies is not None:
+            of_lane["copies"] = Copies(copies.target_BT[lane, None], copies.none_BT[lane, None], place_V[copies.id])
+        parts.append(score(rows_of_lanes[lane], x_BTD[lane, None], places_N1T, weights_N1T, **of_lane))
+    totals, losses = zip(*parts, strict=True)
+    return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
 
 
 def sampled_cross_entropy(

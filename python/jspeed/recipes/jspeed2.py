@@ -24,14 +24,22 @@ from jax.nn import initializers
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
 from jspeed.model.heads import attention_in_pairs, composed, pair_positions, without_own_value
-from jspeed.model.layers import lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
+from jspeed.model.layers import look_up_each, lookup, rms_norm, scaled, sparse_gate, uniform, zero_every
 from jspeed.model.losses import asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import blend, coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
-from jspeed.model.sampled import by_frequency, columns, count, draw, sampled_cross_entropy
+from jspeed.model.sampled import (
+    by_frequency,
+    candidates,
+    columns,
+    count,
+    draw,
+    over_candidates,
+    sampled_cross_entropy,
+)
 from jspeed.optim.normuon import normuon
 from jspeed.optim.schedules import staged, through
 from jspeed.optim.slow import measured, slow_adams, tied
@@ -81,6 +89,7 @@ PREFIX_SHARE = {423: 0.25, 847: 0.0}  # of the longest prefix of the next token
 LAST_TIED = 847  # step in which embedding and head are one table
 EXACT_TOKENS = 5248  # the most frequent so far, which every token's softmax has in training
 SAMPLED_ONE_IN = 16  # of the others, 2,816, another one for each sixteenth of a lane; both multiples of 128
+CANDIDATES = ()  # of each stage: how many tokens a lane scores by record 92's softmax instead; (): none
 
 # Optimizer
 MUON_LR = 0.023
@@ -298,7 +307,13 @@ def loss(
             targets_BT, weights_BT = with_prefix(targets_BT, weights_BT, prefixes, share)
     x_BTD = hidden(params, tokens_BT, ctx)
     arguments = head, params["head"], x_BTD, targets_BT, weights_BT
-    if ctx.training and EXACT_TOKENS < VOCAB:
+    if ctx.training and CANDIDATES and CANDIDATES[ctx.stage.own] < VOCAB:
+        size = CANDIDATES[ctx.stage.own]
+        starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * size for lane in range(len(tokens_BT))]
+        chosen = [candidates(next_BT[lane], VOCAB, size, start) for lane, start in enumerate(starts)]
+        rows = look_up_each(params["head"], [ids_C for ids_C, _ in chosen])
+        return over_candidates(partial(cross_entropy, head, cap=CAP, chunk=chunk), rows, chosen, *arguments[2:])
+    if ctx.training and EXACT_TOKENS < VOCAB and not CANDIDATES:
         ranked = by_frequency(params["word_counts"])
         sample = draw(ctx.step, VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN, ranked, groups=SAMPLED_ONE_IN)
         total, loss_BT = sampled_cross_entropy(*arguments, sample, cap=CAP)
@@ -324,8 +339,8 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
 
 
 ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
-SCORED = columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN)
-STAGES = tuple(Stage(*row, scored=SCORED, own=number) for number, row in enumerate(ROWS))
+SCORED = CANDIDATES or (columns(VOCAB, EXACT_TOKENS, SAMPLED_ONE_IN),) * len(STEPS)
+STAGES = tuple(Stage(*row, scored=min(SCORED[number], VOCAB), own=number) for number, row in enumerate(ROWS))
 
 RECIPE = Recipe(
     name="jspeed2",

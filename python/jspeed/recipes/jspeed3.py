@@ -40,7 +40,7 @@ from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_co
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_classes, gpt2_prefixes
-from jspeed.model.sampled import candidates
+from jspeed.model.sampled import candidates, over_candidates
 from jspeed.optim.anvil import Rails, anvil
 from jspeed.optim.averages import Average, rates_of
 from jspeed.optim.cautious import cautious_adam
@@ -401,17 +401,8 @@ def loss(
     chosen = [candidates(jnp.append(targets_BT[lane], COPY), VOCAB, columns, starts[lane]) for lane in lanes]
     # At once: the gradient of the table that these stages share is added up once.
     e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
-    x_BTD, parts = hidden(params, tokens_BT, ctx, e_BTD), []
-    copies = copied(x_BTD)
-    for lane, (ids_C, place_V) in enumerate(chosen):
-        targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
-        places_N1T = place_V[targets_N1T].clip(0)
-        weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
-        of_lane = Copies(copies.target_BT[lane, None], copies.none_BT[lane, None], place_V[COPY])
-        arguments = of_lanes[lane], x_BTD[lane, None], places_N1T, weights_N1T
-        parts.append(score(*arguments, chunk=ctx.head_chunk, copies=of_lane))
-    totals, losses = zip(*parts, strict=True)
-    return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
+    x_BTD, score = hidden(params, tokens_BT, ctx, e_BTD), partial(score, chunk=ctx.head_chunk)
+    return over_candidates(score, of_lanes, chosen, x_BTD, targets_NBT, weights_NBT, copied(x_BTD))
 
 
 def optimizer() -> optax.GradientTransformation:

@@ -15,7 +15,7 @@ Hardware    8xH100: not run here.
 Parent      r89
 """
 
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
 
@@ -45,7 +45,7 @@ from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_co
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
 from jspeed.model.positions import frequencies, queries_and_keys, smear, yarn
 from jspeed.model.prefixes import gpt2_prefixes
-from jspeed.model.sampled import candidates
+from jspeed.model.sampled import candidates, over_candidates
 from jspeed.optim.anvil import Rails, anvil
 from jspeed.optim.averages import Average, rates_of
 from jspeed.optim.cautious import cautious_adam
@@ -58,6 +58,7 @@ from jspeed.recipe import Context, Data, ParamSpec, Recipe, Stage, groups
 VOCAB = 50_304  # 50,257 rounded up to a multiple of 128
 BOS = 50_256
 NGRAMS = 84_602_880  # rows: the first half for bigrams, the second for trigrams
+ORDERS = (2, 3)  # of n-grams; (2,): bigrams alone, in all rows
 WIDTH = 768
 LAYERS = 11
 HEADS = 6
@@ -66,6 +67,7 @@ ATTENDING = (0, 2, 5, 1, 8, 3, 10)  # layers with attention, as their matrices l
 PAIRED_LAYERS = (0, 2, 5)
 HALF_LAYERS = (1, 8)  # values as narrow as queries and keys
 LONG_LAYERS = (3, 10)  # wide queries and keys, the long window, keys that look back
+NARROW_QUERIES = True  # whether queries and keys of the other layers are half as wide
 XSA_LAYERS = (1, 3)
 NO_MLP = (7,)
 TWICE = 8  # the layer with two MLPs side by side
@@ -81,8 +83,7 @@ GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
 MUDD_WIDTH = 64
 MUDD_SCALE = 0.1
 MIX_GROUPS = 12  # of channels, that the last mixture weighs apart
-BIGRAM_SIGNS = (48271, 30011)
-TRIGRAM_SIGNS = (58699, 39779, 26801)
+SIGNS = {2: (48271, 30011), 3: (58699, 39779, 26801)}  # factors of the hash that draws signs, by order
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
@@ -126,6 +127,7 @@ ADAM = {  # rate, betas, decay in units of ADAM_DECAY
     "gates_bias": (8e-4, 0.9, 0.99, 0),
 }
 TABLES = (0.56, 0.75, 0.95, 5)  # likewise, per two steps; n-grams have no first moment
+ROW_MOMENTS = True  # whether a row of n-grams has one second moment, or each of its numbers has
 ADAM_EPS = 1e-10
 ADAM_DECAY = 0.005
 COOLDOWN = {234: 0.0, 1174: 1.0}  # how far rates have fallen, lines between steps
@@ -146,9 +148,11 @@ EVAL_CHUNK = 16_384  # tokens whose logits exist at once
 CANONICAL = False  # as in record 92's pool of runs; True: evaluation rules out what GPT-2's tokenizer never writes (91)
 
 STARTS = (0, *accumulate(STEPS))
-TOTAL, LAST, HEAD_WIDTH, NARROW = sum(STEPS), LAYERS - 1, WIDTH // HEADS, len(ATTENDING) - len(LONG_LAYERS)
+TOTAL, LAST, HEAD_WIDTH = sum(STEPS), LAYERS - 1, WIDTH // HEADS
+WIDE_LAYERS = LONG_LAYERS if NARROW_QUERIES else ATTENDING
+NARROW = len(ATTENDING) - len(WIDE_LAYERS)
 FEEDS = (*(layer for layer in range(LAYERS) if layer not in NO_MLP), TWICE)  # whose MLP is where in the bank
-CAP = asymmetric_cap(23.0, 5.0, 7.5)
+CAP, ROWS_OF = asymmetric_cap(23.0, 5.0, 7.5), {2: bigram_rows, 3: trigram_rows}
 # Gates: layers that have it, how many numbers it is, what they start at.
 KINDS = {"own value": (XSA_LAYERS, HEADS, 0.0), "heads": (LONG_LAYERS, HEADS, 0.25), "skip": ((SKIP_INTO,), 1, 0.5)}
 KINDS |= {"start": (START_LAYERS, 1, 0.0), "ngram": (NGRAM_LAYERS, 1, 0.05)}
@@ -168,7 +172,7 @@ UPDATES = np.array([step for step in range(TOTAL) if (step + 1) % TABLES_EVERY[S
 
 # Columns that are read of each matrix for queries and keys, and of each for values: half of every head, or all.
 HALF = np.arange(2 * WIDTH) % HEAD_WIDTH < HEAD_WIDTH // 2
-READ_KEYS = np.repeat([layer in LONG_LAYERS for layer in ATTENDING], HEADS)[:, None] | HALF[: 2 * HEAD_WIDTH]
+READ_KEYS = np.repeat([layer in WIDE_LAYERS for layer in ATTENDING], HEADS)[:, None] | HALF[: 2 * HEAD_WIDTH]
 READ_VALUES = np.array([layer not in HALF_LAYERS for layer in ATTENDING])[:, None] | HALF[:WIDTH]
 
 
@@ -198,7 +202,9 @@ PARAMETERS = {
     "values": ParamSpec(
         (VOCAB, VALUE_TABLES, WIDTH), ("token", "table", "model"), small, "tables", COMPUTE, every=4, summed=True
     ),
-    "ngrams": ParamSpec((NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=2),
+    "ngrams": ParamSpec(
+        (NGRAMS, WIDTH), ("row", "model"), zeros, "ngrams", dtype=COMPUTE, every=4, lookups=len(ORDERS)
+    ),
     "queries_keys": bank(uniform(0.5), "queries_keys", HEADS * len(ATTENDING), WIDTH, 2 * HEAD_WIDTH, halves=NARROW),
     "values_outs": bank(uniform(0.5), "values_outs", 2 * len(ATTENDING), WIDTH, WIDTH, halves=len(HALF_LAYERS)),
     "mlp": bank(zero_every(2, uniform(0.5)), "mlp", 2 * len(FEEDS), WIDTH, MLP_WIDTH),
@@ -263,7 +269,7 @@ def hidden(
     def attend(a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0) -> jax.Array:
         number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
         angles, scale = wide if long else narrow
-        width = HEAD_WIDTH if long else HEAD_WIDTH // 2
+        width = HEAD_WIDTH if layer in WIDE_LAYERS else HEAD_WIDTH // 2
         of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
         queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
         queries_keys = jnp.moveaxis(queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1)
@@ -305,12 +311,12 @@ def hidden(
     if e_BTD is None or not tied:
         e_BTD = lookup(params["head" if tied else "embed"], tokens_BT)
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
-    half = NGRAMS // 2
-    rows_BT = jnp.concatenate([bigram_rows(tokens_BT, half), half + trigram_rows(tokens_BT, NGRAMS - half)], axis=1)
-    found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=kernels).astype(e_BTD.dtype), 2, axis=1)
-    signed = (signs(tokens_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
-    bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
-    ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
+    part = NGRAMS // len(ORDERS)
+    rows = [n * part + ROWS_OF[order](tokens_BT, part) for n, order in enumerate(ORDERS)]
+    found_BTD = ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1), own_kernels=kernels).astype(e_BTD.dtype)
+    found = zip(jnp.split(found_BTD, len(ORDERS), axis=1), ORDERS, strict=True)
+    signed = (x_BTD * signs(tokens_BT, WIDTH, jnp.float32, SIGNS[order]) for x_BTD, order in found)
+    ngram_BTD = reduce(jnp.add, signed).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
     x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD))
     outputs: list[jax.Array] = []
@@ -378,15 +384,8 @@ def loss(
     chosen = [candidates(targets_BT[lane], VOCAB, columns, starts[lane]) for lane in lanes]
     # At once: the gradient of the table that these stages share is added up once.
     e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
-    x_BTD, parts = hidden(params, tokens_BT, ctx, e_BTD), []
-    for lane, (ids_C, place_V) in enumerate(chosen):
-        targets_N1T, weights_N1T = targets_NBT[:, lane, None], weights_NBT[:, lane, None]
-        places_N1T = place_V[targets_N1T].clip(0)
-        weights_N1T *= jnp.where(ids_C[0] < 0, jnp.nan, ids_C[places_N1T] == targets_N1T)
-        arguments = of_lanes[lane], x_BTD[lane, None], places_N1T, weights_N1T
-        parts.append(score(*arguments, chunk=ctx.head_chunk))
-    totals, losses = zip(*parts, strict=True)
-    return jnp.sum(jnp.stack(totals)), jnp.concatenate(losses)
+    score = partial(score, chunk=ctx.head_chunk)
+    return over_candidates(score, of_lanes, chosen, hidden(params, tokens_BT, ctx, e_BTD), targets_NBT, weights_NBT)
 
 
 def optimizer() -> optax.GradientTransformation:
@@ -410,7 +409,8 @@ def row_optimizers() -> dict[str, RowTransformation]:
     """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value tables."""
     _, _, beta2, decay = TABLES
     betas, decays = of_pairs(lambda pairs: beta2**pairs), of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    return {"ngrams": row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)}
+    adam = partial(row_adam, of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)
+    return {"ngrams": adam(by_row=ROW_MOMENTS)}
 
 
 def of_tables(update: jax.Array) -> jax.Array:
@@ -447,7 +447,7 @@ def windows_of(long: int, short: int) -> tuple[int, ...]:
     return tuple(1 + BLOCK * (long if layer in LONG_LAYERS else short) for layer in range(LAYERS))
 
 
-WIDTHS = [(layer in ATTENDING) * (3 + (layer in LONG_LAYERS) - (layer in HALF_LAYERS)) for layer in range(LAYERS)]
+WIDTHS = [(layer in ATTENDING) * (3 + (layer in WIDE_LAYERS) - (layer in HALF_LAYERS)) for layer in range(LAYERS)]
 ROWS = zip(STEPS, LANE_LENS, MAX_DOC_LENS, MAX_DOCS, map(windows_of, LONG_WINDOWS, SHORT_WINDOWS), strict=True)
 STAGES = tuple(
     Stage(*row, scored=min(COLUMNS[number], VOCAB), every=TABLES_EVERY[number], own=number)
