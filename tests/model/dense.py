@@ -20,12 +20,12 @@ def forward(q, k, v, scale, seen):
     return np.einsum("bhts,bshk->bthk", weights, v), weights
 
 
-def backward(q, k, v, scale, seen, dout):
-    """Gradients with respect to q, k, v."""
+def backward(q, k, v, scale, seen, dout, near=True):
+    """Gradients with respect to q, k, v, from the scores and to the values where ``near``, bool ``[T, T]``."""
     _, w = forward(q, k, v, scale, seen)
-    dv = np.einsum("bhts,bthk->bshk", w, dout)
+    dv = np.einsum("bhts,bthk->bshk", w * near, dout)
     dw = np.einsum("bthk,bshk->bhts", dout, v)
-    ds = w * (dw - (dw * w).sum(-1, keepdims=True)) * scale
+    ds = w * near * (dw - (dw * w).sum(-1, keepdims=True)) * scale
     return np.einsum("bhts,bshk->bthk", ds, k), np.einsum("bhts,bthk->bshk", ds, q), dv
 
 

@@ -70,6 +70,28 @@ def test_agrees_with_dense_mask(path, data, length, window, block):
         np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
+@pytest.mark.parametrize(("window", "near"), [(None, 3), (9, 3), (9, 20)])
+def test_gradients_of_near_keys_alone(blocks_of_8, window, near):
+    """As a backward kernel has them that skips blocks: weights, and the mean that softmax subtracts, are of all."""
+    tokens = np.ones((2, 27), int)
+    tokens[0, [0, 6, 20]] = BOS
+    q, k, v, dout = normal(2, 27, 1, 4)
+    documents = find_documents(jnp.asarray(tokens), BOS)
+
+    @jax.jit
+    def both(q, k, v, dout):
+        call = partial(attention, scale=0.3, documents=documents, window=window, gradient_window=near)
+        out, back = jax.vjp(call, q, k, v)
+        return out, back(dout)
+
+    out, grads = both(q, k, v, dout)
+    seen, t = dense.mask(tokens, BOS, window), np.arange(27)
+    np.testing.assert_allclose(out, dense.forward(q, k, v, 0.3, seen)[0], atol=2e-5)
+    expected = dense.backward(q, k, v, 0.3, seen, dout, t[:, None] - t < near)
+    for found, wanted in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=5e-5)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_bfloat16_and_no_documents(blocks_of_8, window):
     q, k, v, dout = normal(2, 27, 2, 8).astype(jnp.bfloat16)
@@ -353,6 +375,7 @@ def test_fa4_call(monkeypatch, max_docs, window):
     [
         ({"backend": "cudn"}, "did you mean 'cudnn'"),
         ({"window": 0}, "window=0"),
+        ({"gradient_window": 3, "backend": "triton"}, "'triton' has no window of its own for gradients"),
         ({"backend": "cudnn", "dtype": jnp.float32}, "found q in float32"),
         ({"backend": "cudnn", "width": 12}, "head widths .* found 12"),
         ({"backend": "cudnn", "width": 264}, "head widths .* found 264"),
@@ -364,13 +387,15 @@ def test_fa4_call(monkeypatch, max_docs, window):
     ],
 )
 def test_refuses(change, words):
-    given = {"backend": "xla", "dtype": jnp.bfloat16, "width": 64, "window": None, "max_docs": 4, "lanes": 2, **change}
+    given = {"backend": "xla", "dtype": jnp.bfloat16, "width": 64, "window": None, "max_docs": 4, "lanes": 2}
+    given |= {"gradient_window": None, **change}
     x = jax.ShapeDtypeStruct((given["lanes"], 16, 2, given["width"]), given["dtype"])
     tokens = jax.ShapeDtypeStruct((given["lanes"], 16), jnp.int32)
 
     def call(x, tokens):
         documents = find_documents(tokens, BOS, given["max_docs"])
-        return attention(x, x, x, scale=1.0, documents=documents, window=given["window"], backend=given["backend"])
+        how = {name: given[name] for name in ("window", "gradient_window", "backend")}
+        return attention(x, x, x, scale=1.0, documents=documents, **how)
 
     with pytest.raises(BadInput, match=words):
         jax.eval_shape(call, x, tokens)

@@ -109,6 +109,7 @@ def attention(
     backend: str = "xla",
     marked: bool = False,
     tagged: bool = False,
+    gradient_window: int | None = None,
 ) -> jax.Array:
     """Softmax attention of each query over the keys it may see: ``[B, T, H, K]``, shape and dtype of ``v_BTHK``.
 
@@ -124,8 +125,14 @@ def attention(
     latter ``cudnn`` does not write what is past it. ``marked``: the queries of such lanes are NaN already
     (:func:`jspeed.model.positions.queries_and_keys`), and the pass over all queries that makes them NaN is left out.
     ``tagged``: queries and keys are normalised and have :func:`tags`; ``cudnn`` then needs no table of documents, and
-    no block of its kernels is without work. Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput
-    for what a backend does not support, and for heads that do not divide.
+    no block of its kernels is without work.
+
+    With ``gradient_window`` a query and a key that is so many tokens before it, or more, get no gradient from each
+    other; the softmax is that of all keys, in the backward pass too (PR 371 of modded-nanogpt). ``xla`` and ``cudnn``
+    have it, whose backward kernel then visits fewer blocks.
+
+    Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
+    for heads that do not divide.
     """
     if backend not in BACKENDS:
         raise BadInput(
@@ -137,11 +144,19 @@ def attention(
         return _cached(cache, q_BTHK, k_BTHK, v_BTHK, scale, documents, window)
     if window is not None and window >= q_BTHK.shape[1]:
         window = None
+    if gradient_window is not None and gradient_window >= (window or q_BTHK.shape[1]):
+        gradient_window = None
+    if gradient_window is not None and backend not in ("xla", "cudnn"):
+        raise attention_backends.Refused(
+            f"attention backend {backend!r} has no window of its own for gradients, found {gradient_window}; choose "
+            "'cudnn' or 'xla', or gradients of all keys"
+        )
     ids_BT = None if documents is None else documents.ids
     if backend == "xla":
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
         path = _unrolled if short else _looped
-        return _over_heads(partial(path, scale=scale, window=window), q_BTHK, k_BTHK, v_BTHK, ids_BT)
+        windows = {"window": window, "gradient_window": gradient_window}
+        return _over_heads(partial(path, scale=scale, **windows), q_BTHK, k_BTHK, v_BTHK, ids_BT)
     if (narrower := v_BTHK.shape[-1] - q_BTHK.shape[-1]) > 0:
         q_BTHK, k_BTHK = (jnp.pad(x, [(0, 0)] * 3 + [(0, narrower)]) for x in (q_BTHK, k_BTHK))
 
@@ -164,6 +179,8 @@ def attention(
         if tagged and backend == "cudnn":
             _require_apart(scale, v_BTHK.shape[-1] // 2)
             offsets_BO, rest = None, {}
+        if gradient_window is not None:
+            rest |= {"gradient_window": gradient_window}
         path = getattr(attention_backends, backend)
         return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest)
 
@@ -227,7 +244,7 @@ def cached_mask(cache: CacheStep, length: int, size: int, documents: Documents |
     return seen_BTS
 
 
-def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window):
+def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, window, gradient_window):
     """Attend from queries at positions ``t_T`` to keys at positions ``s_S``."""
     distance_TS = t_T[:, None] - s_S[None, :]
     seen = distance_TS >= 0
@@ -236,17 +253,24 @@ def _block(q_BTHK, k_BSHK, v_BSHK, t_T, s_S, query_ids_BT, key_ids_BS, scale, wi
     seen = seen[None, None]
     if query_ids_BT is not None:
         seen = seen & (query_ids_BT[:, None, :, None] == key_ids_BS[:, None, None, :])
-    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale)
+    near = None if gradient_window is None else distance_TS < gradient_window
+    return _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale, near)
 
 
-def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale):
-    """Softmax over the keys where ``seen`` (bool, broadcast to ``[B, H, T, S]``), then the weighted sum of values."""
+def _weighted(q_BTHK, k_BSHK, v_BSHK, seen, scale, near=None):
+    """Softmax over the keys where ``seen`` (bool, broadcast to ``[B, H, T, S]``), then the weighted sum of values. With
+    ``near`` only these scores and values have gradients."""
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BSHK, preferred_element_type=jnp.float32)
-    weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1)
-    return jnp.einsum("bhts,bshk->bthk", weights_BHTS.astype(v_BSHK.dtype), v_BSHK)
+    if near is not None:
+        scores_BHTS = jnp.where(near, scores_BHTS, jax.lax.stop_gradient(scores_BHTS))
+    weights_BHTS = jax.nn.softmax(jnp.where(seen, scores_BHTS * scale, -jnp.inf), axis=-1).astype(v_BSHK.dtype)
+    if near is None:
+        return jnp.einsum("bhts,bshk->bthk", weights_BHTS, v_BSHK)
+    parts = [(near, v_BSHK), (~near, jax.lax.stop_gradient(v_BSHK))]
+    return sum(jnp.einsum("bhts,bshk->bthk", jnp.where(where, weights_BHTS, 0), v) for where, v in parts)
 
 
-def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window):
+def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window):
     """Unrolled over blocks of queries, each with the keys in its range: fastest, but a large program."""
     length = q_BTHK.shape[1]
     blocks = []
@@ -256,11 +280,12 @@ def _unrolled(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window):
         query, key = slice(start, stop), slice(first, stop)
         ids = (None, None) if ids_BT is None else (ids_BT[:, query], ids_BT[:, key])
         positions = jnp.arange(start, stop), jnp.arange(first, stop)
-        blocks.append(_block(q_BTHK[:, query], k_BTHK[:, key], v_BTHK[:, key], *positions, *ids, scale, window))
+        qkv = q_BTHK[:, query], k_BTHK[:, key], v_BTHK[:, key]
+        blocks.append(_block(*qkv, *positions, *ids, scale, window, gradient_window))
     return jnp.concatenate(blocks, axis=1) if len(blocks) > 1 else blocks[0]
 
 
-def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window):
+def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window, gradient_window):
     """Two loops over blocks of queries: the program does not grow with T.
 
     The lane is cut into spans no shorter than the window, so that a query sees its own span and the one before. The
@@ -291,7 +316,7 @@ def _looped(q_BTHK, k_BTHK, v_BTHK, ids_BT, *, scale, window):
             t_T = begin + start + jnp.arange(QUERY_BLOCK)
             s_S = begin - before + first + jnp.arange(keys)
             s_S = jnp.where(s_S < 0, length + span, s_S)  # positions before the lane are masked like future ones
-            return _block(q_BTHK, k, v, t_T, s_S, query_ids_BT, key_ids, scale, window)
+            return _block(q_BTHK, k, v, t_T, s_S, query_ids_BT, key_ids, scale, window, gradient_window)
 
         starts = jnp.arange(0, span, QUERY_BLOCK)
         return _join(jax.lax.map(one_block, (starts, _cut(q_BRHK, QUERY_BLOCK), _cut(query_ids_BR, QUERY_BLOCK))))

@@ -99,6 +99,7 @@ MAX_DOCS = (64, 96, 96, 128, 128, 128, 64)  # segments in one lane
 BLOCK = 128  # tokens
 LONG_WINDOWS = (3, 7, 7, 11, 11, 11, 13)  # blocks
 SHORT_WINDOWS = (1, 3, 3, 5, 5, 5, 6)
+GRADIENT_WINDOWS = (0, 0, 0, 0, 0, 0, 0)  # blocks within which attention has gradients; 0: all
 POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
 RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
@@ -291,7 +292,8 @@ def hidden(
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
         path, tagged = attention_in_pairs if paired else attention, kernels and width < v_BTHK.shape[-1]
-        path = partial(path, marked=kernels, tagged=tagged, backend=ctx.attention)
+        back = (1 + BLOCK * GRADIENT_WINDOWS[stage]) if GRADIENT_WINDOWS[stage] and ctx.training else None
+        path = partial(path, marked=kernels, tagged=tagged, gradient_window=back, backend=ctx.attention)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))

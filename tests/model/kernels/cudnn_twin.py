@@ -1,5 +1,7 @@
 """What cuDNN computes of packed documents, in plain JAX: it finds each by its start in memory and its length alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,7 +24,7 @@ def attend_lanes(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, 
     """The same through JAX's own tables, of lanes."""
     assert mask_type == fused.MaskType.PADDING_CAUSAL
     sizes, _, starts, _ = fused._fix_seqlen_offsets(q_seqlen, kv_seqlen, q_offsets, kv_offsets, q, k)
-    return packed_cudnn._attend(q, k, v, sizes, starts, scale, sliding_window_length)
+    return packed_cudnn._attend(q, k, v, sizes, starts, scale, sliding_window_length, sliding_window_length)
 
 
 def masks(lengths, starts, shape, window):
@@ -39,11 +41,12 @@ def masks(lengths, starts, shape, window):
     return seen_NN & (inside_SN.T.astype(jnp.int32) @ inside_SN.astype(jnp.int32) > 0), inside_SN.any(axis=0)
 
 
-def attended(q, k, v, seen, written, scale):
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    scores = scale * jnp.einsum("thk,shk->hts", *flat[:2], precision="highest")
-    weights = jax.nn.softmax(jnp.where(seen | ~written[:, None], scores, -jnp.inf), axis=-1)
-    return jnp.einsum("hts,shk->thk", weights, flat[2], precision="highest").reshape(q.shape)
+def of_all(*arrays):
+    return [x.reshape(-1, *x.shape[2:]) for x in arrays]
+
+
+def scores_of(q, k, scale):
+    return scale * jnp.einsum("thk,shk->hts", *of_all(q, k), precision="highest")
 
 
 def unwritten(x, written):
@@ -51,14 +54,28 @@ def unwritten(x, written):
 
 
 def forward(q, k, v, lengths, starts, scale, window, training):
+    """The statistic, of which only the size is cuDNN's, begins with log-sum-exp of all tokens."""
     seen, written = masks(lengths, starts, q.shape, window)
-    out = unwritten(attended(q, k, v, seen, written, scale), written)
-    return (out, jnp.zeros((lengths.size, q.shape[2], q.shape[1]))) if training else (out,)
+    scores = jnp.where(seen | ~written[:, None], scores_of(q, k, scale), -jnp.inf)
+    weights, sums = jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("hts,shk->thk", weights, *of_all(v), precision="highest").reshape(q.shape)
+    statistic = jnp.zeros(lengths.size * q.shape[2] * q.shape[1]).at[: sums.size].set(sums.ravel())
+    out = unwritten(out, written)
+    return (out, statistic.reshape(lengths.size, q.shape[2], q.shape[1])) if training else (out,)
 
 
 def backward(q, k, v, lengths, starts, statistic, out, g, scale, window):
+    """Weights from the statistic, whatever the window was in the forward pass."""
     seen, written = masks(lengths, starts, q.shape, window)
     assert statistic.shape == (lengths.size, q.shape[2], q.shape[1])
-    g = jnp.where(written.reshape(*q.shape[:2], 1, 1), g, 0)
-    gradients = jax.vjp(lambda *qkv: attended(*qkv, seen, written, scale), q, k, v)[1](g)
-    return tuple(unwritten(x, written) for x in gradients)
+    einsum = partial(jnp.einsum, precision="highest")
+    flat_q, flat_k, flat_v, flat_out, flat_g = of_all(q, k, v, out, g)
+    flat_out, flat_g = (jnp.where(written[:, None, None], x, 0) for x in (flat_out, flat_g))
+    scores = scores_of(q, k, scale)
+    sums = statistic.ravel()[: scores.shape[0] * scores.shape[1]].reshape(scores.shape[:2])
+    weights = jnp.where(seen, jnp.exp(scores - sums[..., None]), 0)
+    mean = jnp.sum(flat_out * flat_g, axis=-1).T[..., None]
+    dscores = scale * weights * (einsum("thk,shk->hts", flat_g, flat_v) - mean)
+    gradients = einsum("hts,shk->thk", dscores, flat_k), einsum("hts,thk->shk", dscores, flat_q)
+    gradients = *gradients, einsum("hts,thk->shk", weights, flat_g)
+    return tuple(unwritten(x.reshape(q.shape), written) for x in gradients)

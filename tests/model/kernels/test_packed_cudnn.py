@@ -128,8 +128,8 @@ def test_rows_divide_the_lanes_and_hold_the_longest_document(tokens, longest, ro
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("window", [None, 1, 7])
-def test_output_and_gradients_are_those_of_plain_attention(twin, window, paired):
+@pytest.mark.parametrize(("window", "near"), [(None, None), (1, None), (7, None), (None, 5), (7, 5)])
+def test_output_and_gradients_are_those_of_plain_attention(twin, window, near, paired):
     """Documents across the borders of rows, lanes of different numbers of them, in one program with its gradients."""
     tokens = lanes_of([1, 24, 3, 24, 12, 20, 24, 20, 5, 7, 24, 24, 4], (3, 64))
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 3, 64, HEADS, WIDTH)).astype(np.float32)
@@ -138,11 +138,19 @@ def test_output_and_gradients_are_those_of_plain_attention(twin, window, paired)
     def call(backend, q, k, v, g):
         documents = find_documents(tokens, BOS, 9, 24)
         how = {"scale": 0.3, "documents": documents, "window": window, "backend": backend}
+        how |= {"gradient_window": near}
         out, back = jax.vjp(partial(attention_in_pairs if paired else attention, **how), q, k, v)
         return out, *back(g)
 
     for found, expected in zip(call("cudnn", q, k, v, g), call("xla", q, k, v, g), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_window_for_gradients_needs_the_longest_document(twin):
+    x = jnp.zeros((1, 16, HEADS, WIDTH))
+    documents = find_documents(jnp.full((1, 16), BOS), BOS, 16)
+    with pytest.raises(attention_backends.Refused, match="found lanes of 16"):
+        attention(x, x, x, scale=1.0, documents=documents, backend="cudnn", gradient_window=3)
 
 
 @pytest.mark.parametrize("wrong", ["too many", "too long"])

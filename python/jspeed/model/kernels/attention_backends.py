@@ -32,6 +32,7 @@ def cudnn(
     offsets_BO: jax.Array | None,
     window: int | None,
     longest: int | None = None,
+    gradient_window: int | None = None,
 ) -> jax.Array:
     """Attend with cuDNN's fused kernel: causal, or packed (Hopper or newer) where ``offsets_BO`` are given.
 
@@ -64,7 +65,15 @@ def cudnn(
         if lengths_BM is not None and starts_BO is not None and longest is not None:
             lanes, length = q_BTHK.shape[:2]
             if (row := packed_cudnn.row_length(lanes * length, longest)) < length:
-                return packed_cudnn.attend(q_BTHK, k_BTHK, v_BTHK, lengths_BM, starts_BO, row, scale, window)
+                windows = window, gradient_window
+                return packed_cudnn.attend(q_BTHK, k_BTHK, v_BTHK, lengths_BM, starts_BO, row, scale, *windows)
+        if gradient_window is not None and offsets_BO is None:
+            return packed_cudnn.attend_causally(q_BTHK, k_BTHK, v_BTHK, scale, window, gradient_window)
+        if gradient_window is not None:
+            raise Refused(
+                "attention backend 'cudnn' has a window for gradients where lanes are longer than documents may be, "
+                f"found lanes of {q_BTHK.shape[1]:,}; choose gradients of all keys"
+            )
         return fused.dot_product_attention(
             q_BTHK,
             k_BTHK,

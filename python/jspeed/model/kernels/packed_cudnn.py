@@ -57,8 +57,11 @@ def attend(
     row: int,
     scale: float,
     window: int | None,
+    gradient_window: int | None = None,
 ) -> jax.Array:
     """Attend causally within documents of at most ``row`` tokens, which must divide the tokens of all lanes.
+
+    ``gradient_window``: that of the backward pass, where it is shorter.
 
     Raises NotImplementedError for what JAX knows that cuDNN does not support.
     """
@@ -66,31 +69,46 @@ def attend(
     lengths_RM, starts_RO = tables(lengths_BM, starts_BO, length, row)
     qkv = [x.reshape(lanes * length // row, row, heads, width) for x in (q_BTHK, k_BTHK, v_BTHK)]
     # Starts as cuDNN counts them, in elements: the caller has checked that int32 holds them.
-    return _attend(*qkv, lengths_RM, starts_RO * (heads * width), scale, window).reshape(q_BTHK.shape)
+    tables_of = lengths_RM, starts_RO * (heads * width)
+    return _attend(*qkv, *tables_of, scale, window, gradient_window or window).reshape(q_BTHK.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(q, k, v, lengths, starts, scale, window):
+def attend_causally(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTHK: jax.Array,
+    scale: float,
+    window: int | None,
+    gradient_window: int,
+) -> jax.Array:
+    """Attend causally within whole lanes, with another window in the backward pass. Raises as :func:`attend` does."""
+    none = jnp.zeros(0, q_BTHK.dtype)
+    return _attend(q_BTHK, k_BTHK, v_BTHK, none, none, scale, window, gradient_window)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attend(q, k, v, lengths, starts, scale, window, gradient_window):
     return forward(q, k, v, lengths, starts, scale, window, training=False)[0]
 
 
-def _attend_forward(q, k, v, lengths, starts, scale, window):
+def _attend_forward(q, k, v, lengths, starts, scale, window, gradient_window):
     out, statistic = forward(q, k, v, lengths, starts, scale, window, training=True)
     return out, (q, k, v, lengths, starts, statistic, out)
 
 
-def _attend_backward(scale, window, kept, g):
-    return *backward(*kept, g, scale, window), None, None
+def _attend_backward(scale, window, gradient_window, kept, g):
+    return *backward(*kept, g, scale, gradient_window), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def forward(q, k, v, lengths, starts, scale, window, training) -> Any:
-    """Return the output of documents of ``lengths`` from elements ``starts`` on; in training the statistic too."""
+    """Return the output of documents of ``lengths`` from elements ``starts`` on, or of lanes where these are empty; in
+    training the statistic too."""
     fused, arguments, settings = _call(q, k, v, lengths, starts, scale, window)
     version = fused.check_cudnn_version()
-    fused.check_is_flash_attention(q, k, v, settings["layout"], version, False, training, True)
+    fused.check_is_flash_attention(q, k, v, settings["layout"], version, False, training, lengths.size > 0)
     return fused._dot_product_attention_fwd_p.bind(*arguments, **settings, is_training=training)
 
 
@@ -108,7 +126,7 @@ def _call(q, k, v, lengths, starts, scale, window) -> tuple[Any, tuple[jax.Array
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (False, False),  # no bias
-        "mask_type": fused.MaskType.PADDING_CAUSAL,
+        "mask_type": fused.MaskType.PADDING_CAUSAL if lengths.size else fused.MaskType.CAUSAL,
         "layout": fused.AttentionLayout.BTNH.value,
         "sliding_window_length": window,
         **no_score_mod(),
