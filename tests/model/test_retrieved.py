@@ -62,3 +62,30 @@ def test_terms_are_scaled_by_cell_and_there_are_none_without_an_index():
         np.testing.assert_array_equal(scale_BT, np.asarray(scales)[cell_BT, number])
         np.testing.assert_array_equal(mean_BTD, retrieved.mean_embedding(table, found))
     assert retrieved.terms(None, table, found, LENGTHS) == retrieved.terms(scales, table, None, LENGTHS) == []
+
+
+def test_what_followed_a_context_earlier_in_the_document_is_the_longest_and_the_latest():
+    """Against a search by hand, in documents of few different tokens."""
+    rng, bos, lengths = np.random.default_rng(2), 5, (1, 2, 4, 7)
+    tokens = np.where(rng.uniform(size=(3, 120)) < 0.03, bos, rng.integers(0, 5, (3, 120)))
+    found = jax.jit(lambda x: retrieved.earlier(x, bos, lengths))(jnp.asarray(tokens))
+    for row, *expected in zip(tokens, *(np.asarray(x) for x in found), strict=True):
+        next_T1, counts_T1, lengths_T, occurrences_T = expected
+        for t in range(len(row)):
+            first = max([s for s in range(t + 1) if row[s] == bos], default=0)
+            hits = {
+                each: [
+                    s
+                    for s in range(first + each - 1, t)
+                    if list(row[s - each + 1 : s + 1]) == list(row[t - each + 1 : t + 1])
+                ]
+                for each in lengths
+                if t - each + 1 >= first
+            }
+            best = max((each for each, places in hits.items() if places), default=0)
+            assert lengths_T[t] == best
+            if best:
+                assert next_T1[t, 0] == row[hits[best][-1] + 1]
+                assert occurrences_T[t] == counts_T1[t, 0] == len(hits[best])
+            else:
+                assert occurrences_T[t] == counts_T1[t, 0] == 0

@@ -84,6 +84,7 @@ WIDE_SCALE = 0.085  # in LONG_LAYERS
 POINTER_WIDTH = 128
 LIKE = True  # whether n-grams of tokens of like text are one
 RETRIEVAL = ()  # lengths of contexts to look for in earlier steps, in tokens, such as (2, 3, 4, 6, 10); (): none
+COPIES = ()  # lengths of contexts to look for earlier in the document, likewise
 COMPUTE = "bfloat16"  # dtype of activations, of the weights they meet, of n-grams, and of the six maps
 FP8 = "auto"  # head, MLP and projections in training: auto (where it is native), on, off
 OWN_KERNELS = "auto"  # around FP8, attention, n-grams: auto (on Hopper, where the preflight passes them), on, off
@@ -227,8 +228,9 @@ PARAMETERS = {
     # its matmuls, of a layer's queries and keys, and of its values, their gradient. Every scale starts at 1.
     "largest": ParamSpec((len(FEEDS), 5), ("layer", "kind"), initializers.constant(LARGEST), "largest"),
 }
-if RETRIEVAL:  # how much of what followed a context the first state and the head get, by how sure it is
-    PARAMETERS["retrieved"] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(RETRIEVAL), 2)
+for name, lengths in {"copied": COPIES, "retrieved": RETRIEVAL}.items():
+    if lengths:  # how much of what followed a context the first state and the head get, by how sure it is
+        PARAMETERS[name] = slow((0.5, 1.5), "scalars", retrieved.number_of_cells(lengths), 2)
 
 
 def hidden(
@@ -320,8 +322,11 @@ def hidden(
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
-    followed = retrieved.terms(params.get("retrieved"), params["head" if tied else "embed"], ctx.matches, RETRIEVAL)
-    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1])
+    words_VD = params["head" if tied else "embed"]
+    followed = retrieved.terms(params.get("retrieved"), words_VD, ctx.matches, RETRIEVAL)
+    earlier = retrieved.earlier(tokens_BT, BOS, COPIES) if COPIES else None
+    copied = retrieved.terms(params.get("copied"), words_VD, earlier, COPIES)
+    x_BTD = first_BTD = blend((1, start_BTD), (gates["ngram", 0], ngram_BTD), *followed[:1], *copied[:1])
     outputs: list[jax.Array] = []
     for layer in range(LAST):
         if layer == GATES_FROM:
@@ -355,7 +360,7 @@ def hidden(
     c = jnp.moveaxis(grouped_coefficients(x_BTD, params, "mudd", 1, MUDD_SCALE), 2, 0)
     added = [first_BTD, shared_BTD, input_BTD, values[0], outputs[SKIP_FROM], values[1], values[3], values[2]]
     added += [a_BTD, rms_norm(shared_BTD)]
-    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True), *followed[1:]))
+    return rms_norm(blend((1, x_BTD), *zip(c, added, strict=True), *followed[1:], *copied[1:]))
 
 
 def pointing(params: dict[str, jax.Array], x_BTD: jax.Array, tokens_BT: jax.Array, ctx: Context) -> Any:
