@@ -34,7 +34,7 @@ from jspeed.model.layers import (
     uniform,
     zero_every,
 )
-from jspeed.model.losses import Copies, asymmetric_cap, cross_entropy, look_ahead, softcap, with_prefix
+from jspeed.model.losses import Copies, asymmetric_cap, cross_entropy, look_ahead, one_token_in, softcap, with_prefix
 from jspeed.model.mlp import MARGIN, mlp
 from jspeed.model.mudd import Parts, add_normed, blend, coefficients, grouped_coefficients, named, padded, slots
 from jspeed.model.ngrams import bigram_rows, signs, trigram_rows
@@ -105,6 +105,7 @@ POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
 RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
 COLUMNS = (10_240, 10_240, 10_240, 14_336, 24_576, 50_304, 50_304)  # of the head that a lane scores
+HEAD_ONE_IN = (1, 1, 1, 1, 1, 1, 1)  # tokens from which probabilities add to the head's gradient
 TARGETS = (3, 2, 2, 1, 1, 1, 1)  # tokens ahead that a token predicts
 SHARES = ({0: 1.0}, {276: 0.5, 585: 0.0}, {0: 0.25, 276: 0.0})  # of each, lines between steps
 PREFIX_SHARE = {0: 0.25, 276: 0.20, 354: 0.15, 431: 0.10, 508: 0.05, 585: 0.0}  # from each step on
@@ -400,15 +401,16 @@ def loss(
     if STARTS[ctx.stage.own] < max(PREFIX_SHARE, default=0):
         prefixes, share = jnp.asarray(gpt2_prefixes(BOS, VOCAB)), jumps(PREFIX_SHARE)(ctx.step)
         targets_NBT, weights_NBT = with_prefix(targets_NBT, weights_NBT, prefixes, share)
+    score = partial(score, chunk=ctx.head_chunk, table_from=one_token_in(HEAD_ONE_IN[ctx.stage.own], ctx.step))
     lanes, columns = range(len(tokens_BT)), COLUMNS[ctx.stage.own]
     if columns >= VOCAB:
         x_BTD = hidden(params, tokens_BT, ctx)
-        return score(params["head"], x_BTD, targets_NBT, weights_NBT, chunk=ctx.head_chunk, copies=copied(x_BTD))
+        return score(params["head"], x_BTD, targets_NBT, weights_NBT, copies=copied(x_BTD))
     starts = [(ctx.first_row + lane) * VOCAB // LANES + ctx.step * columns for lane in lanes]
     chosen = [candidates(jnp.append(targets_BT[lane], COPY), VOCAB, columns, starts[lane]) for lane in lanes]
     # At once: the gradient of the table that these stages share is added up once.
     e_BTD, *of_lanes = look_up_each(params["head"], [tokens_BT, *(ids_C for ids_C, _ in chosen)])
-    x_BTD, score = hidden(params, tokens_BT, ctx, e_BTD), partial(score, chunk=ctx.head_chunk)
+    x_BTD = hidden(params, tokens_BT, ctx, e_BTD)
     return over_candidates(score, of_lanes, chosen, x_BTD, targets_NBT, weights_NBT, copied(x_BTD))
 
 
