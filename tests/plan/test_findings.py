@@ -181,6 +181,8 @@ def test_scalar_scatters_are_loops_of_compare_and_swap():
     [found] = findings.slow_scatters(SCATTER.replace("WIDTH", "1"))
     assert (found.name, found.value) == ("cas-scatter", 65536)
     assert not [*findings.slow_scatters(SCATTER.replace("WIDTH", "4"))]  # one vector instruction
+    alone = SCATTER.replace("WIDTH", "1").replace("index_vector_dim=1,", "index_vector_dim=1, unique_indices=true,")
+    assert not [*findings.slow_scatters(alone)]
     named = SCATTER.replace("WIDTH", "1").replace(
         "(%into, %at, %what)", "(f32[272]{0} %into, s32[9,1] %at, f32[9,1] %what)"
     )

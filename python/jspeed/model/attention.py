@@ -128,8 +128,9 @@ def attention(
     no block of its kernels is without work.
 
     With ``gradient_window`` a query and a key that is so many tokens before it, or more, get no gradient from each
-    other; the softmax is that of all keys, in the backward pass too (PR 371 of modded-nanogpt). ``xla`` and ``cudnn``
-    have it, whose backward kernel then visits fewer blocks.
+    other; the softmax is that of all keys, in the backward pass too (PR 371 of modded-nanogpt). ``xla`` has it, and
+    ``cudnn``, whose backward kernel then visits fewer blocks, where documents are known to be shorter than lanes. The
+    others compute all gradients.
 
     Over a mesh axis that XLA partitions, heads are sharded. Raises BadInput for what a backend does not support, and
     for heads that do not divide.
@@ -146,11 +147,6 @@ def attention(
         window = None
     if gradient_window is not None and gradient_window >= (window or q_BTHK.shape[1]):
         gradient_window = None
-    if gradient_window is not None and backend not in ("xla", "cudnn"):
-        raise attention_backends.Refused(
-            f"attention backend {backend!r} has no window of its own for gradients, found {gradient_window}; choose "
-            "'cudnn' or 'xla', or gradients of all keys"
-        )
     ids_BT = None if documents is None else documents.ids
     if backend == "xla":
         short = q_BTHK.shape[1] <= UNROLLED_BLOCKS * QUERY_BLOCK
@@ -179,7 +175,7 @@ def attention(
         if tagged and backend == "cudnn":
             _require_apart(scale, v_BTHK.shape[-1] // 2)
             offsets_BO, rest = None, {}
-        if gradient_window is not None:
+        if gradient_window is not None and backend == "cudnn":
             rest |= {"gradient_window": gradient_window}
         path = getattr(attention_backends, backend)
         return path(q_BTHK, k_BTHK, v_BTHK, scale=scale, offsets_BO=offsets_BO, window=window, **rest)

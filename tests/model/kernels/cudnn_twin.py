@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
@@ -30,6 +31,9 @@ def attend_lanes(q, k, v, *, q_seqlen, kv_seqlen, q_offsets, kv_offsets, scale, 
 def masks(lengths, starts, shape, window):
     """Return (what sees what, what lies in a document) of all tokens in memory, bool ``[N, N]`` and ``[N]``."""
     rows, row, heads, width = shape
+    if not lengths.size:  # lanes without documents, which the callers above do not have
+        lengths = jnp.repeat(jnp.array([row, 0]), rows).reshape(rows, 2)
+        starts = row * heads * width * jnp.minimum(jnp.arange(3 * rows), rows).reshape(rows, 3)
     assert lengths.shape[0] == starts.shape[0] == rows and starts.shape[1] == lengths.shape[1] + 1 > 2
     sizes_S1 = lengths.reshape(-1, 1)
     starts_S1 = starts.reshape(-1, 1)[: len(sizes_S1)] // (heads * width)
@@ -59,15 +63,16 @@ def forward(q, k, v, lengths, starts, scale, window, training):
     scores = jnp.where(seen | ~written[:, None], scores_of(q, k, scale), -jnp.inf)
     weights, sums = jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
     out = jnp.einsum("hts,shk->thk", weights, *of_all(v), precision="highest").reshape(q.shape)
-    statistic = jnp.zeros(lengths.size * q.shape[2] * q.shape[1]).at[: sums.size].set(sums.ravel())
+    shape = lengths.size or len(q), q.shape[2], q.shape[1]
+    statistic = jnp.zeros(np.prod(shape)).at[: sums.size].set(sums.ravel()).reshape(shape)
     out = unwritten(out, written)
-    return (out, statistic.reshape(lengths.size, q.shape[2], q.shape[1])) if training else (out,)
+    return (out, statistic) if training else (out,)
 
 
 def backward(q, k, v, lengths, starts, statistic, out, g, scale, window):
     """Weights from the statistic, whatever the window was in the forward pass."""
     seen, written = masks(lengths, starts, q.shape, window)
-    assert statistic.shape == (lengths.size, q.shape[2], q.shape[1])
+    assert statistic.shape == (lengths.size or len(q), q.shape[2], q.shape[1])
     einsum = partial(jnp.einsum, precision="highest")
     flat_q, flat_k, flat_v, flat_out, flat_g = of_all(q, k, v, out, g)
     flat_out, flat_g = (jnp.where(written[:, None, None], x, 0) for x in (flat_out, flat_g))

@@ -146,11 +146,18 @@ def test_output_and_gradients_are_those_of_plain_attention(twin, window, near, p
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_window_for_gradients_needs_the_longest_document(twin):
-    x = jnp.zeros((1, 16, HEADS, WIDTH))
-    documents = find_documents(jnp.full((1, 16), BOS), BOS, 16)
-    with pytest.raises(attention_backends.Refused, match="found lanes of 16"):
-        attention(x, x, x, scale=1.0, documents=documents, backend="cudnn", gradient_window=3)
+@pytest.mark.parametrize(("window", "near"), [(None, 5), (7, 5)])
+def test_gradients_of_near_keys_alone_in_whole_lanes(twin, window, near):
+    q, k, v, g = np.random.default_rng(0).normal(size=(4, 3, 16, HEADS, WIDTH)).astype(np.float32)
+
+    @partial(jax.jit, static_argnums=0)
+    def call(backend, q, k, v, g):
+        how = {"scale": 0.3, "window": window, "gradient_window": near, "backend": backend}
+        out, back = jax.vjp(partial(attention, **how), q, k, v)
+        return out, *back(g)
+
+    for found, expected in zip(call("cudnn", q, k, v, g), call("xla", q, k, v, g), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("wrong", ["too many", "too long"])

@@ -69,11 +69,6 @@ def cudnn(
                 return packed_cudnn.attend(q_BTHK, k_BTHK, v_BTHK, lengths_BM, starts_BO, row, scale, *windows)
         if gradient_window is not None and offsets_BO is None:
             return packed_cudnn.attend_causally(q_BTHK, k_BTHK, v_BTHK, scale, window, gradient_window)
-        if gradient_window is not None:
-            raise Refused(
-                "attention backend 'cudnn' has a window for gradients where lanes are longer than documents may be, "
-                f"found lanes of {q_BTHK.shape[1]:,}; choose gradients of all keys"
-            )
         return fused.dot_product_attention(
             q_BTHK,
             k_BTHK,

@@ -12,7 +12,7 @@ from jspeed.run.evidence.provenance import installed_version
 MIN_SCATTER_UPDATES = 4096  # scalar updates of one scatter
 RESULT = re.compile(r"%?([\w.-]+) = f32\[([\d,]*)\]")
 KEYS = re.compile(r'fmhaSoftmaxBackward.*?"intermediate_tensor_shape".*?"dimensions": *\[(?:"\d+", *){3}"(\d+)"\]')
-SCATTER = re.compile(r"%?([\w.-]+) = f32\[[\d,]*\]\S* scatter\(.*?([\w.-]+)\), .*?update_window_dims=\{([\d,]*)\}")
+SCATTER = re.compile(r"%?([\w.-]+) = f32\[[\d,]*\]\S* scatter\(.*?([\w.-]+)\), .*?update_window_dims=\{([\d,]*)\}(.*)")
 
 
 class Use(NamedTuple):
@@ -98,10 +98,10 @@ def has_cas_scatter() -> bool:
 
 
 def scalar_scatters(text: str) -> Iterator[tuple[str, int]]:
-    """Yield (name, updates) of the scatters of many single fp32 numbers in optimised HLO."""
+    """Yield (name, updates) of the scatters of many single fp32 numbers in optimised HLO, of which several may meet."""
     shapes = {name: tuple(map(int, filter(None, dims.split(",")))) for name, dims in RESULT.findall(text)}
-    for name, update, window in SCATTER.findall(text):
+    for name, update, window, rest in SCATTER.findall(text):
         dims = shapes.get(update, ())
         updates, at_once = math.prod(dims), math.prod(dims[int(dim)] for dim in window.split(",") if dim)
-        if at_once == 1 and updates >= MIN_SCATTER_UPDATES:
+        if at_once == 1 and updates >= MIN_SCATTER_UPDATES and "unique_indices=true" not in rest:
             yield name, updates
