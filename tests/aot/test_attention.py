@@ -22,13 +22,16 @@ BOS = 50_256
 SHAPE = (4, 2048, 6, 128)
 
 
-def compiled(mesh, backend: str, packed: bool, window: int | None, longest: int | None = None) -> str:
+def compiled(
+    mesh, backend: str, packed: bool, window: int | None, longest: int | None = None, near: int | None = None
+) -> str:
     """The optimised program of all three gradients, lanes spread over two devices."""
     two = mesh(2)
 
     def loss(q, k, v, tokens):
         documents = find_documents(tokens, BOS, 64, longest) if packed else None
-        out = attention(q, k, v, scale=0.12, documents=documents, window=window, backend=backend)
+        how = {"window": window, "gradient_window": near, "backend": backend}
+        out = attention(q, k, v, scale=0.12, documents=documents, **how)
         return jnp.sum(out.astype(jnp.float32) ** 2)[None]
 
     rows = NamedSharding(two, P("data"))
@@ -64,6 +67,15 @@ def test_cudnn_is_told_the_longest_document(mesh, window):
         assert config["sliding_window_length"] == (window or 0)
     statistic = "f32[128,6,512]"
     assert statistic in text and "f32[128,6,2048]" not in text
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_cudnns_backward_pass_may_have_a_window_of_its_own(mesh, packed):
+    calls = custom_calls(compiled(mesh, "cudnn", packed, 640, longest=1024, near=256), "__cudnn$fmha")
+    windows = {call.target: fmha_config(call)["sliding_window_length"] for call in calls}
+    assert windows == {"__cudnn$fmhaSoftmax": 640, "__cudnn$fmhaSoftmaxBackward": 256}
+    [mask] = {fmha_config(call)["mask_type"] for call in calls}
+    assert mask == ("PADDING_CAUSAL" if packed else "CAUSAL")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fa4-jax's use of cutlass

@@ -85,6 +85,29 @@ def test_lanes_as_rows_of_the_longest_document(backend, window):
             assert dense.distance(found, wanted) < 0.01, name
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_near_keys_alone(backend, packed):
+    """With the weights of all keys; documents of at most 700 tokens, which cuDNN must be told."""
+    if backend not in ("xla", "cudnn"):
+        pytest.skip(f"{backend} computes all gradients")
+    tokens = np.ones((4, 3072), int)
+    tokens[:, ::700] = BOS
+    q, k, v, dout = np.random.default_rng(1).normal(size=(4, 4, 3072, 2, 128)).astype(jnp.bfloat16)
+
+    @jax.jit
+    def run(tokens, *arrays):
+        documents = find_documents(tokens, BOS, MAX_DOCS, 700) if packed else None
+        how = {"scale": 0.12, "documents": documents, "window": 640, "gradient_window": 257, "backend": backend}
+        return all_of(partial(attention, **how), *arrays)
+
+    exact, t = [x.astype(np.float64) for x in (q, k, v, dout)], np.arange(3072)
+    seen = dense.mask(tokens if packed else np.ones_like(tokens), BOS, 640)
+    of_qkv = dense.backward(*exact[:3], 0.12, seen, exact[3], t[:, None] - t < 257)
+    expected = dense.forward(*exact[:3], 0.12, seen)[0], *of_qkv
+    for name, found, wanted in zip(("out", "dq", "dk", "dv"), run(tokens, q, k, v, dout), expected, strict=True):
+        assert dense.distance(found, wanted) < 0.01, name
+
+
 def test_too_many_documents_are_nan_and_leave_other_lanes_alone(backend):
     if backend == "xla":
         pytest.skip("xla reads the numbers of documents and has no limit")

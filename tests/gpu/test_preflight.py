@@ -24,6 +24,14 @@ def test_attention(backend, packed, width):
     assert preflight_checks.attention_error(backend, width, packed) is None
 
 
+@pytest.mark.parametrize("how", ["bounded", "tagged"])
+def test_cudnns_rows_and_tags(how):
+    """Whose gradients are those of near keys alone."""
+    if capability_of(jax.devices()[0]) != HOPPER:
+        pytest.skip("not a Hopper GPU")
+    assert preflight_checks.attention_error("cudnn", 128, packed=True, **{how: True}) is None
+
+
 def test_fp8():
     if (capability_of(jax.devices()[0]) or (0,)) < NATIVE_FP8:
         pytest.skip("this GPU has no FP8 matmuls")

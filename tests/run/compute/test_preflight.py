@@ -226,13 +226,15 @@ def test_sums_over_devices(said, monkeypatch):
     assert found is not None and found.startswith("the sum of all devices is wrong")
 
 
-def test_float64_reference_is_that_of_the_attention_tests():
+@pytest.mark.parametrize("near", [None, 3])
+def test_float64_reference_is_that_of_the_attention_tests(near):
     tokens = np.zeros((2, 40), int)
     tokens[0, [1, 30]] = 1
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 2, 40, 3, 8))
-    found = preflight_checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7)
-    seen = dense.mask(tokens, 1, 7)
-    wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g)
+    found = preflight_checks.attention_in_float64(q, k, v, g, 0.3, np.cumsum(tokens, axis=1), 7, near)
+    seen, t = dense.mask(tokens, 1, 7), np.arange(40)
+    of_near = t[:, None] - t < (near or 40)
+    wanted = dense.forward(q, k, v, 0.3, seen)[0], *dense.backward(q, k, v, 0.3, seen, g, of_near)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
 

@@ -67,8 +67,8 @@ def attention_error(backend: str, width: int, packed: bool, bounded: bool = Fals
     """Compare output and gradients of ``backend``, bf16 and ``width`` a head, with float64; return what is wrong.
 
     ``packed`` lanes have documents and a window; else attention is causal. ``bounded`` lanes are half as long again, of
-    documents that ``backend`` is told to be at most LENGTH. ``tagged`` heads have documents in their second half.
-    Raises what the backend raises.
+    documents that ``backend`` is told to be at most LENGTH. ``tagged`` heads have documents in their second half. Both
+    have gradients of near keys alone, as a recipe may. Raises what the backend raises.
     """
     tokens = np.zeros((2, LENGTH * 3 // 2 if bounded else LENGTH), np.int32)
     tokens[0, [at for at in BORDERS if at < tokens.shape[1]]] = 1
@@ -77,6 +77,7 @@ def attention_error(backend: str, width: int, packed: bool, bounded: bool = Fals
     draw = np.random.default_rng(0)
     q, k, v, g = (draw.normal(size=(*tokens.shape, HEADS, width)).astype(jnp.bfloat16) for _ in range(4))
     scale, window, half = width**-0.5, WINDOW if packed else None, width // 2
+    near = WINDOW // 2 if bounded or tagged else None
     if tagged:
         q[..., half:] = k[..., half:] = 0
 
@@ -87,29 +88,40 @@ def attention_error(backend: str, width: int, packed: bool, bounded: bool = Fals
             if tagged and documents:
                 q, k = (x.at[..., half:].set(tags(documents, half)[:, :, None]) for x in (q, k))
             call = partial(attention, scale=scale, documents=documents, window=window, backend=backend)
-            return call(q, k, v, tagged=tagged)
+            return call(q, k, v, tagged=tagged, gradient_window=near)
 
         out, back = jax.vjp(run, q, k, v)
         return out, *back(g)
 
     found = on_first_device(call, [tokens, q, k, v, g])
     ids = np.cumsum(tokens, axis=1) if packed else np.zeros_like(tokens)
-    return first_mismatch(("the output", "dq", "dk", "dv"), found, attention_in_float64(q, k, v, g, scale, ids, window))
+    expected = attention_in_float64(q, k, v, g, scale, ids, window, near)
+    return first_mismatch(("the output", "dq", "dk", "dv"), found, expected)
 
 
 def attention_in_float64(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, g: np.ndarray, scale: float, ids: np.ndarray, window: int | None
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    g: np.ndarray,
+    scale: float,
+    ids: np.ndarray,
+    window: int | None,
+    near: int | None = None,
 ) -> tuple[np.ndarray, ...]:
-    """Attention and its gradients by NumPy, all scores at once: (out, dq, dk, dv), each ``[B, T, H, K]``."""
+    """Attention and its gradients by NumPy, all scores at once: (out, dq, dk, dv), each ``[B, T, H, K]``. ``near``: the
+    gradients' own window."""
     q, k, v, g = (np.moveaxis(x.astype(np.float64), 1, 2) for x in (q, k, v, g))
     t, s = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
     seen = (s <= t) & (t - s < (window or len(t))) & (ids[:, :, None] == ids[:, None, :])
     scores = np.where(seen[:, None], scale * (q @ np.swapaxes(k, 2, 3)), -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    dp = g @ np.swapaxes(v, 2, 3)
-    ds = scale * p * (dp - (dp * p).sum(-1, keepdims=True))
-    found = p @ v, ds @ k, np.swapaxes(ds, 2, 3) @ q, np.swapaxes(p, 2, 3) @ g
+    dp, out = g @ np.swapaxes(v, 2, 3), p @ v
+    mean = (dp * p).sum(-1, keepdims=True)
+    p = np.where(t - s < (near or len(t)), p, 0)
+    ds = scale * p * (dp - mean)
+    found = out, ds @ k, np.swapaxes(ds, 2, 3) @ q, np.swapaxes(p, 2, 3) @ g
     return tuple(np.moveaxis(x, 2, 1) for x in found)
 
 
