@@ -44,10 +44,11 @@ def with_cudnn(fallbacks=("xla",), **rest):
     return device.Device("gpu", "cudnn", "missing", 512, fallbacks=fallbacks, **rest)
 
 
-def by_xla(q, k, v, *, scale, offsets_BO, window, longest=None):
+def by_xla(q, k, v, *, scale, offsets_BO, window, longest=None, gradient_window=None):
     """What cuDNN is told, computed by the plain backend."""
     starts = jnp.zeros(q.shape[:2], jnp.int32).at[jnp.arange(2)[:, None], offsets_BO].set(1, mode="drop")
-    return attention(q, k, v, scale=scale, documents=find_documents(starts, 1), window=window)
+    windows = {"window": window, "gradient_window": gradient_window}
+    return attention(q, k, v, scale=scale, documents=find_documents(starts, 1), **windows)
 
 
 def a_percent_off(x):
@@ -106,11 +107,15 @@ def test_where_only_rows_are_wrong_lanes_are_taken(said, monkeypatch):
         out = by_xla(*qkv, **rest)
         return a_percent_off(out) if longest else out
 
-    monkeypatch.setattr(attention_backends, "cudnn", wrong_rows)
+    def full_gradients(*qkv, gradient_window=None, **rest):
+        return by_xla(*qkv, **rest)
+
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), {}, said)
-    assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
-    assert found.refused[0].startswith("attention cudnn: the output is off by 1.0")
+    for wrong, words in ((full_gradients, "dq is off by"), (wrong_rows, "the output is off by 1.0")):
+        monkeypatch.setattr(attention_backends, "cudnn", wrong)
+        found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(("cudnn_lanes", "xla"))), {}, said)
+        assert found.checks == ("attention cudnn_lanes, packed, heads of 128",)
+        assert found.refused[0].startswith(f"attention cudnn: {words}")
     found = preflight.preflight(find("r21").recipe, on(one_device(), with_cudnn()), {}, said)
     assert found.device.attention == "cudnn" and found.checks == ("attention cudnn, packed, heads of 128",)
 
@@ -120,7 +125,7 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
     def without_a_table(q, k, v, *, offsets_BO, **rest):
         if offsets_BO is not None:
             return by_xla(q, k, v, offsets_BO=offsets_BO, **rest)
-        out = attention(q, k, v, scale=rest["scale"], window=rest["window"])
+        out = attention(q, k, v, **rest)
         return a_percent_off(out) if off else out
 
     monkeypatch.setattr(attention_backends, "cudnn", without_a_table)
