@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jspeed.model import retrieved
+from jspeed.model import kv_cache, retrieved
 from jspeed.retrieval import Matches
 
 LENGTHS = (2, 3, 6)
@@ -89,3 +90,20 @@ def test_what_followed_a_context_earlier_in_the_document_is_the_longest_and_the_
                 assert occurrences_T[t] == counts_T1[t, 0] == len(hits[best])
             else:
                 assert occurrences_T[t] == counts_T1[t, 0] == 0
+
+
+@pytest.mark.parametrize("cuts", [[1] * 20, [7, 1, 12]])
+def test_with_a_cache_it_finds_what_it_finds_without(cuts):
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 4, (2, 20)), jnp.int32)
+
+    def forward(tokens):
+        return jnp.stack([x.reshape(tokens.shape) for x in retrieved.earlier(tokens, 3, (1, 2, 4))], axis=-1)
+
+    expected = forward(tokens)
+    cache, start, found = kv_cache.empty(forward, 2, 24), 0, []
+    go_on = jax.jit(lambda *arguments: kv_cache.advance(forward, *arguments))
+    for cut in cuts:
+        cache, out = go_on(cache, jnp.full(2, start, jnp.int32), tokens[:, start : start + cut])
+        found.append(out)
+        start += cut
+    np.testing.assert_array_equal(jnp.concatenate(found, axis=1), expected)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jspeed.model.layers import rms_norm, token_before
+from jspeed.model.kv_cache import active_cache
+from jspeed.model.layers import rms_norm
 from jspeed.retrieval import Matches
 
 # Borders of how often a context occurred, and of the share of the token that followed most often: those of PR 367 of
@@ -61,12 +62,22 @@ def earlier(tokens_BT: jax.Array, bos_id: int, lengths: Sequence[int]) -> Matche
     The longest context of ``lengths`` (tokens, ascending) that occurred counts; ``occurrences_BT`` says how often.
     Contexts are compared by hashes of 32 bits: of three lanes of 49,152 tokens one has a false match, for each length.
     """
+    cache = active_cache()
+    if cache is None:
+        return _earlier(tokens_BT, bos_id, lengths)
+    # Among all tokens that are cached: what is behind a position changes nothing there.
+    found, position_BT = _earlier(cache.cache.tokens_BS, bos_id, lengths), cache.positions_BT(tokens_BT.shape[1])
+    return Matches(*(jax.vmap(lambda row, at: row[at])(x_BS, position_BT) for x_BS in found))
+
+
+def _earlier(tokens_BT: jax.Array, bos_id: int, lengths: Sequence[int]) -> Matches:
     lanes, length = tokens_BT.shape
     tokens_BT, t_1T = tokens_BT.astype(jnp.int32), jnp.arange(length, dtype=jnp.int32)[None]
     first_BT = jax.lax.cummax(jnp.where(tokens_BT == bos_id, t_1T, 0), axis=1)
     hash_BT, hashes, none = (first_BT.astype(jnp.uint32) + 1) * jnp.uint32(2246822519), [], jnp.uint32(2**32 - 1)
     for back in range(lengths[-1]):
-        hash_BT = (hash_BT ^ token_before(tokens_BT, back, 0).astype(jnp.uint32)) * jnp.uint32(2654435769)
+        before_BT = jnp.pad(tokens_BT, [(0, 0), (back, 0)])[:, :length].astype(jnp.uint32)
+        hash_BT = (hash_BT ^ before_BT) * jnp.uint32(2654435769)
         hash_BT ^= hash_BT >> 15
         if back + 1 in lengths:
             hashes.append(jnp.where(t_1T - first_BT >= back, hash_BT, none))
@@ -84,7 +95,7 @@ def earlier(tokens_BT: jax.Array, bos_id: int, lengths: Sequence[int]) -> Matche
         last_BT, often_BT, length_BT = (
             jnp.where(last >= 0, new, old) for new, old in ((last, last_BT), (often, often_BT), (context, length_BT))
         )
-    next_BT = jnp.take_along_axis(tokens_BT, jnp.minimum(last_BT + 1, length - 1), axis=1)
+    next_BT = jnp.take_along_axis(tokens_BT, jnp.minimum(last_BT + 1, length - 1), axis=1) * (length_BT > 0)
     return Matches(next_BT[..., None], often_BT[..., None], length_BT, often_BT)
 
 
