@@ -79,6 +79,7 @@ TOYS["r92"] += ["RAILS=(6,0.85,0.98,0.4385)", "COOLDOWN={4:0.0,10:1.0}", "ADAM_E
 
 TOYS["nanogpt-cpu"] = TOYS["nanogpt"]
 TOYS["jspeed3"] = [*TOYS["r92"], "COPY=271", "POINTER_WIDTH=4", "POINTER_WINDOWS=(16,12)", "EVAL_POINTER_WINDOW=16"]
+TOYS["jspeed3"] += ["GRADIENT_WINDOWS=(0,1)"]
 TOYS["jspeed2"] = [*TOYS["r89"], "EXACT_TOKENS=64", "SAMPLED_ONE_IN=4"]
 
 # Recipes that compute what another one does, at another size or but for the training loss: tests of the step and of

@@ -44,3 +44,22 @@ def test_all_that_is_counted_in_steps_is_086_of_r92s():
         np.testing.assert_allclose(list(ours), 0.86 * np.array(list(theirs)), atol=1.5)
     assert jspeed3.RAILS[0] == round(0.86 * r92.RAILS[0]) and jspeed3.RAILS[1:] == r92.RAILS[1:]
     assert jspeed3.LAST_TIED == of_r92[1174] | 1 and [step % 4 for step in jspeed3.STARTS[1:3]] == [0, 0]
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_gradients_of_attention_end_at_their_window_in_the_stages_that_have_one(number):
+    """The loss is that of a recipe without, in both; in stage 2 gradients are others."""
+    near, whole = (find("jspeed3", [*TOYS["jspeed3"], f"GRADIENT_WINDOWS=(0,{n})"]).recipe for n in (1, 0))
+    rng = np.random.default_rng(0)
+    params = r.init_parameters(near.parameters, jax.random.key(0))
+    params = jax.tree.map(lambda x: x + rng.normal(0, 0.05, x.shape).astype(x.dtype), params)
+    tokens = rng.integers(6, 250, (1, near.stages[number].lane_len + 1)).astype(np.int32)
+    inputs, targets, weights = tokens[:, :-1], tokens[:, 1:], np.full((1, tokens.shape[1] - 1), 0.1, np.float32)
+
+    def gradients(recipe):
+        ctx = r.Context(recipe.stages[number], training=True, step=jnp.int32(2))
+        return jax.jit(jax.value_and_grad(lambda p: recipe.loss(p, inputs, targets, weights, ctx)[0]))(params)
+
+    (loss, of_near), (same_loss, of_whole) = gradients(near), gradients(whole)
+    assert loss == same_loss
+    assert np.array_equal(of_near["queries_keys"], of_whole["queries_keys"]) == (number == 0)

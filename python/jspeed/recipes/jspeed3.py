@@ -3,9 +3,10 @@
 What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them is
             next, a padding id of the head how likely that is; their mixture is the distribution of the next token, in
             training and evaluation (over 8,192 tokens). N-grams are hashed from the first token of like text: Table,
-            " table". With RETRIEVAL it is told what followed its context before. Steps are 0.86 of r92's: see speed.md.
-Departures  Of PR 379: keys lie within a window, not in the query's block and the one before it.
-Source      r92; PRs 379 (the pointer), 375 (classes) and 367 (cells) of modded-nanogpt, all open in October 2026.
+            " table". In long batches attention has gradients within 257 tokens. With RETRIEVAL it is told what followed
+            its context before. Steps are 0.86 of r92's: see speed.md.
+Departures  Keys lie within a window, not in two blocks (379); gradients end at one window, fixed beforehand (371).
+Source      r92; PRs 379 (pointer), 375 (classes), 371 (gradients), 367 (cells) of modded-nanogpt, open in October 2026.
 Hardware    8xH100: not run here.
 Parent      r92
 """
@@ -77,8 +78,7 @@ GATE_WIDTH = 12  # channels that a gate reads; of values, half of them
 MUDD_WIDTH = 64
 MUDD_SCALE = 0.1
 MIX_GROUPS = 12  # of channels, that the last mixture weighs apart
-BIGRAM_SIGNS = (48271, 30011)
-TRIGRAM_SIGNS = (58699, 39779, 26801)
+SIGNS = (48271, 30011), (58699, 39779, 26801)  # factors of the hashes that draw signs of bigrams and trigrams
 NARROW_SCALE = 0.13  # of attention, in the first stage
 WIDE_SCALE = 0.085  # in LONG_LAYERS
 POINTER_WIDTH = 128
@@ -100,7 +100,7 @@ MAX_DOCS = (64, 96, 96, 128, 128, 128, 64)  # segments in one lane
 BLOCK = 128  # tokens
 LONG_WINDOWS = (3, 7, 7, 11, 11, 11, 13)  # blocks
 SHORT_WINDOWS = (1, 3, 3, 5, 5, 5, 6)
-GRADIENT_WINDOWS = (0, 0, 0, 0, 0, 0, 0)  # blocks within which attention has gradients; 0: all
+GRADIENT_WINDOWS = (0, 0, 0, 2, 2, 2, 2)  # blocks within which attention has gradients; 0: all of its window
 POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
 RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
@@ -319,7 +319,7 @@ def hidden(
     half, likes_BT = NGRAMS // 2, jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT
     rows_BT = jnp.concatenate([bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1)
     found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=kernels).astype(e_BTD.dtype), 2, axis=1)
-    signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in (BIGRAM_SIGNS, TRIGRAM_SIGNS))
+    signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
     gates = named(coefficients(start_BTD, params, "gates", 0, params["gates_scale"]), GATES[0])
