@@ -46,7 +46,9 @@ def masks(lengths, starts, shape, window):
 
 
 def of_all(*arrays):
-    return [x.reshape(-1, *x.shape[2:]) for x in arrays]
+    """All tokens of the arrays in one row, in fp32 at least."""
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+    return [x.reshape(-1, *x.shape[2:]) for x in wide]
 
 
 def scores_of(q, k, scale):
@@ -62,7 +64,7 @@ def forward(q, k, v, lengths, starts, scale, window, training):
     seen, written = masks(lengths, starts, q.shape, window)
     scores = jnp.where(seen | ~written[:, None], scores_of(q, k, scale), -jnp.inf)
     weights, sums = jax.nn.softmax(scores, axis=-1), jax.nn.logsumexp(scores, axis=-1)
-    out = jnp.einsum("hts,shk->thk", weights, *of_all(v), precision="highest").reshape(q.shape)
+    out = jnp.einsum("hts,shk->thk", weights, *of_all(v), precision="highest").reshape(q.shape).astype(q.dtype)
     shape = lengths.size or len(q), q.shape[2], q.shape[1]
     statistic = jnp.zeros(np.prod(shape)).at[: sums.size].set(sums.ravel()).reshape(shape)
     out = unwritten(out, written)
@@ -83,4 +85,4 @@ def backward(q, k, v, lengths, starts, statistic, out, g, scale, window):
     dscores = scale * weights * (einsum("thk,shk->hts", flat_g, flat_v) - mean)
     gradients = einsum("hts,shk->thk", dscores, flat_k), einsum("hts,thk->shk", dscores, flat_q)
     gradients = *gradients, einsum("hts,thk->shk", weights, flat_g)
-    return tuple(unwritten(x.reshape(q.shape), written) for x in gradients)
+    return tuple(unwritten(x.reshape(q.shape).astype(q.dtype), written) for x in gradients)
