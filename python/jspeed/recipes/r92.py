@@ -409,8 +409,8 @@ def row_optimizers() -> dict[str, RowTransformation]:
     """Adam on the rows of n-grams that tokens have named, at the rate and in the steps of the value tables."""
     _, _, beta2, decay = TABLES
     betas, decays = of_pairs(lambda pairs: beta2**pairs), of_pairs(lambda pairs: decay * ADAM_DECAY * pairs)
-    adam = partial(row_adam, of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS)
-    return {"ngrams": adam(by_row=ROW_MOMENTS)}
+    adam = row_adam(of_tables, betas, eps=ADAM_EPS, weight_decay=decays, own_kernels=OWN_KERNELS, by_row=ROW_MOMENTS)
+    return {"ngrams": adam}
 
 
 def of_tables(update: jax.Array) -> jax.Array:

@@ -108,10 +108,8 @@ def longest_document(rows: np.ndarray, recipe: Recipe) -> int:
 def to_devices(rows: np.ndarray, padded: int, recipe: Recipe, mesh: Mesh) -> ValidationSet:
     """Put the rows on the devices, with empty ones after them up to ``padded``, and no matches behind tokens alone."""
     shape = padded, recipe.row_words(recipe.eval_len)
-    array, mean = (
-        put_padded(rows, shape, recipe.data.dtype, mesh),
-        float(mean_weight(recipe, rows[:, : recipe.eval_len + 1])),
-    )
+    array = put_padded(rows, shape, recipe.data.dtype, mesh)
+    mean = float(mean_weight(recipe, rows[:, : recipe.eval_len + 1]))
     nothing = None
     if recipe.canonical:
         zeros = jax.jit(partial(jnp.zeros, impossible_shape(recipe), jnp.uint8), out_shardings=replicated(mesh))

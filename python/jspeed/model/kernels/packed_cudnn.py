@@ -69,8 +69,8 @@ def attend(
     lengths_RM, starts_RO = tables(lengths_BM, starts_BO, length, row)
     qkv = [x.reshape(lanes * length // row, row, heads, width) for x in (q_BTHK, k_BTHK, v_BTHK)]
     # Starts as cuDNN counts them, in elements: the caller has checked that int32 holds them.
-    tables_of = lengths_RM, starts_RO * (heads * width)
-    return _attend(*qkv, *tables_of, scale, window, gradient_window or window).reshape(q_BTHK.shape)
+    starts_RO *= heads * width
+    return _attend(*qkv, lengths_RM, starts_RO, scale, window, gradient_window or window).reshape(q_BTHK.shape)
 
 
 def attend_causally(
