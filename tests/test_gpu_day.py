@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jspeed.model.kernels import OWN_KERNELS
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -78,8 +80,8 @@ def test_predicted_beside_measured(gpu_day):
     attention = {"seconds": 9.0, "shape": shape, "documents": 192, "longest": 2048, "forward_ms": 1.0, "need_GB": 1.5}
     known = {
         "environment": {"seconds": 1.0, "device": "NVIDIA H100", "versions": {"jax": "0.11.2"}, "date": "2026-12-01"},
-        "attention cudnn as r29": attention | {"both_ms": 4.0},
-        "attention cudnn_lanes as r29": attention | {"both_ms": 4.0 + 3 * 192 * 6 * (384 - 16) / 132 / 1e3},
+        "attention cudnn as r92": attention | {"both_ms": 4.0},
+        "attention cudnn_lanes as r92": attention | {"both_ms": 4.0 + 3 * 192 * 6 * (384 - 16) / 132 / 1e3},
         "stage r29": {"seconds": 60.0, "step_ms_in_a_row": 100.0, "memory_needed": 33e9, "fp8_calls": 3,
                       "attention": "cudnn", "predicted_ms": {"matmul": 40.0, "fusion": 10.0},
                       "measured_ms": {"matmul": 50.0, "idle": 2.0}},
@@ -90,7 +92,7 @@ def test_predicted_beside_measured(gpu_day):
     said = "\n".join(gpu_day.table(known))
     assert said.startswith("NVIDIA H100, jax 0.11.2") and "- began: not finished" in said
     assert "| matmul | 40.00 | 50.00 | 1.25 |" in said and "| fusion | 10.00 |  |  |" in said
-    assert "empty blocks as r29: 1.000 us of an SM" in said  # that is how the figures were made
+    assert "empty blocks as r92: 1.000 us of an SM" in said  # that is how the figures were made
     assert "run r29: stopped after 40 steps" in said
 
 
@@ -149,9 +151,10 @@ def test_the_parts_at_toy_size(day, tmp_path):
     found = {line["name"]: line for line in lines(day)}
     assert lines(tmp_path / "out") == lines(day)
     failed = [name for name, one in found.items() if one.get("failed") or one.get("wrong") or "seconds" not in one]
-    assert failed == ["preflight own kernels"]  # which need a GPU
-    assert found["attention xla as r29"]["both_ms"] > 0 and found["run r29"]["status"] == "stopped"
+    assert failed == [f"preflight own kernel {kernel}" for kernel in sorted(OWN_KERNELS)]  # which need a GPU
+    assert found["attention xla as jspeed3"]["both_ms"] > 0 and found["attention xla as jspeed3"]["near"] == 5
+    assert found["run r29"]["status"] == "stopped"
     assert found["run stdlib"]["steps"] == 6 and all(found["run r29"]["probes"].values())
     again = script("probe", **toy)
     assert again.returncode == 0 and again.stdout == "", "all of it was known"
-    assert "| attention xla as r29 |" in script("table", **toy).stdout
+    assert "| attention xla as jspeed3 |" in script("table", **toy).stdout

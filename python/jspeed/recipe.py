@@ -15,6 +15,7 @@ from jspeed.blocks import run_blocks as run_blocks
 from jspeed.blocks import scan_blocks as scan_blocks
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
+from jspeed.model.kernels import OwnKernel
 from jspeed.retrieval import Matches as Matches
 from jspeed.retrieval import Retrieval as Retrieval
 from jspeed.stage import Stage as Stage
@@ -82,7 +83,7 @@ class Context:
 
     All but ``step`` and ``first_row`` is fixed at compile time. ``attention`` is the backend to call
     :func:`jspeed.model.attention.attention` with. ``fp8`` says how these devices multiply FP8 matrices: ``native``,
-    ``emulated`` (operands widened to the compute dtype, no faster) or ``missing``; ``own_kernels`` whether kernels of
+    ``emulated`` (operands widened to the compute dtype, no faster) or ``missing``; ``own_kernels`` which of
     :mod:`jspeed.model.kernels` may replace parts of the recipe, None: not known. ``blocks`` is
     :func:`run_blocks`, or what the layout puts in its place. In training ``step`` is the number of steps before this
     one and ``first_row`` the global index of this micro-batch's first row (int32 scalars); random keys derive from both
@@ -99,7 +100,7 @@ class Context:
     training: bool
     attention: str = "xla"
     fp8: str = "emulated"
-    own_kernels: bool | None = None
+    own_kernels: frozenset[OwnKernel] | None = None
     blocks: Callable[..., Any] = run_blocks
     phase: int = 0
     step: jax.Array | int = 0
@@ -120,11 +121,12 @@ class Context:
         why = "these devices have no FP8 matmuls (an NVIDIA GPU of compute capability 8.9 has: L40S, H100)"
         return self._use("FP8", asked, self.fp8 == "native", None if self.fp8 != "missing" else why)
 
-    def use_own_kernels(self, asked: str) -> bool:
-        """Likewise by the field OWN_KERNELS: whether :mod:`jspeed.model.kernels` replace parts of the recipe."""
+    def use_own_kernel(self, asked: str, name: OwnKernel) -> bool:
+        """Likewise by the field OWN_KERNELS: whether that one replaces a part of the recipe."""
         why = "these devices do not run jspeed's own kernels, which are for Hopper (H100, H200)"
-        own = bool(self.own_kernels)
-        return self._use("OWN_KERNELS", asked, own, why if self.own_kernels is False else None) and own
+        missing = self.own_kernels is not None and not self.own_kernels
+        there = name in (self.own_kernels or ())
+        return self._use("OWN_KERNELS", asked, there, why if missing else None) and there
 
     def _use(self, field: str, asked: str, automatic: bool, missing: str | None) -> bool:
         if asked not in ("auto", "on", "off"):

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from benches.gpu_measurements import TOY, sets_of
 from jspeed import accelerators
 from jspeed.errors import BadInput, run_script, type_and_line
 from jspeed.model import fp8
+from jspeed.model.kernels import OWN_KERNELS
 from jspeed.plan import predict
 from jspeed.plan.attention import EMPTY_KERNELS, TILE
 from jspeed.plan.target import load_target
@@ -34,7 +35,6 @@ from jspeed.run.compute.compile_cache import use_compile_cache
 SECONDS = float(os.environ.get("PART_SECONDS", 540))  # a part begins nothing after these, and is killed after 600
 TRIES = 2  # what is not done after as many, a kill at the part's end among them, is left
 LATER = 75  # exit code: run the part again, it has more to do (EX_TEMPFAIL)
-STAGES = {"r29": ["LANES=1"], "r89": ["LANES=1"]}  # one GPU as one of eight
 
 Known = Mapping[str, Mapping[str, Any]]  # results by name
 
@@ -114,40 +114,61 @@ def probe(day: Day) -> None:
     use_compile_cache()
     day.result("environment", measure.environment)
     backends = ("xla",) if TOY else ("cudnn", "cudnn_lanes", "triton", "xla")
+    kinds: dict[str, dict[str, bool]] = {
+        "packed": {},
+        "causal": {"packed": False},
+        "longest document": {"bounded": True},
+    }
+    kinds["documents tagged"] = {"tagged": True}
     for backend in backends:
-        for packed, bounded in ((True, True), (True, False), (False, False)):
-            if not bounded or backend in ("cudnn", "xla"):
-                name = f"preflight {backend}, " + ("longest document" if bounded else "packed" if packed else "causal")
-                check = partial(preflight_checks.attention_error, backend, 128, packed, bounded)
-                day.result(name, partial(measure.wrong, check))
+        for kind, how in kinds.items():
+            if kind in ("packed", "causal") or backend in ("cudnn", "xla"):
+                check = partial(preflight_checks.attention_error, backend, 128, **{"packed": True} | how)
+                day.result(f"preflight {backend}, {kind}", partial(measure.wrong, check))
     day.result("preflight FP8", partial(measure.wrong, preflight_checks.fp8_error))
-    day.result("preflight own kernels", partial(measure.wrong, preflight_checks.own_kernels_error))
-    for kind in (None, fp8.Scales(768**0.5 / 448, 2**-9, 1 / 448)):
-        for triton in (False, True):
-            name = f"head {'FP8' if kind else 'bf16'}, Triton's matmuls {'on' if triton else 'off'}"
-            day.result(name, partial(measure.head, kind, triton))
-    for name in STAGES:
+    for kernel in sorted(OWN_KERNELS):
+        check = partial(preflight_checks.own_kernel_error, kernel)
+        day.result(f"preflight own kernel {kernel}", partial(measure.wrong, check))
+    for name in ("jspeed3", "r92", "r89"):
         kept: dict[str, list[np.ndarray]] = {}
         for backend in backends:
             day.result(f"attention {backend} as {name}", partial(measure.attend, backend, name, kept))
+    for backend in backends[:1]:
+        call = partial(measure.attend, backend, "jspeed3", {}, tagged=True)
+        day.result(f"attention {backend}, documents tagged, as jspeed3", call)
+    for scales in (None, fp8.Scales(768**0.5 / 448, 2**-9, 1 / 448)):
+        for triton in (False, True):
+            name = f"head {'FP8' if scales else 'bf16'}, Triton's matmuls {'on' if triton else 'off'}"
+            day.result(name, partial(measure.head, scales, triton))
     day.result("scatter-add", measure.scatter_add)
 
 
 def stages(day: Day) -> None:
-    """Step times of record 29's and 89's last stages, as one of eight GPUs runs them."""
-    for name, sets in STAGES.items():
-        day.result(f"stage {name}", partial(stage, name, sets))
-    one = partial(stage, "r29", STAGES["r29"])
-    day.result("stage r29, Triton's matmuls on", partial(one, "--xla_gpu_enable_triton_gemm=true"))
-    day.result("stage r29, no CUDA graphs", partial(one, "--xla_gpu_enable_command_buffer="))
+    """Step times of recipes' longest stages, as one of eight GPUs runs them."""
+    for name in ("jspeed3", "r92"):
+        day.result(f"stage {name}", partial(stage, name))
+    day.result("stage jspeed3, own kernels off", partial(stage, "jspeed3", ["OWN_KERNELS=off"]))
+    for name in ("r89", "r29"):
+        day.result(f"stage {name}", partial(stage, name))
+    one = partial(stage, "r29")
+    day.result("stage r29, Triton's matmuls on", partial(one, flags="--xla_gpu_enable_triton_gemm=true"))
+    day.result("stage r29, no CUDA graphs", partial(one, flags="--xla_gpu_enable_command_buffer="))
     day.result("stage r29, attention triton", partial(one, attention="xla" if TOY else "triton"))
 
 
 def own(day: Day) -> None:
-    """jspeed2's last stage without and with jspeed's own kernels."""
+    """Each own kernel beside XLA's, alone; jspeed2's last stage without and with them."""
+    if not TOY:
+        day.result("own kernels alone", fused)
     for word in ("off",) if TOY else ("off", "on"):
-        sets = ["LANES=1", f"OWN_KERNELS={word}"]
-        day.result(f"stage jspeed2, own kernels {word}", partial(stage, "jspeed2", sets))
+        day.result(f"stage jspeed2, own kernels {word}", partial(stage, "jspeed2", [f"OWN_KERNELS={word}"]))
+
+
+def fused() -> dict[str, Any]:
+    """What ``bench.py fused`` prints."""
+    done = subprocess.run([sys.executable, "scripts/bench.py", "fused"], capture_output=True, text=True)
+    said = done.stdout.splitlines()
+    return {"lines": said} | ({"failed": last_line(done)} if done.returncode else {})
 
 
 def product(day: Day) -> None:
@@ -163,14 +184,19 @@ def product(day: Day) -> None:
     day.result("run r29", partial(run, folder / "r29", "r29", *flags))
 
 
-def stage(name: str, sets: list[str], flags: str = "", attention: str = "") -> dict[str, Any]:
+def stage(name: str, sets: Sequence[str] = (), flags: str = "", attention: str = "") -> dict[str, Any]:
     """:func:`.gpu_measurements.stage` in a process of its own, with further XLA ``flags`` and all of the memory."""
     words = [sys.executable, "-m", "benches.gpu_day", "stage", name, attention or "-", *sets]
     environment = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     done = subprocess.run(words, capture_output=True, text=True, env=environment)
     if done.returncode:
-        return {"failed": (done.stderr.strip() or str(done.returncode)).splitlines()[-1][:500]}
+        return {"failed": last_line(done)}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a process failed."""
+    return (done.stderr.strip() or str(done.returncode)).splitlines()[-1][:500]
 
 
 def run(folder: Path, recipe: str, *flags: object) -> dict[str, Any]:
@@ -179,7 +205,7 @@ def run(folder: Path, recipe: str, *flags: object) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)  # of a try that was killed
     done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True)
     if done.returncode > 1:
-        return {"failed": (done.stderr.strip() or str(done.returncode)).splitlines()[-1][:500]}
+        return {"failed": last_line(done)}
     made = json.loads((folder / "run.json").read_text())
     names = "status steps val_loss timed_seconds compile_seconds wall_seconds kernels micro_batch".split()
     checks = {name: probe_["passed"] for name, probe_ in made["probes"].items()}
@@ -226,7 +252,9 @@ def table(known: Known) -> list[str]:
     for name, one in rows:
         lines.append(f"| {name} | {one.get('forward_ms', '')} | {one['both_ms']} | {one['need_GB']} | "
                      f"{one.get('fp8_calls', '')} |")  # fmt: skip
-    for name in ("r29", "r89"):
+    for line in known.get("own kernels alone", {}).get("lines", ()):
+        lines.append(f"    {line}")
+    for name in ("r92", "r89"):
         if (found := empty_block_us(known, name)) is not None:
             lines.append(f"\nempty blocks as {name}: {found:.3f} us of an SM, planned {1e6 * predict.EMPTY_BLOCK:.3f}")
     for name, one in known.items():

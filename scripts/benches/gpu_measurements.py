@@ -14,27 +14,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from benches import steps
 from jspeed._dataloader import header
 from jspeed.jax_versions import loaded_cudnn
 from jspeed.model import fp8
-from jspeed.model.attention import attention, find_documents
+from jspeed.model.attention import attention, find_documents, tags
+from jspeed.parallel import DEFAULT_LAYOUT
 from jspeed.parallel.mesh import make_mesh
 from jspeed.plan import predict
 from jspeed.plan.cost import kernels
 from jspeed.plan.target import data_sheet_of, parse_target
-from jspeed.recipe import Stage
+from jspeed.recipe import Recipe, Stage
 from jspeed.run.clock import now, utc_now
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compile_cache import use_compile_cache
 from jspeed.run.compute.compiler import FP8_CALL, custom_calls, memory_needed, options_for
+from jspeed.run.compute.device import device_of, with_kernels_asked_for
+from jspeed.run.compute.division import place
+from jspeed.run.compute.preflight import preflight
 from jspeed.run.evidence import provenance
 from jspeed.run.find_recipe import find
 from jspeed.sizes import scored_shape
 
 TOY = os.environ.get("GPU_DAY") == "toy"
-PUBLISHED_LANE_MS = {"r89": 82.6}  # of record 89's last stage on 8 H100s, communication included
+PUBLISHED_MS = {"r89": 82.6, "r92": 45.0}  # of the records' steps in STAGES on 8 H100s, communication included
+# The stages that are measured: record 92's with the most tokens, else the last. One GPU as one of eight, and an eighth
+# of the n-grams.
+STAGES = {"jspeed3": 3, "r92": 3, "r89": -1, "jspeed2": -1, "r29": -1}
+AS_ONE_OF_EIGHT = {name: ["LANES=1"] for name in STAGES} | dict.fromkeys(
+    ("jspeed3", "r92"), ["LANES=1", "NGRAMS=10575360"]
+)
 
 
 def loaded(name: str, sets: Iterable[str] = ()) -> Any:
@@ -94,20 +105,35 @@ def milliseconds(program: Callable[..., Any], arrays: Any, calls: int = 10) -> f
     return round(1e3 * (now() - began) / calls, 4)
 
 
-def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]]) -> dict[str, Any]:
-    """Attention of a lane of the last stage, forward and backward; how far off this process's first backend it is."""
+def stage_of(recipe: Recipe) -> Stage:
+    """The stage of a recipe that is measured; of a toy, which has fewer, its last."""
+    return recipe.stages[min(STAGES[recipe.name], len(recipe.stages) - 1)]
+
+
+def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]], tagged: bool = False) -> dict[str, Any]:
+    """Attention of a lane of a recipe's stage, forward and backward; how far off this process's first it is.
+
+    ``tagged`` heads have documents in their second half, as narrow layers of records from 92 on; else layers with the
+    longest window. Gradients are those that the recipe computes.
+    """
     found = loaded(name)
     recipe, heads = found.recipe, found.fields["HEADS"]
-    last, width = recipe.stages[-1], recipe.attention_width // heads
-    lane = steps.synthetic(dataclasses.replace(recipe, lanes=1), last)[:, :-1]
+    measured, width = stage_of(recipe), recipe.attention_width // heads
+    lane = steps.synthetic(dataclasses.replace(recipe, lanes=1), measured)[:, :-1]
     draw = np.random.default_rng(1)
-    shape = (1, last.lane_len, heads, width)
+    shape = (1, measured.lane_len, heads, width)
     q, k, v, g = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for _ in range(4))
-    window = max(last.windows)
+    window = min(measured.windows) if tagged else max(measured.windows)
+    blocks = found.fields.get("GRADIENT_WINDOWS", {measured.own: 0})[measured.own]
+    near = 1 + blocks * found.fields["BLOCK"] if blocks else None
 
     def forward(lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        documents = find_documents(lane, recipe.data.bos_id, last.max_docs, last.max_doc_len)
-        return attention(q, k, v, scale=0.12, documents=documents, window=window, backend=backend)
+        bounds = measured.max_docs, measured.max_doc_len, found.fields.get("SEGMENT")
+        documents = find_documents(lane, recipe.data.bos_id, *bounds)
+        if tagged:
+            q, k = (x.at[..., width // 2 :].set(tags(documents, width // 2)[:, :, None]) for x in (q, k))
+        call = partial(attention, window=window, backend=backend, tagged=tagged, gradient_window=near)
+        return call(q, k, v, scale=0.12, documents=documents)
 
     def both(lane: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         out, back = jax.vjp(partial(forward, lane), q, k, v)
@@ -120,8 +146,9 @@ def attend(backend: str, name: str, kept: dict[str, list[np.ndarray]]) -> dict[s
     first = next(iter(kept))
     pairs = zip(kept[backend], kept[first], strict=True)
     off = [round(preflight_checks.relative_rms_error(x, y), 6) for x, y in pairs]
+    longest = min(measured.max_doc_len, found.fields.get("SEGMENT", measured.max_doc_len))
     return facts | {
-        "shape": shape, "documents": last.max_docs, "longest": last.max_doc_len, "window": window,
+        "shape": shape, "documents": measured.max_docs, "longest": longest, "window": window, "near": near,
         "forward_ms": milliseconds(only, arrays), "both_ms": milliseconds(program, [*arrays, g]),
         **({} if first == backend else {f"off_from_{first}": off}),
     }  # fmt: skip
@@ -157,34 +184,40 @@ def scatter_add() -> dict[str, Any]:
 
 
 def stage(name: str, attention: str, sets: list[str]) -> dict[str, Any]:
-    """Time the last stage of a recipe on one GPU; the time of its kernels by family, predicted beside measured."""
+    """Time a stage of a recipe on one GPU, with what a run's preflight leaves of its kernels; their time by family,
+    predicted beside measured."""
     use_compile_cache()
-    found = loaded(name, sets)
-    mesh = make_mesh({"data": 1}, jax.devices()[:1])
-    backend = None if attention == "-" else attention
+    found = loaded(name, [*AS_ONE_OF_EIGHT[name], *sets])
+    recipe, mesh = found.recipe, make_mesh({"data": 1}, jax.devices()[:1])
+    measured, backend = stage_of(recipe), None if attention == "-" else attention
     setting = steps.Settings(mesh, backend or ("xla" if TOY else None), None, 3 if TOY else 20, None)
-    row, texts, _ = steps.measure_stage(found.recipe, found.hash, len(found.recipe.stages) - 1, setting)
+    device = with_kernels_asked_for(device_of(mesh, setting.attention, recipe=recipe), found.fields)
+    placement = place(recipe, mesh, DEFAULT_LAYOUT, device, None)
+    checked = preflight(recipe, placement, found.fields, Console(stderr=True))
+    index = recipe.stages.index(measured)
+    row, texts, _ = steps.measure_stage(recipe, found.hash, index, setting, device=checked.device)
     facts = dataclasses.asdict(row)
     profile = facts.pop("profile")
     facts |= {
+        "kernels": checked.record(),
         "fp8_calls": texts[-1].count(f'"{FP8_CALL}"'),
-        "published_lane_ms": PUBLISHED_LANE_MS.get(name),
-        "predicted_ms": predicted(texts, found.recipe.stages[-1]),
+        "published_ms": PUBLISHED_MS.get(name),
+        "predicted_ms": predicted(texts, measured),
         "measured_ms": None,
     }
     if isinstance(profile, str):
         return facts | {"no_profile": profile}
-    measured = by_family(profile["by_operation"], texts)
-    measured["idle"] = row.step_ms_in_a_row - profile["busy_ms"] / len(texts)
-    return facts | {"measured_ms": measured, "longest_kernels": profile["kernels"]}
+    seen = by_family(profile["by_operation"], texts)
+    seen["idle"] = row.step_ms_in_a_row - profile["busy_ms"] / len(texts)
+    return facts | {"measured_ms": seen, "longest_kernels": profile["kernels"]}
 
 
-def predicted(texts: list[str], last: Stage) -> dict[str, float]:
+def predicted(texts: list[str], measured: Stage) -> dict[str, float]:
     """Milliseconds of a step by family of kernels, as ``jspeed plan`` counts them in this program; idle: launches."""
     cluster = parse_target("h200x1" if "H200" in jax.devices()[0].device_kind else "h100x1")
     found: defaultdict[str, float] = defaultdict(float)
     for text in texts:
-        listed = kernels(text, last.max_doc_len)
+        listed = kernels(text, measured.max_doc_len)
         for kernel in listed:
             if not kernel.collective:
                 found[kernel.kind] += (

@@ -21,7 +21,7 @@ from jspeed.plan.target import data_sheet_of
 from jspeed.recipe import Recipe, Stage, leaves
 from jspeed.run.clock import now
 from jspeed.run.compute.compiler import memory_needed
-from jspeed.run.compute.device import device_of
+from jspeed.run.compute.device import Device, device_of
 from jspeed.run.compute.division import place
 from jspeed.run.compute.program import fit, state_shardings
 from jspeed.run.compute.step import State, init_state
@@ -93,11 +93,17 @@ def measure_recipe(recipe: Recipe, recipe_hash: str, setting: Settings) -> Itera
 
 
 def measure_stage(
-    recipe: Recipe, recipe_hash: str, index: int, setting: Settings, state: State | None = None
+    recipe: Recipe,
+    recipe_hash: str,
+    index: int,
+    setting: Settings,
+    state: State | None = None,
+    device: Device | None = None,
 ) -> tuple[Row, list[str], State]:
-    """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps, the last state)."""
+    """Measure one stage, from ``state`` or a first one: (its figures, optimised HLO of its steps, the last state).
+    ``device``: what a preflight has found, in place of what these devices should have."""
     mesh, stage, best = setting.mesh, recipe.stages[index], peak_flops(setting.mesh)
-    device = device_of(mesh, setting.attention, recipe=recipe)
+    device = device or device_of(mesh, setting.attention, recipe=recipe)
     began = now()
     phases = range(recipe.period)
     placement = place(recipe, mesh, DEFAULT_LAYOUT, device, setting.micro_batch)

@@ -1,11 +1,9 @@
 """Helper: the programs of a run at full size, compiled exactly as a run on these devices compiles them."""
 
-from dataclasses import replace
-
 from jax.sharding import Mesh
 
 from jspeed.run.compute import program
-from jspeed.run.compute.device import Device, device_of
+from jspeed.run.compute.device import Device, device_of, with_kernels_asked_for
 from jspeed.run.compute.division import place
 from jspeed.run.compute.memory_fallbacks import Attempt
 from jspeed.run.find_recipe import LoadedRecipe, find
@@ -15,8 +13,7 @@ MEMORY = int(0.75 * 85.0e9)  # bytes of an H100 that JAX takes
 
 def device_for(found: LoadedRecipe, mesh: Mesh) -> Device:
     """What a run of the recipe takes the devices of ``mesh`` for, before its preflight."""
-    device = device_of(mesh, memory=MEMORY, recipe=found.recipe)
-    return replace(device, own_kernels=device.own_kernels and found.fields.get("OWN_KERNELS") in ("auto", "on"))
+    return with_kernels_asked_for(device_of(mesh, memory=MEMORY, recipe=found.recipe), found.fields)
 
 
 def step_of_a_run(mesh: Mesh, name: str, number: int = -1, phase: int = -1) -> Attempt:

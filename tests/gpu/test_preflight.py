@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jspeed.model.attention import BACKENDS
+from jspeed.model.kernels import OWN_KERNELS
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import HOPPER, NATIVE_FP8, backends, capability_of
@@ -38,10 +39,11 @@ def test_fp8():
     assert preflight_checks.fp8_error() is None
 
 
-def test_own_kernels():
+@pytest.mark.parametrize("kernel", sorted(OWN_KERNELS))
+def test_own_kernels(kernel):
     if capability_of(jax.devices()[0]) != HOPPER:
         pytest.skip("not a Hopper GPU")
-    assert preflight_checks.own_kernels_error() is None
+    assert preflight_checks.own_kernel_error(kernel) is None
 
 
 def test_collectives():

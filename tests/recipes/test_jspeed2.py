@@ -10,7 +10,7 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed import sizes
-from jspeed.model.kernels import composed_heads, own_value
+from jspeed.model.kernels import OWN_KERNELS, composed_heads, own_value
 from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.sampled import candidates
 from jspeed.recipes import jspeed2, r89
@@ -127,7 +127,7 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(toy, monk
         draw = np.random.default_rng(0)
         params |= {name: jnp.asarray(0.1 * draw.normal(size=params[name].shape), jnp.float32) for name in BANKS}
         params = {path: params[path].astype(spec.compute or jnp.float32) for path, spec in recipe.parameters.items()}
-        ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(2), fp8="native", own_kernels=True)
+        ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(2), fp8="native", own_kernels=OWN_KERNELS)
         found.append(
             jax.jit(jax.value_and_grad(functools.partial(recipe.loss, ctx=ctx), has_aux=True))(params, *arrays)
         )

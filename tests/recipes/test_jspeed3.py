@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
+from jspeed.model.kernels import OWN_KERNELS
 from jspeed.recipes import jspeed3, r92
 from jspeed.run.find_recipe import find
 
@@ -16,18 +17,21 @@ from ..toys import TOYS
 SIZES = ["WIDTH=256", "HEADS=2", "MLP_WIDTH=256", "POINTER_WIDTH=16", "COMPUTE=bfloat16", "LANE_LENS=(16,32)"]
 
 
-@pytest.mark.parametrize(("training", "has_them"), [(True, True), (True, False), (False, True)])
-def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_them(training, has_them):
+@pytest.mark.parametrize(
+    ("training", "there", "used"),
+    [(True, OWN_KERNELS, True), (True, OWN_KERNELS - {"pointer"}, False), (False, OWN_KERNELS, False)],
+)
+def test_the_pointer_is_an_own_kernel_in_training_where_a_device_has_it(training, there, used):
     """In the traced loss, at sizes that own kernels take; their numbers are in tests/model/kernels."""
     recipe = find("jspeed3", [*TOYS["jspeed3"], *SIZES]).recipe
     shape = partial(jax.ShapeDtypeStruct, (1, 32))
     params = {
         path: jax.ShapeDtypeStruct(spec.shape, spec.compute or jnp.float32) for path, spec in recipe.parameters.items()
     }
-    ctx = r.Context(recipe.stages[1], training, fp8="missing", own_kernels=has_them)
+    ctx = r.Context(recipe.stages[1], training, fp8="missing", own_kernels=there)
     arguments = params, shape(jnp.int32), shape(jnp.int32), shape(jnp.float32)
     traced = str(jax.make_jaxpr(partial(recipe.loss, ctx=ctx))(*arguments))
-    assert ("pointer_forward_16_window12" in traced) == (training and has_them)
+    assert ("pointer_forward_16_window12" in traced) == used
 
 
 def test_all_that_is_counted_in_steps_is_086_of_r92s():

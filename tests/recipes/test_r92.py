@@ -11,7 +11,7 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.model.attention import Documents, attention, find_documents
-from jspeed.model.kernels import attention_backends, norm_gradient, own_value, qk_norm
+from jspeed.model.kernels import OWN_KERNELS, attention_backends, norm_gradient, own_value, qk_norm
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
 from jspeed.model.ngrams import bigram_rows, sign_rows, trigram_rows
 from jspeed.model.positions import frequencies, yarn
@@ -267,7 +267,7 @@ def test_own_kernels_around_attention_give_the_same_loss_and_gradients(monkeypat
         tokens = jax.random.randint(jax.random.key(1), (1, 33), 6, 257).at[:, ::11].set(recipe.data.bos_id)
         arrays = tokens[:, :-1], tokens[:, 1:], jnp.full((1, 32), 1 / 32)
         ctx = r.Context(recipe.stages[1], training=True, step=jnp.int32(5), attention="cudnn", fp8="native")
-        ctx = dataclasses.replace(ctx, own_kernels=True)
+        ctx = dataclasses.replace(ctx, own_kernels=OWN_KERNELS)
         loss = functools.partial(recipe.loss, ctx=ctx)
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(params, *arrays))
         if way == "off":

@@ -192,7 +192,8 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
     values = [lookup(table, tokens_BT) for table in params["values"]]
     angles, scale = yarn(frequencies(heads[3] // 4), ATTENTION_SCALE, [BLOCK * n for n in LONG_WINDOWS[: stage + 1]])
     largest = params["largest"] if ctx.use_fp8(FP8) else None
-    kernels = ctx.use_own_kernels(OWN_KERNELS)
+    own_kernel = partial(ctx.use_own_kernel, OWN_KERNELS)
+    casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), tokens_BT.shape[0] / (LANES * ctx.pieces)
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
@@ -200,13 +201,13 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
         narrow = slice(3) if FP8_GRADIENTS == "on" else 0
         watched = None if largest is None else largest[layer, narrow]
-        return mlp(a_BTD, up, down, largest=watched, share=share, x_largest=WIDTH**0.5, own_kernels=kernels)
+        return mlp(a_BTD, up, down, largest=watched, share=share, x_largest=WIDTH**0.5, own_kernels=own_kernel("MLP"))
 
     def project(x_BTD: jax.Array, weights_DE: jax.Array, layer: int, number: int, x_scale: Any) -> jax.Array:
         """By ``weights_DE``; ``number`` is the gradient's among the layer's projections."""
         if largest is None or FP8_PROJECTIONS == "off":
             return x_BTD @ weights_DE
-        return fp8.measured_matmul(x_BTD, weights_DE.T, largest[layer, 4 + number], share, x_scale, own_kernels=kernels)
+        return fp8.measured_matmul(x_BTD, weights_DE.T, largest[layer, 4 + number], share, x_scale, own_kernels=casts)
 
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None
@@ -219,20 +220,21 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
         in_order = jnp.moveaxis(own_scale * queries_keys, 0, 1).reshape(WIDTH, -1)
         y_BTE = project(a_BTD, in_order, layer, 0, LARGEST_NORMED)
         look_back = layer in LONG_LAYERS
-        q_BTHK, k_BTHK = queries_and_keys(y_BTE, heads, angles, positions_TP, kernels, documents, look_back)
+        q_BTHK, k_BTHK = queries_and_keys(y_BTE, heads, angles, positions_TP, rotary, documents, look_back)
         v_BTHK = project(a_BTD, own_scale * value, layer, 1, LARGEST_NORMED).reshape(heads) + more
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)
-        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=kernels)
+        path = partial(attention_in_pairs if paired else attention, backend=ctx.attention, marked=rotary)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=windows[layer])
         if layer == LAST:
             mixing = gates["take", layer], gates["give", layer]
+            own = own_kernel("composed heads")
             y_BTHK += composed(
-                q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW, own_kernels=kernels
+                q_BTHK, k_BTHK, v_BTHK, *mixing, scale=scale, documents=documents, window=DC_WINDOW, own_kernels=own
             )
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=kernels)
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
         elif layer in LONG_LAYERS:
             y_BTHK *= gates["heads", layer][..., None]
         y_BTD, scale_y = y_BTHK.reshape(a_BTD.shape), None

@@ -247,7 +247,8 @@ def hidden(
         yarn(frequencies(HEAD_WIDTH // 4), scale, [BLOCK * n for n in windows[: stage + 1]])
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
     )
-    largest, kernels = params["largest"] if ctx.use_fp8(FP8) else None, ctx.use_own_kernels(OWN_KERNELS)
+    largest, own_kernel = params["largest"] if ctx.use_fp8(FP8) else None, partial(ctx.use_own_kernel, OWN_KERNELS)
+    casts, rotary, normed = own_kernel("FP8 casts"), own_kernel("queries and keys"), own_kernel("gradient of a norm")
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
     # Scales of all layers at once; the last one has none after it.
     layers, own = np.array(ATTENDING), params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype)
@@ -265,15 +266,14 @@ def hidden(
         up, down = matrices[number]
         watched, w_scales = (None, None) if largest is None else (largest[number, :3], feed_scales[number])
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
-        return mlp(a_BTD, up, scaled(down, scale), own_kernels=kernels, **fp8_of)
+        return mlp(a_BTD, up, scaled(down, scale), own_kernels=own_kernel("MLP"), **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
         return lambda a_BTD: [feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer]
 
     def attend(a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0) -> jax.Array:
         number, paired, long = ATTENDING.index(layer), layer in PAIRED_LAYERS, layer in LONG_LAYERS
-        angles, scale = wide if long else narrow
-        width = HEAD_WIDTH if long else HEAD_WIDTH // 2
+        (angles, scale), width = (wide, HEAD_WIDTH) if long else (narrow, HEAD_WIDTH // 2)
         of_values = slice(HEAD_WIDTH // 2 if layer in HALF_LAYERS else HEAD_WIDTH)
         queries_keys = heads_in[HEADS * number : HEADS * (number + 1)]
         queries_keys = jnp.moveaxis(queries_keys.reshape(HEADS, WIDTH, 2, HEAD_WIDTH)[..., :width], 0, 1)
@@ -285,22 +285,22 @@ def hidden(
         if largest is None:
             y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
-            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=kernels)
+            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts)
             y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
             v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
         v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
-        turned = angles, positions_TP, kernels, documents, long, v_BTHK.shape[-1]
+        turned = angles, positions_TP, rotary, documents, long, v_BTHK.shape[-1]
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, tagged = attention_in_pairs if paired else attention, kernels and width < v_BTHK.shape[-1]
+        path, tagged = attention_in_pairs if paired else attention, rotary and width < v_BTHK.shape[-1]
         back = (1 + BLOCK * GRADIENT_WINDOWS[stage]) if GRADIENT_WINDOWS[stage] and ctx.training else None
-        path = partial(path, marked=kernels, tagged=tagged, gradient_window=back, backend=ctx.attention)
+        path = partial(path, marked=rotary, tagged=tagged, gradient_window=back, backend=ctx.attention)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=kernels)
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
         elif long:
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(*lanes, -1) @ out
@@ -318,7 +318,7 @@ def hidden(
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
     half, likes_BT = NGRAMS // 2, jnp.asarray(gpt2_classes(BOS, VOCAB))[tokens_BT] if LIKE else tokens_BT
     rows_BT = jnp.concatenate([bigram_rows(likes_BT, half), half + trigram_rows(likes_BT, NGRAMS - half)], axis=1)
-    found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=kernels).astype(e_BTD.dtype), 2, axis=1)
+    found = jnp.split(ctx.fetch(params["ngrams"], rows_BT, own_kernels=own_kernel("sums of rows")), 2, axis=1)
     signed = (signs(likes_BT, WIDTH, jnp.float32, factors) for factors in SIGNS)
     bigram_BTD, trigram_BTD = (x * sign for x, sign in zip(found, signed, strict=True))
     ngram_BTD = (bigram_BTD + trigram_BTD).astype(e_BTD.dtype)
@@ -346,7 +346,7 @@ def hidden(
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
                 terms += [(gates["ngram", layer], ngram_BTD)]
             x_BTD = blend(*terms)
-        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernels and layer not in NO_MLP)
+        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], normed and layer not in NO_MLP)
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD
@@ -389,7 +389,7 @@ def loss(
     score = partial(cross_entropy, partial(fp8.head, scales=scales), cap=CAP, kept_at=kept_at)
 
     def copied(x_BTD: jax.Array) -> Copies:
-        rest = pointing(params, x_BTD, tokens_BT, ctx) | {"own_kernels": ctx.use_own_kernels(OWN_KERNELS)}
+        rest = pointing(params, x_BTD, tokens_BT, ctx) | {"own_kernels": ctx.use_own_kernel(OWN_KERNELS, "pointer")}
         return pointer.copies(COPY, targets_BT=targets_BT, **rest)
 
     if not ctx.training:

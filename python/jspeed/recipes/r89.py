@@ -182,9 +182,9 @@ def hidden(params: dict[str, jax.Array], tokens_BT: jax.Array, ctx: Context) -> 
 
     def feed(x_BTD: jax.Array, layer: int, scale: Any = None) -> jax.Array:
         up, down = matrices[layer]
-        kernels = ctx.use_own_kernels(OWN_KERNELS)
+        own = ctx.use_own_kernel(OWN_KERNELS, "MLP")
         a_BTD, down = rms_norm(x_BTD), scaled(down, scale)
-        return mlp(a_BTD, up, down, largest=largest[layer], share=share, own_kernels=kernels)
+        return mlp(a_BTD, up, down, largest=largest[layer], share=share, own_kernels=own)
 
     def attend(
         a_BTD: jax.Array, layer: int, gate_BTH: jax.Array | None, more: Any = 0.0, scale_out: Any = None

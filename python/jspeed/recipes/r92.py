@@ -243,7 +243,9 @@ def hidden(
         for scale, windows in ((NARROW_SCALE, SHORT_WINDOWS), (WIDE_SCALE, LONG_WINDOWS))
     )
     largest = params["largest"] if ctx.use_fp8(FP8) else None
-    kernels = ctx.use_own_kernels(OWN_KERNELS)
+    own_kernel = partial(ctx.use_own_kernel, OWN_KERNELS)
+    casts, rotary = own_kernel("FP8 casts"), own_kernel("queries and keys")
+    normed, summed = own_kernel("gradient of a norm"), own_kernel("sums of rows")
     matrices, share = params["mlp"].reshape(-1, 2, WIDTH, MLP_WIDTH), lanes[0] / (LANES * ctx.pieces)
     # Scales of all layers at once; the last one has none after it.
     layers, own = np.array(ATTENDING), params["attention_scales"][np.array(ATTENDING)].astype(matrices.dtype)
@@ -261,7 +263,7 @@ def hidden(
         up, down = matrices[number]
         watched, w_scales = (None, None) if largest is None else (largest[number, :3], feed_scales[number])
         fp8_of = {"largest": watched, "share": share, "x_largest": WIDTH**0.5, "w_scales": w_scales}
-        return mlp(a_BTD, up, scaled(down, scale), own_kernels=kernels, **fp8_of)
+        return mlp(a_BTD, up, scaled(down, scale), own_kernels=own_kernel("MLP"), **fp8_of)
 
     def feeds(layer: int, scale: jax.Array) -> Parts:
         return lambda a_BTD: [feed(a_BTD, number, scale) for number, fed in enumerate(FEEDS) if fed == layer]
@@ -281,21 +283,21 @@ def hidden(
         if largest is None:
             y_BTE, v_BTE = a_BTD @ queries_keys, a_BTD @ value
         else:
-            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=kernels)
+            multiply = partial(fp8.measured_matmul, a_BTD, share=share, x_scale=LARGEST_NORMED, own_kernels=casts)
             y_BTE = multiply(queries_keys.T, largest[number, 3], w_scale=in_scales[number])
             v_BTE = multiply(value.T, largest[number, 4], w_scale=value_scales[number])
         positions_TP = pair_positions(lanes[1]) if paired else jnp.arange(lanes[1])[:, None]
         v_BTHK = v_BTE.reshape(*lanes, HEADS, -1) + more
-        turned = angles, positions_TP, kernels, documents, long, v_BTHK.shape[-1]
+        turned = angles, positions_TP, rotary, documents, long, v_BTHK.shape[-1]
         q_BTHK, k_BTHK = queries_and_keys(y_BTE, (*lanes, HEADS, width), *turned)
         if gate_BTH is not None:
             v_BTHK += gate_BTH[..., None] * values[VALUE_OF[layer]].reshape(heads)[..., of_values]
-        path, tagged = attention_in_pairs if paired else attention, kernels and width < v_BTHK.shape[-1]
-        path = partial(path, marked=kernels, tagged=tagged, backend=ctx.attention)
+        path, tagged = attention_in_pairs if paired else attention, rotary and width < v_BTHK.shape[-1]
+        path = partial(path, marked=rotary, tagged=tagged, backend=ctx.attention)
         y_BTHK = path(q_BTHK, k_BTHK, v_BTHK, scale=scale, documents=documents, window=ctx.stage.windows[layer])
         if layer in XSA_LAYERS:
             factors = gates["own value", layer], gates.get(("heads", layer))
-            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=kernels)
+            y_BTHK = without_own_value(y_BTHK, v_BTHK, *factors, own_kernels=own_kernel("XSA"))
         elif long:
             y_BTHK *= gates["heads", layer][..., None]
         return y_BTHK.reshape(*lanes, -1) @ out
@@ -313,7 +315,7 @@ def hidden(
     start_BTD = rms_norm(smear(e_BTD, params["smear_scale"] * sparse_gate(e_BTD, params["smear_gate"][0])))
     part = NGRAMS // len(ORDERS)
     rows = [n * part + ROWS_OF[order](tokens_BT, part) for n, order in enumerate(ORDERS)]
-    found_BTD = ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1), own_kernels=kernels).astype(e_BTD.dtype)
+    found_BTD = ctx.fetch(params["ngrams"], jnp.concatenate(rows, axis=1), own_kernels=summed).astype(e_BTD.dtype)
     found = zip(jnp.split(found_BTD, len(ORDERS), axis=1), ORDERS, strict=True)
     signed = (x_BTD * signs(tokens_BT, WIDTH, jnp.float32, SIGNS[order]) for x_BTD, order in found)
     ngram_BTD = reduce(jnp.add, signed).astype(e_BTD.dtype)
@@ -337,7 +339,7 @@ def hidden(
             if layer in NGRAM_LAYERS and layer > 0:  # it is in what layer 0 gets
                 terms += [(gates["ngram", layer], ngram_BTD)]
             x_BTD = blend(*terms)
-        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], kernels and layer not in NO_MLP)
+        x_BTD = add_normed(feeds(layer, after), x_BTD, before[1], normed and layer not in NO_MLP)
         outputs.append(x_BTD)
 
     shared_BTD, input_BTD = outputs[SHARED_FROM], x_BTD

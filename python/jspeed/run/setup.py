@@ -41,6 +41,7 @@ from jspeed.run.compute.device import (
     keep_freed_memory,
     kernels_of,
     platform_problem,
+    with_kernels_asked_for,
 )
 from jspeed.run.compute.division import place
 from jspeed.run.compute.known_faults import known_faults
@@ -172,8 +173,8 @@ def load_recipe_and_placement(options: Options) -> tuple[LoadedRecipe, Placement
     limits = [memory for memory in gather("memory", device.memory) if memory]
     if limits and device.memory != min(limits):  # all processes compile the same program
         device = device_of(mesh, options.attention, min(limits), recipe)
-    own_kernels = device.own_kernels and loaded.fields.get("OWN_KERNELS") in ("auto", "on")
-    placement = place(recipe, mesh, options.layout, replace(device, own_kernels=own_kernels), options.micro_batch)
+    device = with_kernels_asked_for(device, loaded.fields)
+    placement = place(recipe, mesh, options.layout, device, options.micro_batch)
     fetcher(recipe, mesh, partitions(recipe.parameters, options.layout, mesh))
     return loaded, placement
 

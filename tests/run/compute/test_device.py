@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from jspeed.errors import BadInput
+from jspeed.model.kernels import OWN_KERNELS
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
 from jspeed.recipe import Context, Stage
@@ -308,19 +309,21 @@ def test_the_chain_of_backends(capability, without_documents, with_documents, mo
 
 
 @pytest.mark.parametrize(
-    ("asked", "there", "used"), [("auto", True, True), ("auto", False, False), ("off", True, False)]
+    ("asked", "there", "used"),
+    [("auto", {"MLP"}, True), ("auto", {"XSA"}, False), ("auto", (), False), ("off", {"MLP"}, False)],
 )
 def test_own_kernels_are_used_in_training_where_they_run(asked, there, used):
     stage = find("stdlib", trace=False).recipe.stages[0]
-    assert Context(stage, training=True, own_kernels=there).use_own_kernels(asked) == used
-    assert not Context(stage, training=False, own_kernels=there).use_own_kernels(asked)
+    there = frozenset(there)
+    assert Context(stage, training=True, own_kernels=there).use_own_kernel(asked, "MLP") == used
+    assert not Context(stage, training=False, own_kernels=there).use_own_kernel(asked, "MLP")
 
 
 def test_own_kernels_that_were_asked_for_and_do_not_run_are_a_sentence():
     stage = find("stdlib", trace=False).recipe.stages[0]
-    assert Context(stage, training=True, own_kernels=True).use_own_kernels("on")
-    assert not Context(stage, training=True).use_own_kernels("on")  # a recipe is read before devices are known
+    assert Context(stage, training=True, own_kernels=OWN_KERNELS).use_own_kernel("on", "MLP")
+    assert not Context(stage, training=True).use_own_kernel("on", "MLP")  # a recipe is read before devices are known
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but these devices do not run jspeed's own kernels"):
-        Context(stage, training=True, own_kernels=False).use_own_kernels("on")
+        Context(stage, training=True, own_kernels=frozenset()).use_own_kernel("on", "MLP")
     with pytest.raises(BadInput, match="field OWN_KERNELS is 'yes'; expected"):
-        Context(stage, training=True, own_kernels=True).use_own_kernels("yes")
+        Context(stage, training=True, own_kernels=OWN_KERNELS).use_own_kernel("yes", "MLP")

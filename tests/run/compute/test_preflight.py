@@ -14,7 +14,7 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import attention_backends, composed_heads
+from jspeed.model.kernels import OWN_KERNELS, attention_backends, composed_heads, own_value
 from jspeed.parallel.mesh import make_mesh
 from jspeed.run.compute import compiler, device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
@@ -130,11 +130,16 @@ def test_tagged_documents_are_checked_where_own_kernels_tag_them(off, said, monk
 
     monkeypatch.setattr(attention_backends, "cudnn", without_a_table)
     monkeypatch.setattr(preflight_checks, "WINDOW", 30)
-    found = preflight.preflight(RECIPE, on(one_device(), with_cudnn(own_kernels=True)), {}, said)
-    kinds = ["xla, packed"]
+    monkeypatch.setattr(preflight_checks, "own_kernel_error", lambda kernel: None)
+    there = with_cudnn(own_kernels=frozenset({"XSA", "queries and keys"}))
+    found = preflight.preflight(RECIPE, on(one_device(), there), {"OWN_KERNELS": "auto"}, said)
+    kinds = ["packed", "packed, a longest document"]
+    checks = [*(f"attention cudnn, {kind}, heads of 128" for kind in kinds), "own kernel XSA"]
     if not off:
-        kinds = ["cudnn, packed", "cudnn, packed, a longest document", "cudnn, packed, documents tagged"]
-    assert found.checks == tuple(f"attention {kind}, heads of 128" for kind in kinds)
+        checks += ["own kernel queries and keys", "attention cudnn, packed, documents tagged, heads of 128"]
+    assert found.checks == tuple(checks)
+    assert found.device.own_kernels == ({"XSA"} if off else {"XSA", "queries and keys"})
+    assert ("own kernel queries and keys: the output is off by 1.0" in said.file.getvalue()) == off
 
 
 def test_no_backend_at_all_is_refused(said, monkeypatch):
@@ -153,38 +158,37 @@ def test_fp8_falls_to_the_compute_dtype_unless_it_was_asked_for(said, monkeypatc
     assert found.device.fp8 == "missing"
     assert "FP8 matmuls: the output is off by 1.0" in said.file.getvalue()
     assert "in the compute dtype instead of FP8" in said.file.getvalue()
-    with pytest.raises(BadInput, match="field FP8 is 'on' but FP8 matmuls fail here: the output is off"):
+    with pytest.raises(BadInput, match="field FP8 is 'on' but the preflight refuses FP8 matmuls: the output is off"):
         preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "on"}, said)
     assert preflight.preflight(RECIPE, on(one_device(), native), {"FP8": "off"}, said).device.fp8 == "native"
 
 
-OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=True)
+OWN = device.Device("gpu", "xla", "missing", 512, own_kernels=frozenset({"composed heads", "XSA"}))
 
 
 @pytest.fixture
 def own_kernels(monkeypatch):
-    """One that is right: of the others most have no interpreter within ``jax.jit``."""
-    all_of_them, name = preflight_checks.own_kernels, "composed heads"
-    monkeypatch.setattr(preflight_checks, "own_kernels", lambda *sizes: {name: all_of_them(*sizes)[name]})
-    monkeypatch.setattr(composed_heads, "compose", functools.partial(composed_heads.compose, interpret=True))
+    """Two that are right: of the others most have no interpreter within ``jax.jit``."""
+    for module, name in (composed_heads, "compose"), (own_value, "subtract_own_value"):
+        monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
     monkeypatch.setattr(preflight_checks, "KERNEL_SIZES", (256, 64, 128, 2))
 
 
 @pytest.mark.slow
 def test_own_kernels_fall_to_xla_unless_they_were_asked_for(own_kernels, said, monkeypatch):
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert found.device.own_kernels and found.checks[-1] == "own kernels" and found.record()["own"]
+    assert found.device == OWN and found.checks[-2:] == ("own kernel XSA", "own kernel composed heads")
     assert not said.file.getvalue()
     right = composed_heads.compose
     monkeypatch.setattr(composed_heads, "compose", lambda *a, **k: a_percent_off(right(*a, **k)))
     found = preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "auto"}, said)
-    assert not found.device.own_kernels and not found.record()["own"]
+    assert found.device.own_kernels == {"XSA"} and found.checks[-1] == "own kernel XSA" and found.record()["own"]
     [line] = said.file.getvalue().splitlines()
-    assert "own kernels: composed heads, result 1, is off by " in line
-    assert line.endswith("attention by xla; XLA's instead of own kernels")
-    with pytest.raises(BadInput, match="field OWN_KERNELS is 'on' but own kernels fail here: composed heads"):
+    assert "own kernel composed heads: output, result 1, is off by " in line
+    assert line.endswith("attention by xla; XLA's instead of own kernel composed heads")
+    with pytest.raises(BadInput, match="OWN_KERNELS is 'on' but the preflight refuses own kernel composed heads: outp"):
         preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "on"}, said)
-    assert preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks == found.checks
+    assert preflight.preflight(RECIPE, on(one_device(), OWN), {"OWN_KERNELS": "off"}, said).checks == found.checks[:-1]
 
 
 def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monkeypatch):
@@ -194,7 +198,7 @@ def test_a_step_that_cannot_be_compiled_with_own_kernels_does_without(said, monk
         return types.SimpleNamespace(attention=placement.device.attention)
 
     monkeypatch.setattr(preflight, "compile_program", compile_program)
-    start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernels"))
+    start = preflight.Preflight(on(one_device(), OWN), ("attention xla", "own kernel XSA"))
     _, found = preflight.compile_or_fall_back(RECIPE, start, 1, {}, said)
     assert not found.device.own_kernels and found.checks == ("attention xla",)
     assert "cannot be compiled with them (composed-heads kernel: window" in said.file.getvalue()
@@ -319,6 +323,8 @@ def test_checks_are_compiled_with_the_options_of_steps(said, monkeypatch):
 
 def test_every_own_kernel_has_results_of_the_shapes_of_plain_jax():
     """At the sizes of the preflight, traced alone: numbers are in tests/model/kernels, compilers in tests/aot."""
-    for name, (own, plain, arrays) in preflight_checks.own_kernels(*preflight_checks.KERNEL_SIZES).items():
+    cases = preflight_checks.own_kernels(*preflight_checks.KERNEL_SIZES)
+    assert set(cases) == OWN_KERNELS
+    for name, (own, plain, arrays) in (case for parts in cases.values() for case in parts.items()):
         found, expected = (jax.tree.leaves(jax.eval_shape(run, *arrays)) for run in (own, plain))
         assert [one.shape for one in found] == [one.shape for one in expected], name

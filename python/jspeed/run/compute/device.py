@@ -2,7 +2,8 @@
 
 import ctypes
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,6 +14,7 @@ from jspeed import accelerators
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, nearest
 from jspeed.model.attention import BACKENDS
+from jspeed.model.kernels import OWN_KERNELS, OwnKernel
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
 from jspeed.recipe import Recipe
 from jspeed.run.evidence.provenance import installed_version
@@ -36,7 +38,7 @@ class Device:
 
     Where the backend ``attention`` does not work, ``fallbacks`` are tried in order; there are none where it was
     ``asked`` for. ``note`` is what a user should know of a device that is used without its own kernels.
-    ``own_kernels``: Pallas kernels of jspeed may replace parts of the recipe (OWN_KERNELS).
+    ``own_kernels``: Pallas kernels of jspeed that may replace parts of the recipe (OWN_KERNELS).
     """
 
     platform: str
@@ -47,7 +49,7 @@ class Device:
     fallbacks: tuple[str, ...] = ()
     asked: bool = False
     note: str | None = None
-    own_kernels: bool = False
+    own_kernels: frozenset[OwnKernel] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,13 @@ def device_of(
         fallbacks=tuple(rest),
         asked=attention is not None,
         note=None if cuda else device_note(first),
-        own_kernels=cuda and capability_of(first) == HOPPER,
+        own_kernels=OWN_KERNELS if cuda and capability_of(first) == HOPPER else frozenset(),
     )
+
+
+def with_kernels_asked_for(device: Device, fields: Mapping[str, Any]) -> Device:
+    """Return ``device`` without own kernels unless OWN_KERNELS among the recipe's ``fields`` asks for them."""
+    return device if fields.get("OWN_KERNELS") in ("auto", "on") else replace(device, own_kernels=frozenset())
 
 
 def has_document_masks(recipe: Recipe) -> bool:

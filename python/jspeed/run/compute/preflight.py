@@ -15,6 +15,7 @@ from rich.console import Console
 
 from jspeed.cluster.distributed import gather
 from jspeed.errors import BadInput, first_line, type_and_line
+from jspeed.model.kernels import OwnKernel
 from jspeed.model.kernels.attention_backends import Refused
 from jspeed.recipe import Recipe
 from jspeed.record.schema import Kernels
@@ -26,28 +27,14 @@ from jspeed.run.output.console import waiting
 
 
 class Feature(NamedTuple):
-    """A feature that a device may have: its name, its check, the device without it, and what is used instead."""
+    """A feature that a device may have: the recipe's field for it, its name, its checks by theirs, the device's
+    settings without it, and what is used instead."""
 
+    field: str
     name: str
-    check: Callable[[], str | None]
-    without: dict[str, Any]
+    checks: Mapping[str, Callable[[], str | None]]
+    without: Callable[[Device], dict[str, Any]]
     instead: str
-
-
-OPTIONAL_FEATURES = {  # by the recipe's field
-    "FP8": Feature(
-        "FP8 matmuls",
-        preflight_checks.fp8_error,
-        {"fp8": "missing"},
-        "matmuls in the compute dtype instead of FP8",
-    ),
-    "OWN_KERNELS": Feature(
-        "own kernels",
-        preflight_checks.own_kernels_error,
-        {"own_kernels": False},
-        "XLA's instead of own kernels",
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +63,7 @@ class Preflight:
         said: Kernels = {
             "attention": self.device.attention,
             "fp8": self.device.fp8,
-            "own": self.device.own_kernels,
+            "own": bool(self.device.own_kernels),
             "checked": list(self.checks),
             "refused": list(self.refused),
         }
@@ -91,25 +78,26 @@ def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], c
     for (``--attention``, ``FP8=on``, ``OWN_KERNELS=on``) does not, or when a collective returns a wrong sum.
     """
     mesh, device = placement.mesh, placement.device
-    there = {"FP8": device.fp8 == "native", "OWN_KERNELS": device.own_kernels}
-    wanted = [field for field in OPTIONAL_FEATURES if there[field] and fields.get(field) in ("auto", "on")]
-    if device.platform == "cpu" and device.attention == "xla" and not wanted:
+    wanted = {field for field in ("FP8", "OWN_KERNELS") if fields.get(field) in ("auto", "on")}
+    native, own = device.fp8 == "native" and "FP8" in wanted, device.own_kernels and "OWN_KERNELS" in wanted
+    if device.platform == "cpu" and device.attention == "xla" and not (native or own):
         return Preflight(placement)
     result = working_attention(recipe, Preflight(placement))
     passed, refused, instead = [*result.checks], [*result.refused], ""
-    for field in wanted:
-        feature = OPTIONAL_FEATURES[field]
-        reason = failure_of(feature.name, feature.check)
+    for feature in [*[fp8_matmuls()] * native, *(own_kernels(recipe, result.device) if own else ())]:
+        reasons = (failure_of(name, check) for name, check in feature.checks.items())
+        reason = next((text for text in reasons if text), None)
         if reason is None:
-            passed.append(feature.name)
-        elif fields[field] == "on":
+            passed += feature.checks
+        elif fields[feature.field] == "on":
             raise BadInput(
-                f"field {field} is 'on' but {feature.name} fail here: {reason}; set {field}=auto or {field}=off"
+                f"field {feature.field} is 'on' but the preflight refuses {feature.name}: {reason}; set "
+                f"{feature.field}=auto or {feature.field}=off"
             )
         else:
             refused.append(f"{feature.name}: {reason}")
             instead += f"; {feature.instead}"
-            result = result.with_device(**feature.without)
+            result = result.with_device(**feature.without(result.device))
     if mesh.size > 1:
         name = f"all-reduce and reduce-scatter over {mesh.size} devices"
         if reason := failure_of(name, partial(preflight_checks.collectives_error, mesh)):
@@ -119,6 +107,31 @@ def preflight(recipe: Recipe, placement: Placement, fields: Mapping[str, Any], c
         said = f"preflight: {'; '.join(refused)}; attention by {result.device.attention}{instead}"
         console.print(said, markup=False, soft_wrap=True)
     return replace(result, checks=tuple(passed), refused=tuple(refused))
+
+
+def fp8_matmuls() -> Feature:
+    """FP8 on tensor cores."""
+    checks = {"FP8 matmuls": preflight_checks.fp8_error}
+    instead = "matmuls in the compute dtype instead of FP8"
+    return Feature("FP8", "FP8 matmuls", checks, lambda _: {"fp8": "missing"}, instead)
+
+
+def own_kernels(recipe: Recipe, device: Device) -> list[Feature]:
+    """The own kernels of ``device``, each by itself."""
+    found = []
+    for kernel in sorted(device.own_kernels):
+        name = f"own kernel {kernel}"
+        checks = {name: partial(preflight_checks.own_kernel_error, kernel)}
+        if kernel == "queries and keys" and device.attention == "cudnn" and has_bounded_documents(recipe):
+            width = head_width(recipe) or 128
+            check = partial(preflight_checks.attention_error, "cudnn", width, packed=True, tagged=True)
+            checks[f"attention cudnn, packed, documents tagged, heads of {width}"] = check
+        found.append(Feature("OWN_KERNELS", name, checks, partial(_without, kernel), f"XLA's instead of {name}"))
+    return found
+
+
+def _without(kernel: OwnKernel, device: Device) -> dict[str, Any]:
+    return {"own_kernels": device.own_kernels - {kernel}}
 
 
 def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
@@ -136,8 +149,6 @@ def working_attention(recipe: Recipe, before: Preflight) -> Preflight:
         # Evaluation's documents may be as long as its rows, so that cuDNN has to do both.
         if backend == "cudnn" and has_bounded_documents(recipe):
             kinds["packed, a longest document"] = {"bounded": True}
-            if before.device.own_kernels:
-                kinds["packed, documents tagged"] = {"tagged": True}
         names, reason = [], None
         for kind, how in kinds.items():
             names.append(f"attention {backend}, {kind}, heads of {width}")
@@ -182,11 +193,11 @@ def compile_or_fall_back(
                 if (device.attention == "xla" and not device.own_kernels) or out_of_memory(caught):
                     raise
                 error, failure = caught, first_line(caught)
-        tried = f"compiled with {device.attention}, own kernels {device.own_kernels}"
+        tried = f"compiled with {device.attention}, own kernels {', '.join(sorted(device.own_kernels)) or 'none'}"
         reason = next((text for text in gather(tried, failure) if text), None)
         if program and reason is None:
             return program, checked
-        own = device.own_kernels
+        own = bool(device.own_kernels)
         if own and fields.get("OWN_KERNELS") == "on":
             raise BadInput(
                 f"field OWN_KERNELS is 'on' but the step cannot be compiled with own kernels ({reason}); set "
@@ -197,16 +208,18 @@ def compile_or_fall_back(
                 f"--attention {device.attention}: the step cannot be compiled with it ({reason}); choose another one, "
                 "or leave the flag out"
             ) from error
-        dropped = "own kernels" if own else f"attention {device.attention}"
-        refused = f"{dropped}: the step cannot be compiled with {'them' if own else 'it'} ({reason})"
+        dropped = "own kernel" if own else f"attention {device.attention}"
+        refused = f"{dropped}{'s' * own}: the step cannot be compiled with {'them' if own else 'it'} ({reason})"
         others = tuple(name for name in checked.checks if not name.startswith(dropped))
-        less = {"own_kernels": False} if own else {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
+        less: dict[str, Any] = {"own_kernels": frozenset()}
+        if not own:
+            less = {"attention": device.fallbacks[0], "fallbacks": device.fallbacks[1:]}
         again = checked.checks and not own  # not with --no-preflight
         checked = replace(checked.with_device(**less), checks=others, refused=(*checked.refused, refused))
         if again:
             checked = working_attention(recipe, checked)
         said = "; ".join(checked.refused[checked.refused.index(refused) :])
-        instead = OPTIONAL_FEATURES["OWN_KERNELS"].instead if own else f"attention by {checked.device.attention}"
+        instead = "XLA's instead of own kernels" if own else f"attention by {checked.device.attention}"
         console.print(f"{said}; {instead}", markup=False, soft_wrap=True)
 
 

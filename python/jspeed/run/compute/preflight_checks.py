@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import composed, without_own_value
+from jspeed.model.kernels import OwnKernel
 from jspeed.model.layers import rms_norm
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.optim.rows import RowState, row_adam
@@ -24,6 +25,7 @@ from jspeed.parallel.mesh import put
 from jspeed.run.compute.compiler import options_for
 
 Run: TypeAlias = Callable[..., Any]
+Case: TypeAlias = tuple[Run, Run, list[Any]]  # a kernel, the same in plain JAX, what both take
 
 LENGTH = 1280  # tokens of the example: cuDNN 9.14.0 is wrong for more than 1,024 keys
 WINDOW = 300
@@ -147,9 +149,9 @@ def _quantised(a: np.ndarray, scale: float, dtype: Any) -> np.ndarray:
     return np.clip(a.astype(np.float32) / np.float32(scale), -limit, limit).astype(dtype).astype(np.float64)
 
 
-def own_kernels_error() -> str | None:
-    """Compare the kernels that a recipe's OWN_KERNELS stands for, and their gradients, with the same in plain JAX."""
-    for name, (own, plain, arrays) in own_kernels(*KERNEL_SIZES).items():
+def own_kernel_error(kernel: OwnKernel) -> str | None:
+    """Compare all parts of an own kernel, and their gradients, with the same in plain JAX."""
+    for name, (own, plain, arrays) in own_kernels(*KERNEL_SIZES)[kernel].items():
         found, expected = (jax.tree.leaves(on_first_device(run, arrays)) for run in (own, plain))
         names = [f"{name}, result {number}," for number in range(1, len(found) + 1)]
         limit = FP8_LIMIT if any(one.dtype.itemsize == 1 for one in found) else LIMIT
@@ -158,8 +160,8 @@ def own_kernels_error() -> str | None:
     return None
 
 
-def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, tuple[Run, Run, list[Any]]]:
-    """By name: a kernel, the same in plain JAX, and what both take; for ``rows`` tokens and a model of ``width``."""
+def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[OwnKernel, dict[str, Case]]:
+    """The parts of each own kernel by name, for ``rows`` tokens and a model of ``width``."""
     from jspeed.model.kernels import fp8_cast, fused_mlp, norm_gradient  # slow to import, and most runs do without
 
     draw = np.random.default_rng(0)
@@ -232,31 +234,41 @@ def own_kernels(rows: int, width: int, mlp_width: int, heads: int) -> dict[str, 
     of_copies = tuple(random(*shape[:2], dtype=np.float32) for _ in range(2))
     of_pointer = [random(*size) for size in ((*shape[:2], 128), (*shape[:2], 128), (128,))]
     of_pointer[0] *= 0.1  # so that attention is on many keys
+    half_heads = [x[..., : shape[3] // 2] for x in of_outputs]
+    casts = (*cast, [x, np.float32(0.01)])
     return {
-        "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
-        "squared ReLU gradient": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
-        "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
-        "squared ReLU gradient in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
-        "FP8 cast": (*cast, [x, np.float32(0.01)]),
-        "gradient of a norm": (norm_gradient.norm_gradient, gradient_of_norm, [g, x, x[::-1], np.float32(1.25)]),
-        "queries and keys": (*with_gradients(rotary), [tuple(of_heads[:2]), random(*shape[:2], 2 * width)]),
-        "narrow queries and keys": (
-            *with_gradients(narrow),
-            [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
-        ),
-        "composed heads": (*with_gradients(composed_heads), [*of_heads, *of_tokens]),
-        "pointer": (*with_gradients(copied), [of_copies, *of_pointer]),
-        "XSA": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),
-        "narrow XSA": (
-            *with_gradients(without_own_value),
-            [*(x[..., : shape[3] // 2] for x in of_outputs), of_tokens[0]],
-        ),
-        "rows of a table": (*with_gradients(fetch), [random(*ids.shape, width), random(rows, width)]),
-        "update of rows": (
-            partial(update, True),
-            partial(update, False),
-            [ids.reshape(-1), random(rows, width), random(half, width), squares],
-        ),
+        "MLP": {
+            "squared ReLU": (*of_mlp("squared_relu_matmul"), forward),
+            "gradient of squared ReLU": (*of_mlp("squared_relu_gradient"), [g, weights.T, h.astype(jnp.bfloat16)]),
+            "squared ReLU in FP8": (*of_mlp("squared_relu_matmul_fp8"), forward),
+            "gradient of squared ReLU in FP8": (*of_mlp("squared_relu_gradient_fp8"), backward),
+            "FP8 casts": casts,
+        },
+        "FP8 casts": {"FP8 casts": casts},
+        "gradient of a norm": {
+            "gradient": (norm_gradient.norm_gradient, gradient_of_norm, [g, x, x[::-1], np.float32(1.25)])
+        },
+        "queries and keys": {
+            "heads": (*with_gradients(rotary), [tuple(of_heads[:2]), random(*shape[:2], 2 * width)]),
+            "narrow heads": (
+                *with_gradients(narrow),
+                [tuple(x[..., : shape[3] // 2] for x in of_heads[:2]), random(*shape[:2], width)],
+            ),
+        },
+        "composed heads": {"output": (*with_gradients(composed_heads), [*of_heads, *of_tokens])},
+        "pointer": {"shares": (*with_gradients(copied), [of_copies, *of_pointer])},
+        "XSA": {
+            "heads": (*with_gradients(without_own_value), [*of_outputs, *of_tokens]),
+            "narrow heads": (*with_gradients(without_own_value), [*half_heads, of_tokens[0]]),
+        },
+        "sums of rows": {"look-up": (*with_gradients(fetch), [random(*ids.shape, width), random(rows, width)])},
+        "update of rows": {
+            "update": (
+                partial(update, True),
+                partial(update, False),
+                [ids.reshape(-1), random(rows, width), random(half, width), squares],
+            )
+        },
     }
 
 

@@ -149,7 +149,7 @@ def lazy_updates(
         grads_of_table = accumulators.by_path(recipe, grads)[path]
         if mesh.size > 1 and not owned(specs[path], placed[path]):
             grads_of_table = jax.tree.map(lambda a: jax.lax.all_gather(a, "data", tiled=True), grads_of_table)
-        kernels = ctx.use_own_kernels(optimizer.own_kernels)
+        kernels = ctx.use_own_kernel(optimizer.own_kernels, "update of rows")
         tables[path], rows[path] = optimizer.update(grads_of_table, tables[path], rows[path], kernels)
     return tables, rows
 
