@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from benches.text import timed
-from jspeed.errors import BadInput
+from jspeed.errors import BadInput, type_and_line
 from jspeed.fields import Count
 from jspeed.model import pointer
 from jspeed.model.attention import find_documents
@@ -68,11 +68,15 @@ def fused(tokens: Count = 49_152, rounds: Count = 20) -> None:
     for name, (kernel, reference, arrays) in cases.items():
         calls = [partial(jax.jit(each, compiler_options=options_for("gpu")), *arrays) for each in (kernel, reference)]
         spent: list[list[float]] = [[], []]
-        for _ in range(rounds):
-            for call, times in zip(calls, spent, strict=True):
-                jax.block_until_ready(call())
-                _, seconds = timed(lambda call=call: jax.block_until_ready([call() for _ in range(10)]))
-                times.append(1e3 * seconds / 10)
+        try:
+            for _ in range(rounds):
+                for call, times in zip(calls, spent, strict=True):
+                    jax.block_until_ready(call())
+                    _, seconds = timed(lambda call=call: jax.block_until_ready([call() for _ in range(10)]))
+                    times.append(1e3 * seconds / 10)
+        except (BadInput, jax.errors.JaxRuntimeError) as error:  # the others are timed all the same
+            print(f"{name:<20}failed: {type_and_line(error)}")
+            continue
         ours, theirs = map(statistics.median, spent)
         print(f"{name:<20}{ours:8.3f} kernel {theirs:8.3f} XLA   ratio {ours / theirs:.2f}")
 
