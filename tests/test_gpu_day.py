@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jspeed.model.kernels import OWN_KERNELS
+from jspeed.recipe import OWN_KERNELS
 
 ROOT = Path(__file__).parents[1]
 

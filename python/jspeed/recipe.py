@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +15,26 @@ from jspeed.blocks import run_blocks as run_blocks
 from jspeed.blocks import scan_blocks as scan_blocks
 from jspeed.errors import BadInput
 from jspeed.fields import Count, CountOrZero, FolderName, FolderPath, NotNegative, integer, misfits
-from jspeed.model.kernels import OwnKernel
 from jspeed.retrieval import Matches as Matches
 from jspeed.retrieval import Retrieval as Retrieval
 from jspeed.stage import Stage as Stage
 
 Init = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 
+OwnKernel: TypeAlias = Literal[
+    "MLP",
+    "FP8 casts",
+    "gradient of a norm",
+    "queries and keys",
+    "composed heads",
+    "pointer",
+    "XSA",
+    "sums of rows",
+    "update of rows",
+]
+"""What a recipe's OWN_KERNELS stands for, of jspeed.model.kernels: each is checked, used and left out by itself."""
+
+OWN_KERNELS: frozenset[OwnKernel] = frozenset(get_args(OwnKernel))
 MOST_LAYERS = 1000  # a recipe's functions are traced layer by layer
 MOST_IDS = 2**31 - 1  # ids are int32 on devices
 

@@ -24,10 +24,10 @@ from benches.gpu_measurements import TOY, sets_of
 from jspeed import accelerators
 from jspeed.errors import BadInput, run_script, type_and_line
 from jspeed.model import fp8
-from jspeed.model.kernels import OWN_KERNELS
 from jspeed.plan import predict
 from jspeed.plan.attention import EMPTY_KERNELS, TILE
 from jspeed.plan.target import load_target
+from jspeed.recipe import OWN_KERNELS
 from jspeed.run.clock import now
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compile_cache import use_compile_cache

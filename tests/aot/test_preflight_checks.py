@@ -3,7 +3,7 @@
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jspeed.model.kernels import OWN_KERNELS
+from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import preflight_checks
 
 

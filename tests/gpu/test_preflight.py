@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from jspeed.model.attention import BACKENDS
-from jspeed.model.kernels import OWN_KERNELS
 from jspeed.parallel.mesh import make_mesh
+from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.device import HOPPER, NATIVE_FP8, backends, capability_of
 

@@ -10,9 +10,10 @@ import pytest
 
 from jspeed import recipe as r
 from jspeed import sizes
-from jspeed.model.kernels import OWN_KERNELS, composed_heads, own_value
+from jspeed.model.kernels import composed_heads, own_value
 from jspeed.model.kernels.qk_norm import norm_and_rotate
 from jspeed.model.sampled import candidates
+from jspeed.recipe import OWN_KERNELS
 from jspeed.recipes import jspeed2, r89
 from jspeed.run.find_recipe import find
 

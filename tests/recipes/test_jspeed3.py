@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jspeed import recipe as r
-from jspeed.model.kernels import OWN_KERNELS
+from jspeed.recipe import OWN_KERNELS
 from jspeed.recipes import jspeed3, r92
 from jspeed.run.find_recipe import find
 

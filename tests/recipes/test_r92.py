@@ -11,12 +11,13 @@ import pytest
 from jspeed import recipe as r
 from jspeed import sizes
 from jspeed.model.attention import Documents, attention, find_documents
-from jspeed.model.kernels import OWN_KERNELS, attention_backends, norm_gradient, own_value, qk_norm
+from jspeed.model.kernels import attention_backends, norm_gradient, own_value, qk_norm
 from jspeed.model.mudd import blend, coefficients, grouped_coefficients, named
 from jspeed.model.ngrams import bigram_rows, sign_rows, trigram_rows
 from jspeed.model.positions import frequencies, yarn
 from jspeed.model.sampled import candidates
 from jspeed.optim.schedules import jumps, through
+from jspeed.recipe import OWN_KERNELS
 from jspeed.recipes import r92
 from jspeed.run.find_recipe import find
 

@@ -8,10 +8,9 @@ import jax
 import pytest
 
 from jspeed.errors import BadInput
-from jspeed.model.kernels import OWN_KERNELS
 from jspeed.parallel.layout import check_layout
 from jspeed.parallel.mesh import make_mesh, parse_mesh, request_cpu_devices
-from jspeed.recipe import Context, Stage
+from jspeed.recipe import OWN_KERNELS, Context, Stage
 from jspeed.run.compute import compiler, device, division, program
 from jspeed.run.compute.device import Placement
 from jspeed.run.compute.division import place

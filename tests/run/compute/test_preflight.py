@@ -14,8 +14,9 @@ from rich.console import Console
 from jspeed.errors import BadInput
 from jspeed.model import fp8
 from jspeed.model.attention import attention, find_documents
-from jspeed.model.kernels import OWN_KERNELS, attention_backends, composed_heads, own_value
+from jspeed.model.kernels import attention_backends, composed_heads, own_value
 from jspeed.parallel.mesh import make_mesh
+from jspeed.recipe import OWN_KERNELS
 from jspeed.run.compute import compiler, device, preflight, preflight_checks
 from jspeed.run.find_recipe import find
 

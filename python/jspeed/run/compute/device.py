@@ -14,9 +14,8 @@ from jspeed import accelerators
 from jspeed.cluster.rank import visible_gpus
 from jspeed.errors import BadInput, nearest
 from jspeed.model.attention import BACKENDS
-from jspeed.model.kernels import OWN_KERNELS, OwnKernel
 from jspeed.model.kernels.attention_backends import TRITON_WIDTHS
-from jspeed.recipe import Recipe
+from jspeed.recipe import OWN_KERNELS, OwnKernel, Recipe
 from jspeed.run.evidence.provenance import installed_version
 
 USABLE = 0.95  # of the allocator's pool: what fragmentation, NCCL and cuBLAS take is not in the compiler's figure

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from jspeed.cluster.distributed import gather
 from jspeed.errors import BadInput, first_line, type_and_line
-from jspeed.model.kernels import OwnKernel
 from jspeed.model.kernels.attention_backends import Refused
-from jspeed.recipe import Recipe
+from jspeed.recipe import OwnKernel, Recipe
 from jspeed.record.schema import Kernels
 from jspeed.run.compute import preflight_checks
 from jspeed.run.compute.compiler import FP8_CALL, custom_calls, out_of_memory

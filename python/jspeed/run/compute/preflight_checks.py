@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jspeed.model import fp8, pointer
 from jspeed.model.attention import attention, find_documents, tags
 from jspeed.model.heads import composed, without_own_value
-from jspeed.model.kernels import OwnKernel
 from jspeed.model.layers import rms_norm
 from jspeed.model.positions import frequencies, queries_and_keys
 from jspeed.optim.rows import RowState, row_adam
 from jspeed.parallel import sharded_table
 from jspeed.parallel.lazy_table import Pending
 from jspeed.parallel.mesh import put
+from jspeed.recipe import OwnKernel
 from jspeed.run.compute.compiler import options_for
 
 Run: TypeAlias = Callable[..., Any]
