@@ -34,7 +34,9 @@ def canonical_mask(tokens: Sequence[bytes], size: int) -> NDArray[np.uint8]:
     Bit x of row p, uint8 ``[size, size / 8]``, the least significant bit first, is set where token x never follows
     token p, whatever surrounds them: encoding their text would merge across the border between them, or between parts
     of them. ``tokens`` are byte pairs by id, in the order of their merges; an empty one stands for a special token,
-    which anything can follow and which can follow anything, as ids from ``len(tokens)`` on can.
+    which anything can follow and which can follow anything, as ids from ``len(tokens)`` on can. As in record 91, a
+    token that ends inside a character is taken for one that the pretokenizer does not cut after; after rare spaces and
+    signs it may.
 
     Raises:
         BadInput: ``size`` is not a multiple of 8 or less than the number of tokens, or a token is not made of two

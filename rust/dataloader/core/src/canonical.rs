@@ -5,7 +5,8 @@
 //! merge across the border between them: when, at the time of some rule (a, b), the last piece of the first token is a
 //! and the first piece of the second is b. The last pieces that a token ever has are those down the right edge of its
 //! tree, each until the merge above it; the first pieces are those down the left edge. A border at which the
-//! pretokenizer may cut says nothing.
+//! pretokenizer may cut says nothing, but for one after a token that ends inside a character: like record 91, this
+//! takes such a border for one without a cut. A text of rare spaces or signs may be written in a pair that is ruled out.
 //!
 //! In an order of tokens in which each is followed by the trees that begin with it, latest merge first, the tokens
 //! whose first piece is b at the time of a rule are neighbours: a rule is one range of that order.
