@@ -37,6 +37,12 @@ class Anything:
     def __getitem__(self, _: Any) -> Any:
         return self
 
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
 
 class OnHost(torch.overrides.TorchFunctionMode):
     """Tensors meant for the GPU stay on the host; with ``exact``, those meant for bf16 become fp32."""
@@ -103,8 +109,8 @@ class World:
 class Work:
     """What an asynchronous collective returns; it is delivered when it is first waited for."""
 
-    def __init__(self, deliver: Callable[[], Any]):
-        self._deliver: Callable[[], Any] | None = deliver
+    def __init__(self, deliver: Callable[[], Any] | None = None):
+        self._deliver = deliver
 
     def wait(self) -> None:
         deliver, self._deliver = self._deliver, None
@@ -118,6 +124,9 @@ class Work:
     def value(self) -> None:
         return None
 
+    def set_result(self, _: Any) -> None:
+        return None
+
     def then(self, _: Any) -> "Work":
         return self
 
@@ -125,7 +134,7 @@ class Work:
 class Distributed:
     """``torch.distributed`` for one rank. What is sent is what a tensor holds when a collective is issued."""
 
-    ReduceOp = SimpleNamespace(AVG="mean", SUM="sum")
+    ReduceOp = SimpleNamespace(AVG="mean", SUM="sum", MAX="max")
 
     def __init__(self, world: World, rank: int):
         self._world, self._rank = world, rank
@@ -163,6 +172,21 @@ class Distributed:
 
         return self._issue([tensor], deliver, async_op)
 
+    def all_to_all_single(
+        self,
+        output: Any,
+        tensor: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        sent = torch.split(tensor, list(input_split_sizes or [len(tensor) // self._world.size] * self._world.size))
+
+        def deliver(parts: Any) -> None:
+            output.copy_(torch.cat([part[self._rank] for part in parts]))
+
+        return self._issue(sent, deliver, async_op)
+
     def reduce_scatter(self, output: Any, inputs: Sequence[Any], op: str = "sum", async_op: bool = False) -> Any:
         def deliver(parts: Any) -> None:
             output.copy_(_reduced([part[self._rank] for part in parts], op))
@@ -178,6 +202,8 @@ class Distributed:
 
 
 def _reduced(parts: Sequence[Any], op: str) -> Any:
+    if op == "max":
+        return torch.stack(tuple(parts)).amax(0)
     total = torch.stack(tuple(parts)).sum(0)
     return total / len(parts) if op == "mean" else total
 

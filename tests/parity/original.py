@@ -56,9 +56,10 @@ class Original:
     """A record's script in a world of ``world`` ranks, each a thread, executed up to its training loop.
 
     ``replacements`` shrink it (see :func:`replaced`). ``modules`` are what it imports and CPUs have not, by dotted
-    name; ``formulas`` take the place of its functions that launch kernels, once the script is executed. ``folder``
-    holds what the script reads by relative path, such as ``data/fineweb10B``. With ``exact``, bf16 becomes fp32 and
-    custom operators their formulas in ``operators``; without, their bodies run with FP8 products emulated.
+    name, or a function that makes them for a rank; ``formulas`` take the place of its functions that launch kernels,
+    once the script is executed. ``folder`` holds what the script reads by relative path, such as
+    ``data/fineweb10B``. With ``exact``, bf16 and fp16 become fp32 and custom operators their formulas in
+    ``operators``; without, their bodies run with FP8 products emulated.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Original:
         *,
         folder: pathlib.Path,
         world: int = 8,
-        modules: Mapping[str, Any] | None = None,
+        modules: Mapping[str, Any] | Callable[[int], dict[str, Any]] | None = None,
         formulas: Mapping[str, Any] | None = None,
         operators: Mapping[str, Callable[..., Any]] | None = None,
         exact: bool = True,
@@ -80,7 +81,13 @@ class Original:
         start = compile(before, "script of the record", "exec")
         self.world = World(world)
         self.ranks = [
-            Rank(number, self, folder, dict(modules or {}), {**OPERATORS, **(operators or {})})
+            Rank(
+                number,
+                self,
+                folder,
+                modules(number) if callable(modules) else dict(modules or {}),
+                {**OPERATORS, **(operators or {})},
+            )
             for number in range(world)
         ]
 
@@ -229,7 +236,7 @@ class Rank:
             "_scaled_mm": scaled_mm,
         }
         if self.original.exact:
-            over["bfloat16"] = torch.float32
+            over["bfloat16"] = over["float16"] = torch.float32
         proxy = Over(torch, **over)
         silent = SimpleNamespace(run=lambda *_, **__: SimpleNamespace(stdout=""), PIPE=None)
         attention = SimpleNamespace(BlockMask=BlockMask, flex_attention=flex_attention)

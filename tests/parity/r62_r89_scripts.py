@@ -11,6 +11,7 @@ from . import r62_r89_formulas
 from .original import Original, Replacement, text_of
 
 OPENED = "with open(os.path.join(os.path.dirname(sys.argv[0]), '{}'), 'r')"
+R89 = "train_gpt.py", "f411b3d3"  # the next commit to change it is record 92's
 R62 = "records/track_1_short/2026-01-19_BigramHashEmbedding/40ec7bb6-14b3-46f8-90b7-bb5ed188faba.txt"
 
 
@@ -29,7 +30,7 @@ def script(
 
     ``past_end`` and ``fp8`` as :func:`r62_r89_formulas.kernels` takes them; ``bos`` where it is not of ``size``.
     """
-    text = text_of(clone, R62 if name == "r62" else "train_gpt.py").split("-" * 40 + "\n# triton_kernels.py")[0]
+    text = (text_of(clone, R62) if name == "r62" else text_of(clone, *R89)).split("-" * 40 + "\n# triton_kernels.py")[0]
     found: list[np.ndarray] = []
     bos = size.bos if bos is None else bos
     changes = [*_both(name, size, bos), *(_of_62(size) if name == "r62" else _of_89(size, bos))]

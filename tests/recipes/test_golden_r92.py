@@ -1,7 +1,7 @@
 """A small r92 against stored losses and gradients of record 92's formulas, executed by PyTorch in fp32.
 
-The formulas are the Python of the record's log with kernels as plain operations, without FP8 and bf16: eleven layers,
-a lane of 112 tokens whose documents attention cuts at 40, candidates, several targets, prefixes.
+Its script is executed with kernels as plain operations, without FP8 and bf16 (``tests/parity/test_r92.py``): eleven
+layers, a lane of 112 tokens whose documents attention cuts at 40, candidates, several targets, prefixes.
 """
 
 import jax
@@ -95,16 +95,26 @@ def lane(seed: int) -> np.ndarray:
     return row[None].astype(np.int32)
 
 
-@pytest.mark.parametrize(("stage", "step"), GOLDEN)
-def test_losses_and_gradients_are_those_of_the_record(stage, step, monkeypatch):
-    prefixes = np.maximum(np.random.RandomState(1).randint(-200, BOS, VOCAB), -1).astype(np.int32)
-    with monkeypatch.context() as patch:
-        patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: prefixes)
-        recipe = find("r92", [f"{name}={value}" for name, value in FIELDS.items()], trace=False).recipe
+def prefixes() -> np.ndarray:
+    """In place of the longest prefixes of GPT-2's tokens: -1 for about two in five."""
+    return np.maximum(np.random.RandomState(1).randint(-200, BOS, VOCAB), -1).astype(np.int32)
+
+
+def parameters(recipe: r.Recipe) -> dict[str, np.ndarray]:
+    """Drawn ones, the embedding apart from the head."""
     params = filled(recipe) | {"embed": filled(recipe, 1)["embed"]}
     params["mudd_groups"] = params["mudd_groups"] / 6
     drawn = params["values"]  # for the record's tables, one after the other
     params["values"] = drawn.reshape(drawn.shape[1], VOCAB, -1).swapaxes(0, 1)
+    return params
+
+
+@pytest.mark.parametrize(("stage", "step"), GOLDEN)
+def test_losses_and_gradients_are_those_of_the_record(stage, step, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("jspeed.model.prefixes.gpt2_prefixes", lambda ordinary, size: prefixes())
+        recipe = find("r92", [f"{name}={value}" for name, value in FIELDS.items()], trace=False).recipe
+    params = parameters(recipe)
     tokens, ctx = lane(stage), r.Context(recipe.stages[stage], training=True, step=jnp.int32(step))
     weights = jnp.full((1, LENGTH), 1 / LENGTH)
 
