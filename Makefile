@@ -45,7 +45,7 @@ test-cudnn: .venv/cudnn/installed
 # Recipes against the records' own source, executed on the CPU by PyTorch (4 GB to download, once), which has a folder of
 # its own; MODDED is a clone of modded-nanogpt with its history.
 test-parity: .venv/parity/installed
-	PYTHONPATH=.venv/parity MODDED='$(MODDED)' JSPEED_TEST_PARITY=1 $(BIN)/python -m pytest tests/parity $(ARGS)
+	PYTHONPATH=.venv/parity MODDED='$(MODDED)' JSPEED_TEST_PARITY=1 $(BIN)/python -m pytest -rs tests/parity $(ARGS)
 
 # The leaderboard's page in a headless Chromium, where there is one; axe-core from the package axe-playwright-python.
 test-page: .venv/page/installed

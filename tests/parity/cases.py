@@ -51,7 +51,6 @@ class Case:
     rates: float = 1e-5
     at_step: Callable[[dict[str, Any], int], None] = lambda namespace, step: None
     rest: float = 0.0
-    revision: str = "HEAD"
     formulas: dict[str, Any] = field(default_factory=dict)
     attention: Callable[..., jax.Array] | None = None
 
@@ -64,7 +63,7 @@ class Case:
 
     def original(self, clone: str, folder: Path, short: bool = False, **more: Any) -> Original:
         """The script, executed up to its loop over steps, reading what :func:`write_tokens` left in ``folder``."""
-        text = replaced(text_of(clone, self.path, self.revision), self.smaller)
+        text = replaced(text_of(clone, self.path), self.smaller)
         return Original(text, self.shorter if short else (), folder=folder, formulas=self.formulas, **more)
 
     def write_tokens(self, folder: Path) -> None:
