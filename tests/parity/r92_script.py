@@ -3,7 +3,7 @@
 import hashlib
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,6 @@ class Eager:
         self.key_first: dict[Any, int] = {}
         self.throttle = self.seal = self.arm_verify = lambda: None
         self.refresh_attn = self.refresh_mlp = lambda *_: None
-        self.model: Callable[..., Any] | None = None
 
     def fwd(self, step: int, inputs: Any, targets: Any, cum_seqlens: Any, slots: Any) -> None:
         manager = self.space["training_manager"]

@@ -3,7 +3,7 @@
 What        Against r92: a pointer. One head of attention over the document's last 2,048 tokens says which of them is
             next, a padding id of the head how likely that is; their mixture is the distribution of the next token, in
             training and evaluation (over 8,192 tokens). N-grams are hashed from the first token of like text: Table,
-            " table". In long batches attention has gradients within 257 tokens. With RETRIEVAL it is told what followed
+            " table". From stage 2 on attention has gradients within 257 tokens. With RETRIEVAL it is told what followed
             its context before. Steps are 0.86 of r92's: see speed.md.
 Departures  Keys lie within a window, not in two blocks (379); gradients end at one window, fixed beforehand (371).
 Source      r92; PRs 379 (pointer), 375 (classes), 371 (gradients), 367 (cells) of modded-nanogpt, open in October 2026.
@@ -100,7 +100,7 @@ MAX_DOCS = (64, 96, 96, 128, 128, 128, 64)  # segments in one lane
 BLOCK = 128  # tokens
 LONG_WINDOWS = (3, 7, 7, 11, 11, 11, 13)  # blocks
 SHORT_WINDOWS = (1, 3, 3, 5, 5, 5, 6)
-GRADIENT_WINDOWS = (0, 2, 2, 1, 1, 1, 1)  # blocks within which attention has gradients; 0: all of its window
+GRADIENT_WINDOWS = (0, 2, 2, 2, 2, 2, 2)  # blocks within which attention has gradients; 0: all of its window
 POINTER_WINDOWS = (896, 2048, 2048, 2048, 2048, 2048, 2048)  # tokens
 RATES = (1.0, 1.52, 1.52, 1.73, 1.73, 1.579266707473229, 1.0)  # of all learning rates, by the size of a batch
 TABLES_EVERY = (2, 2, 4, 4, 4, 4, 4)  # steps between two updates of tables
