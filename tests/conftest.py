@@ -41,4 +41,4 @@ def gpt2_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     if found.is_dir():
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(found))
     elif "TIKTOKEN_CACHE_DIR" not in os.environ:
-        pytest.skip(f"GPT-2's vocabulary is not in {found}, and there may be no network")
+        pytest.skip(f"GPT-2's vocabulary is not in {found}; TIKTOKEN_CACHE_DIR=FOLDER lets tiktoken keep it there")
