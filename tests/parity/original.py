@@ -31,6 +31,7 @@ from .cpu_stand_ins import (
     scaled_mm,
     torch,
 )
+from .ours import Named
 
 Replacement = tuple[str, str] | tuple[str, str, int]
 
@@ -136,15 +137,16 @@ class Original:
 
         self.each(go)
 
-    def load(self, values: Mapping[str, np.ndarray], model: str = "model") -> None:
-        """Set the parameters of the model by name, on every rank; all names must be there and no others."""
+    def load(self, values: Named | Callable[[int], Named], model: str = "model") -> None:
+        """Set the parameters of the model by name, on every rank or to ``values(rank)``; all names must be there."""
 
         def fill(rank: Rank) -> None:
             named = dict(rank.namespace[model].named_parameters())
-            assert named.keys() == values.keys(), sorted(named.keys() ^ values.keys())
+            own = values(rank.number) if callable(values) else values
+            assert named.keys() == own.keys(), sorted(named.keys() ^ own.keys())
             with torch.no_grad():
                 for name, p in named.items():
-                    p.copy_(torch.from_numpy(np.ascontiguousarray(values[name])).view(p.shape))
+                    p.copy_(torch.from_numpy(np.ascontiguousarray(own[name])).view(p.shape))
 
         self.each(fill)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jspeed.data import TokenLoader, find_split
 from jspeed.optim.muon import MuonState
 from jspeed.parallel.mesh import batch_rows, make_mesh
-from jspeed.recipe import Context, Recipe, Stage
+from jspeed.recipe import Context, Recipe, Stage, init_parameters
 from jspeed.run.compute import program, step
 from jspeed.run.compute.device import device_of
 from jspeed.run.compute.division import place
@@ -150,3 +152,35 @@ def train(recipe: Recipe, params: Tree, batches: Iterable[np.ndarray]) -> tuple[
         state, metrics = compiled[key](state, jax.device_put(np.asarray(tokens, np.uint16), batch_rows(mesh)))
         found.append(float(metrics["loss"]))
     return found, jax.tree.map(np.asarray, state["params"])
+
+
+def batches(recipe: Recipe, folder: Path, split: str, count: int) -> list[np.ndarray]:
+    """The first batches of the shards that :func:`write_shards` left: of training, or all rows of validation as one."""
+    shards = find_split(folder / "data" / "fineweb10B", split)
+    common: dict[str, Any] = {"bos_id": recipe.data.bos_id, "prefetch": 0}
+    if split == "val":
+        lanes = recipe.eval_tokens // recipe.eval_len
+        loader = TokenLoader(shards, lanes=lanes, lane_len=recipe.eval_len, **common)
+    else:
+        loader = TokenLoader(shards, lanes=recipe.lanes, schedule=recipe.stages, align="bos", **common)
+    with loader:
+        return [np.array(batch.tokens) for batch, _ in zip(loader, range(count), strict=False)]
+
+
+def check_draws(recipe: Recipe, expected: Tree) -> None:
+    """Compare what we draw at first with ``expected``: constants are equal; what is drawn has the same spread, nearly
+    the same largest value, and the same matrices start at zero."""
+    found = jax.tree.map(np.asarray, jax.jit(lambda: init_parameters(recipe.parameters, jax.random.key(0)))())
+    for key, spec in recipe.parameters.items():
+        if key == "largest":
+            continue
+        used = slice(spec.shape[0] - spec.padding if spec.padding else None)
+        value, ours = (tree[key][used] if spec.shape else tree[key] for tree in (expected, found))
+        if value.std() < 1e-6 or value.size < 500:
+            np.testing.assert_allclose(ours, value, rtol=1e-6, err_msg=key)
+        else:
+            # The largest of some thousand normal numbers is itself somewhat random; of uniform ones it is the bound.
+            np.testing.assert_allclose(ours.std() / value.std(), 1, atol=0.1, err_msg=key)
+            np.testing.assert_allclose(np.abs(ours).max() / np.abs(value).max(), 1, atol=0.4, err_msg=key)
+            assert [bool(part.any()) for part in value] == [bool(part.any()) for part in ours], key
+    np.testing.assert_array_equal(expected["embed"], expected["head"])

@@ -6,13 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jspeed.data import TokenLoader, find_split
 from jspeed.recipe import Recipe
 from jspeed.run.find_recipe import find
 
 from ..recipes.r62_r89_golden import Size, filled
 from . import r62_r89_runs as runs
-from .ours import Tree
+from .ours import Tree, batches
 from .r62_r89_names import names
 from .r62_r89_scripts import script
 from .synthetic import documents, write_shards
@@ -47,16 +46,8 @@ class Pair:
         return without_maxima(self.names.ours(theirs))
 
     def batches(self, split: str, count: int) -> list[np.ndarray]:
-        """Our batches of the shards: of training, or all rows of validation as one."""
-        recipe, shards = self.recipe, find_split(self.folder / "data" / "fineweb10B", split)
-        common: dict[str, Any] = {"bos_id": recipe.data.bos_id, "prefetch": 0}
-        if split == "val":
-            lanes = recipe.eval_tokens // recipe.eval_len
-            loader = TokenLoader(shards, lanes=lanes, lane_len=recipe.eval_len, **common)
-        else:
-            loader = TokenLoader(shards, lanes=recipe.lanes, schedule=recipe.stages, align="bos", **common)
-        with loader:
-            return [np.array(batch.tokens) for batch, _ in zip(loader, range(count), strict=False)]
+        """Our batches of the shards."""
+        return batches(self.recipe, self.folder, split, count)
 
 
 def without_maxima(tree: Tree) -> Tree:

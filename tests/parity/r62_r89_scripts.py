@@ -11,7 +11,7 @@ from . import r62_r89_formulas
 from .original import Original, Replacement, text_of
 
 OPENED = "with open(os.path.join(os.path.dirname(sys.argv[0]), '{}'), 'r')"
-R89 = "train_gpt.py", "f411b3d3"  # the next commit to change it is record 92's
+R89 = "train_gpt.py", "f411b3d3"  # newer commits have other records there
 R62 = "records/track_1_short/2026-01-19_BigramHashEmbedding/40ec7bb6-14b3-46f8-90b7-bb5ed188faba.txt"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jspeed.data import TokenLoader, find_split
-from jspeed.model.ngrams import SIGN_ROWS, signs
 from jspeed.model.sampled import candidates
 from jspeed.recipe import Recipe, leaves
 from jspeed.run.find_recipe import find
@@ -19,7 +17,7 @@ from ..recipes.r62_r89_golden import filled
 from . import r62_r89_formulas
 from . import r62_r89_runs as runs
 from .original import Rank
-from .ours import Named, Names, Tree
+from .ours import Named, Names, Tree, batches
 from .r62_r89_names import channels, to
 from .r62_r89_pair import without_maxima
 from .r92_script import WORLD, Size, script
@@ -43,13 +41,11 @@ class Pair:
         self.names = Names(shapes, lambda of: _arranged(of, self.recipe, size))
         self.compiled = runs.Ours(self.recipe)
         self.ngrams = np.zeros((size.ngrams, size.width), np.float32)
-        self.script.each(self._give_signs_and_candidates)
+        runs.give_signs(self.script, size.width)
+        self.script.each(self._give_candidates)
 
-    def _give_signs_and_candidates(self, rank: Rank) -> None:
-        """Record 92 draws signs, and goes on with negatives where its search has ended; let both be ours."""
-        import torch
-
-        rank.namespace["model"].bigram_sign_table.copy_(torch.from_numpy(sign_table(self.size.width)))
+    def _give_candidates(self, rank: Rank) -> None:
+        """Record 92 goes on with negatives where its search has ended; let them be ours."""
         manager, vocab = rank.namespace["training_manager"], self.size.vocab
         stage, now = manager.sns_stage, [0]
 
@@ -75,20 +71,10 @@ class Pair:
 
     def load(self, params: Tree) -> None:
         """Give the record these parameters, to each process its part of the n-grams."""
-        import torch
-
         values = self.names.theirs(params)
-        self.ngrams, part = values[NGRAMS], self.size.ngrams // WORLD
-
-        def fill(rank: Rank) -> None:
-            own = {NGRAMS: self.ngrams[rank.number * part : (rank.number + 1) * part]}
-            named = dict(rank.namespace["model"].named_parameters())
-            assert named.keys() == values.keys()
-            with torch.no_grad():
-                for name, p in named.items():
-                    p.copy_(torch.from_numpy(np.ascontiguousarray(own.get(name, values[name]))).view(p.shape))
-
-        self.script.each(fill)
+        self.ngrams = values[NGRAMS]
+        parts = np.split(self.ngrams, WORLD)
+        self.script.load(lambda rank: values | {NGRAMS: parts[rank]})
 
     def mine(self, theirs: Named) -> Tree:
         """Parameters or gradients of the record as ours, without what is none of its."""
@@ -130,11 +116,9 @@ class Pair:
             self.own_losses[rank.number].clear()
             total = model(inputs, targets, documents, rows, manager.get_forward_args(), sink, values).sum()
             total.backward()
-            grads = {name: zeros_or(p.grad, p) for name, p in model.named_parameters()}
+            grads = self.script.gradients(rank=rank.number)
             grads |= {NGRAMS: np.zeros_like(self.ngrams), "value_embeds": values.numpy().copy()}
             np.add.at(grads[NGRAMS], rows.numpy(), sink.grad.numpy())
-            model.zero_grad(set_to_none=True)
-            values.zero_()
             return self.own_losses[rank.number][0], float(total.detach()), grads
 
         losses, totals, grads = zip(*self.script.each(run, list(range(len(lanes)))), strict=True)
@@ -178,8 +162,10 @@ class Pair:
             rank.namespace["flash_attn_interface"].flash_attn_varlen_func = plain
 
         self.script.each(widen)
-        yield
-        self.script.each(restore)
+        try:
+            yield
+        finally:
+            self.script.each(restore)
 
     def give_prefixes(self, prefixes: np.ndarray) -> None:
         """Let these be the prefixes of the record's tokens."""
@@ -207,27 +193,8 @@ class Pair:
         return self.script.each(make, [0])[0]
 
     def batches(self, split: str, count: int) -> list[np.ndarray]:
-        """Our batches of the shards: of training, or all rows of validation as one."""
-        recipe, shards = self.recipe, find_split(self.folder / "data" / "fineweb10B", split)
-        common: dict[str, Any] = {"bos_id": recipe.data.bos_id, "prefetch": 0}
-        if split == "val":
-            lanes = recipe.eval_tokens // recipe.eval_len
-            loader = TokenLoader(shards, lanes=lanes, lane_len=recipe.eval_len, **common)
-        else:
-            loader = TokenLoader(shards, lanes=recipe.lanes, schedule=recipe.stages, align="bos", **common)
-        with loader:
-            return [np.array(batch.tokens) for batch, _ in zip(loader, range(count), strict=False)]
-
-
-def zeros_or(grad: Any, like: Any) -> np.ndarray:
-    """The gradient, or zeros where there is none."""
-    return np.zeros(like.shape, np.float32) if grad is None else grad.numpy().copy()
-
-
-def sign_table(width: int) -> np.ndarray:
-    """Our signs as the record's table: those of a token after 0, with factors of 1, are row ``token``."""
-    pairs = np.stack([np.zeros(SIGN_ROWS, np.int32), np.arange(SIGN_ROWS, dtype=np.int32)], axis=1)
-    return np.asarray(signs(jnp.asarray(pairs), width)[:, 1], np.float32)
+        """Our batches of the shards."""
+        return batches(self.recipe, self.folder, split, count)
 
 
 def _arranged(of: Callable[[str], np.ndarray], recipe: Recipe, size: Size) -> Tree:

@@ -96,7 +96,7 @@ FULL = Size(steps=1122, growth=52, extension=20, slow_tables=336, warmup=240, en
 
 
 def has_log(clone: str) -> bool:
-    """Whether the clone's newest commit has the log: those from before September 2026 have not."""
+    """Whether the clone's newest commit has the log; those from before the record have not."""
     return not subprocess.run(["git", "-C", clone, "cat-file", "-e", f"HEAD:{LOG}"], capture_output=True).returncode
 
 

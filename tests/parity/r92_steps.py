@@ -125,7 +125,7 @@ def some_rows(params: Tree, step: int) -> Tree:
     return grads
 
 
-def changes(pair: Pair, windows: Sequence[range], gradients: Any = some_rows) -> Iterator[tuple[int, Tree, Tree]]:
+def changes(pair: Pair, windows: Sequence[range]) -> Iterator[tuple[int, Tree, Tree]]:
     """Yield (step, our changes of every parameter, the record's) in every step of ``windows``, which start where all
     parameters have just been updated."""
     params = pair.start()
@@ -136,7 +136,7 @@ def changes(pair: Pair, windows: Sequence[range], gradients: Any = some_rows) ->
         theirs.jump(window.start, tables)
         ours.jump(window.start, tables)
         for step in window:
-            grads = pair.names.ours(pair.names.theirs(gradients(ours.params, step)))  # zeros in padding
+            grads = pair.names.ours(pair.names.theirs(some_rows(ours.params, step)))  # zeros in padding
             after = theirs.step(step, grads), ours.step(step, grads)
             moved = [
                 {name: a[name] - b[name] for name in a if name != "largest"} for a, b in zip(after, before, strict=True)
