@@ -93,7 +93,7 @@ with jspeed.join() as processes:
     mesh = jax.make_mesh((jax.device_count(),), ("rows",), axis_types=(AxisType.Auto,))
     parts = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("rows")), np.ones(4, np.float32))
     print("sum", float(total(parts)))
-    print("wrong soon", file=sys.stderr)
+    sys.stderr.write("wrong soon\\n")  # in one write, so that no other thread comes between
     WRONG
     while True:
         float(total(parts))
